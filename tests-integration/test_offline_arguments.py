@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
 import math
 
 import numpy as np
@@ -203,3 +205,77 @@ def test_control_calls_with_arguments_of_another_kind(llm):
     for value in (3, "x", None):
         with pytest.raises(RequestError, match=r"^func = .*must be a function"):
             llm.apply_model(value)
+
+
+def test_methods_have_the_name_of_the_class_that_a_script_calls(llm):
+    """Python's own errors name them: ``LLM.generate() got an unexpected keyword argument``."""
+    for made in (llm, llm.llm_engine, llm.get_tokenizer()):
+        kind = type(made)
+        for name in dir(kind):
+            found = inspect.getattr_static(kind, name)
+            if inspect.isfunction(found) and (not name.startswith("_") or name == "__call__"):
+                assert found.__qualname__ == f"{kind.__name__}.{name}"
+    with pytest.raises(TypeError, match=r"^LLM\.generate\(\) got an unexpected .*'nonsense'"):
+        llm.generate("Hi", nonsense=1)
+    with pytest.raises(
+        TypeError, match=r"^LLM\.preprocess_chat\(\) got an unexpected .*'nonsense'"
+    ):
+        llm.preprocess_chat([{"role": "user", "content": "Hi"}], nonsense=1)
+    with pytest.raises(
+        TypeError, match=r"^ModelTokenizer\.__call__\(\) got an unexpected .*'nonsense'"
+    ):
+        llm.get_tokenizer()("Hi", nonsense=1)
+
+
+def test_arguments_that_had_no_check(llm):
+    chat = [{"role": "user", "content": "Hi"}]
+    for call in (llm.chat, llm.preprocess_chat):
+        with pytest.raises(RequestError, match=r"^chat_template_content_format = 'x': must be one"):
+            call(chat, chat_template_content_format="x")
+    same = llm.preprocess_chat(chat, chat_template_content_format="string", tools=None)
+    assert same == llm.preprocess_chat(chat)
+    with pytest.raises(RequestError, match=r"^reset_running_requests = 'x': must be True or False"):
+        llm.reset_prefix_cache("x")
+    params = BeamSearchParams(2, 3)
+    for value in ("yes", 3, [1]):
+        for call in (
+            lambda v=value: llm.generate("Hi", GREEDY, use_tqdm=v),
+            lambda v=value: llm.chat(chat, GREEDY, use_tqdm=v),
+            lambda v=value: llm.enqueue("Hi", GREEDY, use_tqdm=v),
+            lambda v=value: llm.beam_search("Hi", params, use_tqdm=v),
+        ):
+            with pytest.raises(
+                RequestError, match=r"^use_tqdm = .*: must be True, False, or a call"
+            ):
+                call()
+
+
+def test_a_bar_that_fails_loses_no_enqueued_prompt(llm):
+    def fails(**_):
+        raise KeyError("no bar")
+
+    ids = llm.enqueue(["Hello", "Hi"], GREEDY, use_tqdm=False)
+    for bar, error in ((fails, KeyError), ("x", RequestError)):
+        with pytest.raises(error):
+            llm.wait_for_completion(use_tqdm=bar)
+    assert [output.request_id for output in llm.wait_for_completion(use_tqdm=False)] == ids
+
+
+def test_the_assistants_mask_with_the_engines_own_template_settings(llm):
+    """Through a real engine: what a training loop does with ``LLM.get_tokenizer()``."""
+    tokenizer = copy.copy(llm.get_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n"
+        "{% endfor %}"
+    )
+    chat = [{"role": "assistant", "content": "2 + 3 is 5"}]
+    made = tokenizer.apply_chat_template(chat, return_assistant_tokens_mask=True)
+    kept = [i for i, one in zip(made.input_ids, made.assistant_masks, strict=True) if one]
+    assert "2 + 3 is 5" in tokenizer.decode(kept)
+    assert "assistant" not in tokenizer.decode(kept)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer.pad([tokenizer("Hello"), tokenizer("Hello there")], return_tensors="pt")
+    assert batch.input_ids.shape == batch.attention_mask.shape
+    with pytest.raises(RequestError, match=r"^return_assistant_tokens_mask = True: needs a chat"):
+        llm.get_tokenizer().apply_chat_template(chat, return_assistant_tokens_mask=True)

@@ -417,10 +417,13 @@ def test_wrong_arguments_are_named(tmp_path: Path, call: Any, said: str) -> None
 
 def test_what_is_not_done_is_refused(tmp_path: Path) -> None:
     tokenizer = opened(write(tmp_path, "bpe"))
-    with pytest.raises(UnsupportedFeature, match=r"pairs are not cut; encode_pair"):
-        tokenizer("a", "b", truncation=True, max_length=4)
-    with pytest.raises(TypeError, match="return_offsets_mapping"):
-        tokenizer("a", return_offsets_mapping=True)
+    with pytest.raises(UnsupportedFeature, match=r"^split_special_tokens = True: not built"):
+        tokenizer("a", split_special_tokens=True)
+    for call in (tokenizer, tokenizer.encode, tokenizer.tokenize, tokenizer.decode):
+        with pytest.raises(
+            TypeError, match=r"^ModelTokenizer\.\w+\(\) got an unexpected .*return_all"
+        ):
+            call("a", return_all=True)
 
 
 def test_it_imports_neither_transformers_nor_torch(tmp_path: Path) -> None:

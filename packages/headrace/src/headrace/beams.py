@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from headrace.progress import wants_bar
 from headrace_core.beam import (
     BeamSearch,
     BeamSearchOutput,
@@ -133,7 +134,7 @@ class OfflineBeams:
 @contextmanager
 def _bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[int], None]]:
     """A function that counts finished prompts on a progress bar."""
-    if not use_tqdm:
+    if not wants_bar(use_tqdm):
         yield lambda _: None
         return
     bar = _maker(use_tqdm)(total=total, desc="Beam search", unit="prompt", dynamic_ncols=True)

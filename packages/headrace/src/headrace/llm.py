@@ -9,8 +9,10 @@ from headrace.llm_engine import LLMEngine
 from headrace.offline.completing import CompletesTexts
 from headrace.offline.embedding import PoolsTexts
 from headrace.offline.speech import HearsRecordings
+from headrace.own_names import own_names
 
 
+@own_names
 class LLM(CompletesTexts, PoolsTexts, HearsRecordings):
     """A model for offline batches.
 

@@ -15,6 +15,7 @@ from headrace.given import refuse_adapters
 from headrace.metrics import Metric, OfflineMetrics, disabled
 from headrace.model_facts import ModelFacts
 from headrace.offline.controls import EngineControls
+from headrace.own_names import own_names
 from headrace.pooling import as_tensor
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import EngineError, RequestError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from headrace_engine.offline import OfflineEngine
 
 
+@own_names
 class LLMEngine(EngineControls):
     """Add requests, call :meth:`step` until nothing is unfinished.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from headrace_core.errors import RequestError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
 from headrace_core.output import PoolingRequestOutput, RequestOutput
 
@@ -62,7 +63,7 @@ def prompt_bar(
         use_tqdm: False: no bar; or a callable that makes one (tqdm's signature).
         done: prompts that an earlier run has answered.
     """
-    if not use_tqdm:
+    if not wants_bar(use_tqdm):
         yield None
         return
     bar = _bar(total, use_tqdm, "Processed prompts", done)
@@ -100,7 +101,7 @@ def counting_bar(
         total, use_tqdm: as :func:`prompt_bar`.
         title: stands before the bar.
     """
-    if not use_tqdm:
+    if not wants_bar(use_tqdm):
         yield None
         return
     bar = _bar(total, use_tqdm, title)
@@ -108,6 +109,22 @@ def counting_bar(
         yield lambda: bar.update(1)
     finally:
         bar.close()
+
+
+def wants_bar(use_tqdm: object) -> bool:
+    """True if a bar is wanted.
+
+    Raises:
+        RequestError: the argument is neither a flag nor a callable.
+    """
+    if use_tqdm is None or isinstance(use_tqdm, bool):
+        return bool(use_tqdm)
+    if not callable(use_tqdm):
+        raise RequestError(
+            f"use_tqdm = {use_tqdm!r:.100}: must be True, False, or a callable that makes a bar",
+            param="use_tqdm",
+        )
+    return True
 
 
 def _bar(total: int, use_tqdm: bool | Callable[..., Any], title: str, done: int = 0) -> Any:
@@ -155,7 +172,7 @@ def audio_bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[AudioBar]:
     Args:
         use_tqdm: False: none; or a callable that makes one (tqdm's signature).
     """
-    if not use_tqdm:
+    if not wants_bar(use_tqdm):
         yield AudioBar(None)
         return
     options: dict[str, Any] = {"total": 0, "desc": "Heard", "unit": "s", "dynamic_ncols": True}

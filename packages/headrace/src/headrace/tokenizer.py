@@ -1,7 +1,7 @@
 """The tokenizer that :meth:`headrace.LLM.get_tokenizer` returns: :class:`ModelTokenizer`.
 
 It has the interface of transformers' tokenizers, and gives the same results for the same checkpoint, without
-importing transformers. What it cannot do, it does not accept.
+importing transformers. What it cannot do, it refuses and says so.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.templates import PYTHON
+from headrace.own_names import own_names
+from headrace.texts.absent import ABSENT, FIXED
 from headrace.texts.chats import RendersChats
 from headrace.texts.decoding import DecodesIds
 from headrace.texts.filling import TokenizedText
+from headrace.texts.saving import SavesFiles
 
 if TYPE_CHECKING:
     from headrace_core.engine import ServedModel
@@ -21,10 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelTokenizer", "TokenizedText"]
 
+_SET = ("_own_template", "_has_own_template", "_max_length", "_cleans_up")
+"""Attributes that a copy takes over, besides the named tokens and the sides."""
 
-class ModelTokenizer(RendersChats, DecodesIds):
+
+@own_names
+class ModelTokenizer(RendersChats, DecodesIds, SavesFiles):
     """The tokenizer of a running model. Thread-safe, but for the attributes that can be set:
-    ``pad_token``, ``padding_side`` and ``truncation_side``.
+    ``pad_token``, ``padding_side``, ``truncation_side``, ``chat_template``, ``model_max_length`` and
+    ``clean_up_tokenization_spaces``.
 
     It can be pickled and copied. A copy needs no engine, and reads no media in conversations.
 
@@ -46,8 +54,28 @@ class ModelTokenizer(RendersChats, DecodesIds):
             files = self._backend.to_str(), config
         model = self._intake.model
         state = {"_named": dict(self._named), "_sides": dict(self._sides)}
+        state |= {name: getattr(self, name) for name in _SET}
         made_of = (files or own, model, self._allow_control_tokens)
         return _made_again, made_of, state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        reason = ABSENT.get(name) or FIXED.get(name)
+        raise AttributeError(
+            f"{name}: the tokenizer of a running model does not have it"
+            + (f": {reason}" if reason else "")
+            + f"; if transformers' does, {self._elsewhere()}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and value != getattr(self, name, False):
+            raise AttributeError(
+                f"{name} = {value!r:.100}: cannot be set on the tokenizer of a running model: "
+                f"{FIXED[name]}; or {self._elsewhere()}"
+            )
+        if name not in FIXED:
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {len(self)} tokens)"

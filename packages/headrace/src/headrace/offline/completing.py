@@ -18,7 +18,7 @@ from headrace.given import (
 )
 from headrace.offline.engine import HeldEngine
 from headrace.progress import counting_bar, prompt_bar
-from headrace_core.errors import UnsupportedFeature
+from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling import BeamSearchParams, SamplingParams
@@ -101,7 +101,7 @@ class CompletesTexts(HeldEngine):
         chats = self._chats(
             messages,
             chat_template=chat_template,
-            content_format=chat_template_content_format,
+            content_format=_content_format(chat_template_content_format),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -109,18 +109,40 @@ class CompletesTexts(HeldEngine):
         )
         return self._run(Given(chats, self._params(sampling_params, len(chats)), None), use_tqdm)
 
-    def preprocess_chat(self, messages: Any, **options: Any) -> list[TokensPrompt]:
+    def preprocess_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[TokensPrompt]:
         """The first half of :meth:`chat`: conversations as token prompts.
 
         Args:
-            messages: as :meth:`chat`.
-            options: fields of :class:`headrace.inputs.ChatPrompt`.
+            messages, chat_template, chat_template_content_format, add_generation_prompt,
+                continue_final_message, tools, chat_template_kwargs: as :meth:`chat`.
+            documents: JSON objects that the template shows.
 
         Raises:
+            RequestError: as :meth:`chat`.
             UnsupportedFeature: a conversation brings media, which tokens cannot hold.
         """
+        chats = self._chats(
+            messages,
+            chat_template=chat_template,
+            content_format=_content_format(chat_template_content_format),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
+            documents=documents,
+        )
         prompts: list[TokensPrompt] = []
-        for chat in self._chats(messages, **options):
+        for chat in chats:
             if brings_media(chat):
                 raise UnsupportedFeature(
                     "messages: what they bring besides text cannot be part of a prompt of tokens; use "
@@ -215,6 +237,7 @@ class CompletesTexts(HeldEngine):
         Raises:
             EngineDead: the engine stopped, or the object was closed meanwhile.
             RuntimeError: the object was closed before.
+            RequestError: ``use_tqdm`` is wrong; the prompts can still be waited for.
             KeyboardInterrupt: everything that was waited for has been aborted.
         """
         self.engine.check_caller()
@@ -222,7 +245,13 @@ class CompletesTexts(HeldEngine):
             batches, self._enqueued = self._enqueued, []
         outputs: list[RequestOutput] = []
         total = sum(len(batch.request_ids) for batch in batches)
-        with contextlib.ExitStack() as left, prompt_bar(total, use_tqdm) as on_output:
+        with contextlib.ExitStack() as left:
+            try:
+                on_output = left.enter_context(prompt_bar(total, use_tqdm))
+            except BaseException:  # a caller's bar that fails; the next call waits for them
+                with self._queue_lock:
+                    self._enqueued = [*batches, *self._enqueued]
+                raise
             for batch in batches:
                 left.callback(batch.close)
             for batch in batches:
@@ -260,3 +289,20 @@ class CompletesTexts(HeldEngine):
             self.engine, self.llm_engine.front.intake, need("params", params, BeamSearchParams)
         )
         return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)
+
+
+def _content_format(given: str) -> str:
+    """The argument ``chat_template_content_format``.
+
+    Raises:
+        RequestError: there is no such format.
+    """
+    from headrace_engine.intake.content import CONTENT_FORMATS
+
+    if given not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format = {given!r:.100}: must be one of "
+            f"{', '.join(CONTENT_FORMATS)}",
+            param="chat_template_content_format",
+        )
+    return given

@@ -22,7 +22,16 @@ class EngineControls(ABC):
         """The synchronous engine underneath, of the package headrace-engine."""
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached blocks; False if some are in use and running requests may not be reset."""
+        """Forget cached blocks; False if some are in use and running requests may not be reset.
+
+        Raises:
+            RequestError: the argument is neither True nor False.
+        """
+        if not isinstance(reset_running_requests, bool):
+            raise RequestError(
+                f"reset_running_requests = {reset_running_requests!r:.100}: must be True or False",
+                param="reset_running_requests",
+            )
         return bool(self.engine.reset_prefix_cache(reset_running_requests))
 
     def start_profile(self) -> None:

@@ -94,3 +94,14 @@ def need_side(name: str, side: str) -> str:
     if side not in SIDES:
         raise RequestError(f"{name} = {side!r:.100}: must be 'right' or 'left'", param=name)
     return side
+
+
+def need_flag(name: str, given: object) -> bool:
+    """True or False.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if own_value(given) not in (True, False):
+        raise RequestError(f"{name} = {given!r:.100}: must be True or False", param=name)
+    return bool(given)

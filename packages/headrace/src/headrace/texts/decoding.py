@@ -70,10 +70,16 @@ class DecodesIds(Vocabulary):
             ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces
         )
         if clean is None:
-            clean = bool(self._config.get("clean_up_tokenization_spaces", False))
+            clean = self.clean_up_tokenization_spaces
         if clean and self._backend is not None and type(self._backend.model).__name__ != "BPE":
-            for spaced, plain in CLEANED_UP:
-                text = text.replace(spaced, plain)
+            text = self.clean_up_tokenization(text)
+        return text
+
+    @staticmethod
+    def clean_up_tokenization(text: str) -> str:
+        """A text without the spaces that vocabularies of words put before punctuation."""
+        for spaced, plain in CLEANED_UP:
+            text = text.replace(spaced, plain)
         return text
 
     def batch_decode(
@@ -81,7 +87,14 @@ class DecodesIds(Vocabulary):
         sequences: Any,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
+        *,
+        spaces_between_special_tokens: bool = True,
     ) -> list[str]:
         """The texts of lists of ids; arguments as :meth:`decode`."""
-        text = self.decode(sequences, skip_special_tokens, clean_up_tokenization_spaces)
+        text = self.decode(
+            sequences,
+            skip_special_tokens,
+            clean_up_tokenization_spaces,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
         return [text] if isinstance(text, str) else text
