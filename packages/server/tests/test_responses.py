@@ -763,6 +763,13 @@ async def test_leaving_and_cancelling_end_a_call(
             answer = (await client.post(f"{URL}/{begun['id']}/cancel")).json()
             assert answer["status"] == "cancelled"
             assert [i["status"] for i in answer["output"]] == ["incomplete"]
+            kept = await client.get(f"{URL}/{begun['id']}?stream=true")
+            *_, done, last = named(kept.text)
+            assert (done["type"], done["item"]) == (
+                "response.output_item.done",
+                answer["output"][0],
+            )
+            assert last["type"] == "response.cancelled"
         else:
             async with client.stream("POST", URL, json={**body, "stream": True}) as stream:
                 async for line in stream.aiter_lines():

@@ -1,7 +1,8 @@
 """The events of a response: numbered without holes, in the protocol's order.
 
 Each output item is added, grows and is done; one at a time is being written, except that a call
-which this server makes is done only when its result is there.
+which this server makes is done only when its result is there. Where the run ends early, items that are
+open end as ``incomplete``, with their own last events.
 """
 
 from __future__ import annotations
@@ -177,9 +178,11 @@ class ItemEvents:
         self._on_item(f"response.{family}.{ended}", block.position)
         self._done(block.position, item["status"])
 
-    def not_called(self, block: Block) -> None:
-        """A built-in tool is not called, as the turn was cut: its item ends without a result."""
-        self._done(block.position, "incomplete")
+    def give_up(self) -> None:
+        """End the calls of built-in tools that still wait for a result: there will be none."""
+        for position, item in enumerate(self.items):
+            if item["status"] == "in_progress":
+                self._done(position, "incomplete")
 
     # Events
 

@@ -83,7 +83,7 @@ class ResponseRun:
         self._keep_out = body.stream and not body.background
         self._numbers = Numbering(self._emit)
         self._items: ItemEvents
-        self._blocks: Blocks
+        self._blocks = Blocks(0, self._call_id)
         self._turn: Turn
         self._tools = ToolSet()
         self._num_tool_calls = 0
@@ -245,18 +245,24 @@ class ResponseRun:
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason
             self._ends_in_call = piece.ends_in_call
-            self._items.ending = "completed" if self._is_whole(piece) else "incomplete"
-            for step in self._blocks.finish():
-                self._items.take(step)
+            self._close("completed" if self._is_whole(piece) else "incomplete")
             check_end(piece)
 
+    def _close(self, status: str) -> None:
+        """Close the item that is being written, with this status."""
+        self._items.ending = status
+        for step in self._blocks.finish():
+            self._items.take(step)
+
     def _is_whole(self, piece: Piece) -> bool:
-        """True if the block that ends with the turn is complete. A call is if its arguments are,
-        whatever was cut behind it."""
+        """True if the block that ends with the turn is complete. Where the turn was cut, a call is if its
+        arguments are, whatever was cut behind it; where the turn failed, none is."""
+        if piece.finish_reason in ("error", "abort"):
+            return False
         block = self._blocks.open
         if block is not None and block.kind == "call":
             return not piece.call_is_open
-        return piece.finish_reason not in ("length", "error")
+        return piece.finish_reason != "length"
 
     async def _count(self, turn: Turn) -> None:
         self._usage.turns.append(await turn.counts())
@@ -279,8 +285,7 @@ class ResponseRun:
         found = ((block, self._tools.find(block.name)) for block in self._blocks.calls)
         calls = [(block, builtin) for block, builtin in found if builtin is not None]
         if self._finish_reason == "length" or self._ends_in_call:
-            for block, _ in calls:
-                self._items.not_called(block)
+            self._items.give_up()
             return []
         return calls
 
@@ -362,7 +367,7 @@ class ResponseRun:
         self._keep()
 
     def fail(self, error: BaseException, request_id: str = "") -> bytes:
-        """End with an error: the last event, encoded."""
+        """End with an error: close what is open as incomplete. Returns the last events, encoded."""
         told = report(error, request_id)
         code = "rate_limit_exceeded" if told.status == 429 else "server_error"
         if isinstance(error, RequestError):
@@ -371,16 +376,15 @@ class ResponseRun:
         return self._last("failed")
 
     def cancel(self) -> bytes:
-        """End because somebody asked for it: the last event, encoded."""
+        """End because somebody asked for it: close what is open as incomplete. Returns the last events,
+        encoded."""
         return self._last("cancelled")
 
     def _last(self, status: str) -> bytes:
-        self._out.clear()
-        for item in self._items.items:
-            if item["status"] == "in_progress":
-                item["status"] = "incomplete"
         if self._numbers.next == 0:
             self._numbers.send("response.created", response=self.response())
+        self._close("incomplete")
+        self._items.give_up()
         self.status = status
         self._numbers.send(f"response.{status}", response=self.response())
         self._keep()

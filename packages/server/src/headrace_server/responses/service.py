@@ -235,8 +235,15 @@ class Started:
             if self.record is not None:
                 self._service.keep(self.run, self.record)
         finally:
-            self._service.release(self.record)
             await events.aclose()
+            self._service.release(self.record)
+
+    def fail(self, error: Exception, request_id: str) -> bytes:
+        """End the stream with an error: the last events, encoded. The response is kept: its id was told."""
+        data = self.run.fail(error, request_id)
+        if self.record is not None:
+            self._service.keep(self.run, self.record)
+        return data
 
     def in_background(self, state: ServerState) -> Record:
         """Run without a reader."""

@@ -94,7 +94,7 @@ async def _create(body: ResponsesRequest, request: Request, service: ResponseSer
         record = started.in_background(state)
         return await _replay(record, -1, request, state) if body.stream else _json(run.response())
     if body.stream:
-        form = StreamForm(done=b"", error=run.fail)
+        form = StreamForm(done=b"", error=started.fail)
         return await start_stream(started.events(), request, state, run.id, form)
     result = await wait_watching(started.whole(), request, state.lifecycle, run.id)
     return _json(result)
