@@ -387,7 +387,7 @@ def chat_prompt(
     check_size("chat_template_kwargs", kwargs)
     check_size("documents", body.documents or [])
     if body.tools:
-        check_tools(body.tools)
+        check_tools(body.tools, body.tool_paths if isinstance(body, ChatRequest) else ())
     for name in sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
         raise RequestError(
             f"chat_template_kwargs: {name!r} is set by a field of its own or by the server",

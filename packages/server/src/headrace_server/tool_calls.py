@@ -21,7 +21,7 @@ from headrace_server.protocol.base import check_size
 from headrace_server.structured import MAX_SCHEMA_DEPTH, check_schema
 from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.forced import ForcedToolCallParser, NamedToolCallParser
-from headrace_server.tool_parsers.machine import is_name
+from headrace_server.tool_parsers.machine import MAX_NAME, NOT_IN_NAMES, is_name
 from headrace_server.tool_schemas import (
     DEFINITIONS,
     LITERAL_VALUES,
@@ -209,26 +209,74 @@ def _framed_calls(
 
 
 def check_tools(tools: Sequence[Tool], paths: Sequence[str] = ()) -> None:
-    """Raises RequestError, naming the tool, unless all are well-formed functions.
+    """Raises RequestError, naming the tool, unless all are well-formed functions of different names.
 
     Args:
         paths: where each tool's schema is in the client's request; (): as in OpenAI's chats.
     """
     check_size("tools", list(tools), depth=MAX_SCHEMA_DEPTH)
+    paths = paths or [schema_path(index) for index in range(len(tools))]
     for index, tool in enumerate(tools):
         function = tool.get("function")
         if (
             tool.get("type") != "function"
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
-            or not function["name"]
         ):
             raise RequestError(
                 f"tools[{index}]: must be {{'type': 'function', 'function': {{'name': ...}}}}",
                 param="tools",
             )
-        path = paths[index] if paths else schema_path(index)
-        _check_parameters(path, function.get("parameters"))
+        check_name(_name_path(paths[index]), function["name"])
+        _check_parameters(paths[index], function.get("parameters"))
+    check_distinct(tools, paths)
+
+
+def check_name(field: str, name: object) -> str:
+    """The name of a tool, by one rule on every wire: a name that the parsers can read.
+
+    Args:
+        field: place of the name in the client's request.
+
+    Raises:
+        RequestError: it breaks the rule; names the place.
+    """
+    if not isinstance(name, str) or not is_name(name):
+        shown = f" = {name[:64]!r}" if isinstance(name, str) else ""
+        raise RequestError(
+            f"{field}{shown}: must be a string of 1 to {MAX_NAME} printable characters, without "
+            f"spaces and without any of {NOT_IN_NAMES}",
+            param="tools",
+        )
+    return name
+
+
+def check_distinct(tools: Sequence[Tool], paths: Sequence[str]) -> None:
+    """Refuse two tools of one name: nobody could tell which of them a call is for.
+
+    Args:
+        tools: well-formed functions.
+        paths: where each tool's schema is in the client's request.
+
+    Raises:
+        RequestError: names both places.
+    """
+    places: dict[str, str] = {}
+    for path, tool in zip(paths, tools):
+        name, place = tool["function"]["name"], _name_path(path)
+        if name in places:
+            raise RequestError(
+                f"{places[name]} and {place} are both {name[:64]!r}: each tool must have a name of "
+                "its own",
+                param="tools",
+            )
+        places[name] = place
+
+
+def _name_path(path: str) -> str:
+    """Place of a tool's name, by the place of its schema; of a server's tool, the server's place."""
+    tool, dot, _ = path.rpartition(".")
+    return f"{tool}.name" if dot else path
 
 
 def _check_parameters(field: str, schema: object) -> None:

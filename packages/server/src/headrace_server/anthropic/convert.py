@@ -20,7 +20,7 @@ from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.protocol.sampling import CHAT_EXTENSIONS
 from headrace_server.structured import check_one_form, constrained_by, spelling_of
-from headrace_server.tool_calls import function_tool
+from headrace_server.tool_calls import check_name, function_tool
 
 _COPIED = frozenset({*CHAT_EXTENSIONS, "stream", "temperature", "top_p"}) - {"chat_template_kwargs"}
 _LEAST_BUDGET = 1024
@@ -148,9 +148,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             "'custom', or none",
             param="tools",
         )
-    name, schema = tool.get("name"), tool.get("input_schema")
-    if not isinstance(name, str) or not name or len(name) > 256:
-        raise RequestError(f"{where}.name: must be a string of 1 to 256 characters", param="tools")
+    name, schema = check_name(f"{where}.name", tool.get("name")), tool.get("input_schema")
     if not isinstance(schema, dict):
         raise RequestError(f"{where}.input_schema: must be an object", param="tools")
     about = tool.get("description")

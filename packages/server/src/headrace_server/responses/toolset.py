@@ -12,7 +12,7 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.foreign import without_foreign
 from headrace_server.harmony.messages import BUILTIN_TOOLS, split_recipient, tool_kind
 from headrace_server.protocol.base import check_size
-from headrace_server.tool_calls import function_tool
+from headrace_server.tool_calls import check_distinct, check_name, function_tool
 from headrace_server.tools.base import Namespace, ToolServer, ToolServerUnreachable
 
 Family = Literal["mcp_call", "web_search_call", "code_interpreter_call"]
@@ -108,6 +108,7 @@ async def resolve_tools(
                 + ", ".join(sorted(BUILTIN_TOOLS)),
                 param="tools",
             )
+    check_distinct(result.functions, result.paths)  # allowed_tools may leave one of them out
     result.client_names = frozenset(f["function"]["name"] for f in result.functions)
     for where, space, family in wanted:
         _offer(result, where, space, family, harmony)
@@ -117,9 +118,7 @@ async def resolve_tools(
 
 def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """The flat form as the chat's nested form."""
-    name = tool.get("name")
-    if not isinstance(name, str) or not name or len(name) > 256:
-        raise RequestError(f"{where}.name: must be a string of 1 to 256 characters", param="tools")
+    name = check_name(f"{where}.name", tool.get("name"))
     return function_tool(name, tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 

@@ -27,7 +27,9 @@ from headrace_server.tool_parsers.json_text import json_value
 
 MAX_NAME = 256
 """Characters of a function's name; more is no call."""
-_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
+NOT_IN_NAMES = "<>{}[]()\"'`,;=|\\"
+"""Characters that no function's name has: formats of calls use them as marks."""
+_MARKS = frozenset(NOT_IN_NAMES)
 
 
 class Machine(ToolCallParser):
@@ -222,7 +224,7 @@ def is_name(text: str) -> bool:
         0 < len(text) <= MAX_NAME
         and text.isprintable()
         and " " not in text
-        and _NOT_IN_NAMES.isdisjoint(text)
+        and _MARKS.isdisjoint(text)
     )
 
 
