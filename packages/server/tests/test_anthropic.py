@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, RequestError
 from headrace_core.testing.engine import FakeEngine
 
 URL = "/v1/messages"
@@ -223,6 +223,54 @@ async def test_the_last_assistant_message_is_continued(connect: Any) -> None:
     engine = FakeEngine(" world")
     await post(connect(engine), messages=[*HI, {"role": "assistant", "content": "Hello"}])
     assert engine.requests[0].prompt_text == "<user>Hi</user><assistant>Hello"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}]])
+async def test_an_empty_message_at_the_end_begins_nothing(
+    connect: Any, path: str, content: Any
+) -> None:
+    engine = FakeEngine("Hi")
+    client = connect(engine)
+    hello = {"role": "user", "content": "Hello"}
+    answers = []
+    for more in ([], [{"role": "assistant", "content": content}]):
+        body = filled({"messages": [hello, *more]})
+        if path != URL:
+            body.pop("max_tokens", None)
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json())
+    if path == URL:
+        assert engine.requests[0].prompt == engine.requests[1].prompt
+    else:
+        assert answers[0] == answers[1]
+
+
+class StrictEngine(FakeEngine):
+    """Cannot continue a message, as with templates that change its text."""
+
+    def _take_in(self, *args: Any) -> Any:
+        raise RequestError(
+            "continue_final_message: the chat template does not write the last message as it is",
+            param="continue_final_message",
+        )
+
+
+async def test_what_cannot_be_continued_is_named_in_the_clients_words(connect: Any) -> None:
+    begun = {"role": "assistant", "content": "Well"}
+    words = await refused(
+        connect(StrictEngine()), messages=[{"role": "user", "content": "x"}, begun]
+    )
+    assert words == "messages: the chat template does not write the last message as it is"
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    thought = {"type": "thinking", "thinking": "x", "signature": ""}
+    for block in (use, thought):
+        message = {"role": "assistant", "content": [block]}
+        words = await refused(connect(), messages=[{"role": "user", "content": "x"}, message])
+        assert "messages[1].content: an assistant's message at the end is continued" in words
+    words = await refused(connect(), messages=[{"role": "assistant", "content": ""}])
+    assert "messages[0].content: must not be empty" in words
 
 
 async def test_thinking_is_the_templates_switch(connect: Any) -> None:

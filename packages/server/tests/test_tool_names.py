@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_core.testing.engine import FakeEngine
+from headrace_core.testing.engine import FakeEngine, fake_served_model
 
 PARSERS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 HI = [{"role": "user", "content": "Hi"}]
@@ -95,3 +95,21 @@ async def test_places_count_tools_that_are_left_out(connect: Any) -> None:
     body = {"messages": HI, "tools": tools}
     answer = await connect(FakeEngine("Hi"), **PARSERS).post("/v1/chat/completions", json=body)
     assert "tools[1].function.name and tools[2].function.name" in answer.json()["error"]["message"]
+
+
+@pytest.mark.spec("API-CHAT-TOOLS")
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ([nested("f"), nested("f")],
+         "messages[1].tools[0].function.name and messages[1].tools[1].function.name are both 'f'"),
+        ([nested("a b")], "messages[1].tools[0].function.name = 'a b': must be"),
+        ([{"type": "function"}], "messages[1].tools[0]: must be"),
+        (5, "messages[1].tools: must be a list"),
+    ],
+)  # fmt: skip
+async def test_tools_of_a_developer_message(connect: Any, tools: Any, words: str) -> None:
+    model = fake_served_model(architecture="GptOssForCausalLM")
+    body = {"messages": [*HI, {"role": "developer", "content": "x", "tools": tools}, *HI]}
+    answer = await connect(FakeEngine("Hi", model=model)).post("/v1/chat/completions", json=body)
+    assert words in answer.json()["error"]["message"]

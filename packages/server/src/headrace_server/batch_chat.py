@@ -86,6 +86,9 @@ class BatchChat:
             field = spelling.get(error.param or "", error.param or "")
             inside = field.startswith("messages") or field in ("prompt", "prompt_token_ids")
             error.param = f"messages[{position}]" if inside else field or None
+            told = str(error)
+            if told.startswith(("messages[", "messages:")):  # of this conversation
+                error.args = (f"messages[{position}]{told.removeprefix('messages')}",)
             raise
 
     def _one(self, messages: list[ChatMessage]) -> ChatRequest:

@@ -16,6 +16,7 @@ from headrace_core.request import MEDIA_PARTS, ChatPrompt, Prompt, TextPrompt, T
 from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace_server.embeds import decode_embeds
 from headrace_server.middleware import is_request_id
+from headrace_server.places import place_in
 from headrace_server.protocol.base import MAX_SEQUENCES, check_size
 from headrace_server.protocol.chat import ChatMessage, ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
@@ -320,7 +321,7 @@ def as_chat(values: dict[str, Any], spelling: Mapping[str, str]) -> ChatRequest:
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            field, *rest = problem["loc"]
+            field, *rest = place_in(values, problem["loc"], problem["type"])
             where = ("body", *spelling.get(str(field), str(field)).split("."), *rest)
             problems.append({**problem, "loc": where})
         raise RequestValidationError(problems) from error

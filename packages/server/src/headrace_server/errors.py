@@ -10,7 +10,7 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from headrace_core.errors import (
     RequestError,
     UnknownModel,
 )
+from headrace_server import places
 from headrace_server.paths import route_path
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ def _answer(error: BaseException) -> Answer:
         case RequestError():
             return Answer(400, str(error), error.param)
         case RequestValidationError():
-            return _validation(error.errors())
+            return _validation(error)
         case QueueFull():
             wait = str(max(1, math.ceil(error.retry_after)))
             return Answer(
@@ -268,27 +269,10 @@ def _after_v1(path: str) -> str:
     return "/v1" + path.rpartition("/v1")[2]
 
 
-def _validation(problems: Sequence[Any]) -> Answer:
-    lines, param = [], None
-    for problem in problems[:3]:
-        where = _field_path(problem["loc"])
-        param = param or where
-        lines.append(f"{where or 'body'}: {problem['msg']}")
+def _validation(error: RequestValidationError) -> Answer:
+    problems = places.told(error.errors(), error.body)
+    lines = [f"{where or 'body'}: {message}" for where, message in problems[:3]]
     if len(problems) > 3:
         lines.append(f"and {len(problems) - 3} more")
+    param = next((where for where, _ in problems if where), None)
     return Answer(400, "; ".join(lines), param)
-
-
-def _field_path(location: Sequence[str | int]) -> str | None:
-    """``messages[0].content`` from pydantic's location; names of union members are left out. A form's
-    field that may be sent several times, ``temperature[]``, is named as it is sent."""
-    path = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            path += "" if path.endswith("[]") else f"[{part}]"
-        elif part.removesuffix("[]").isidentifier() and part not in _UNION_MEMBERS:
-            path += f".{part}" if path else part
-    return path or None
-
-
-_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict"})

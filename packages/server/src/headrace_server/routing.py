@@ -106,7 +106,7 @@ class JsonRequest(Request):
         # Once more by the framework: what is an instance of its model already passes as it is.
         value, errors = self._field.validate(data, {}, loc=("body",))
         if errors:
-            raise RequestValidationError(errors)
+            raise RequestValidationError(errors, body=data)
         return value
 
 

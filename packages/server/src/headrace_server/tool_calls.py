@@ -223,8 +223,9 @@ def check_tools(tools: Sequence[Tool], paths: Sequence[str] = ()) -> None:
             or not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
         ):
+            where = paths[index].removesuffix(".function.parameters")
             raise RequestError(
-                f"tools[{index}]: must be {{'type': 'function', 'function': {{'name': ...}}}}",
+                f"{where}: must be {{'type': 'function', 'function': {{'name': ...}}}}",
                 param="tools",
             )
         check_name(_name_path(paths[index]), function["name"])
@@ -263,14 +264,14 @@ def check_distinct(tools: Sequence[Tool], paths: Sequence[str]) -> None:
     """
     places: dict[str, str] = {}
     for path, tool in zip(paths, tools):
-        name, place = tool["function"]["name"], _name_path(path)
+        name, where = tool["function"]["name"], _name_path(path)
         if name in places:
             raise RequestError(
-                f"{places[name]} and {place} are both {name[:64]!r}: each tool must have a name of "
+                f"{places[name]} and {where} are both {name[:64]!r}: each tool must have a name of "
                 "its own",
                 param="tools",
             )
-        places[name] = place
+        places[name] = where
 
 
 def _name_path(path: str) -> str:

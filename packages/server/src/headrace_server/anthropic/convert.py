@@ -30,6 +30,7 @@ SPELLING: Mapping[str, str] = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
 }
 """Fields of a chat -> the client's."""
 
@@ -59,7 +60,7 @@ def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
         thinks = body.thinking.type == "enabled"
         kwargs = {"enable_thinking": thinks, "thinking": thinks}  # the two names that templates use
     values["include_reasoning"] = shows_thinking(body)
-    if body.messages[-1].role == "assistant":  # to be continued
+    if body.messages[-1].role == "assistant" and _is_begun(values["messages"], len(body.messages)):
         values.update(continue_final_message=True, add_generation_prompt=False)
     paths = _add_tools(values, body, note)
     given = _COPIED & body.model_fields_set & type(body).model_fields.keys()
@@ -76,6 +77,32 @@ def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
     chat = as_chat(values, SPELLING)
     chat.name_tools(paths)
     return chat
+
+
+def _is_begun(messages: list[dict[str, Any]], count: int) -> bool:
+    """True if the last message, the assistant's, begins an answer that the model is to continue. An empty
+    one begins nothing, and is dropped.
+
+    Args:
+        messages: of the chat.
+        count: number of the client's messages.
+
+    Raises:
+        RequestError: it has no text, but thoughts or calls; or there is nothing but it.
+    """
+    last, where = messages[-1], f"messages[{count - 1}].content"
+    if (last["content"] or "").strip():
+        return True
+    if last.keys() > {"role", "content"}:
+        raise RequestError(
+            f"{where}: an assistant's message at the end is continued, so it must end with a text; a call "
+            "must be followed by its result",
+            param="messages",
+        )
+    if len(messages) == 1:
+        raise RequestError(f"{where}: must not be empty in the only message", param="messages")
+    messages.pop()
+    return False
 
 
 def shows_thinking(body: CountTokensRequest) -> bool:

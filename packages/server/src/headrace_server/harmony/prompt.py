@@ -150,16 +150,16 @@ def _tools(prompt: ChatPrompt) -> list[Mapping[str, Any]]:
         RequestError: these are malformed.
     """
     found = list(prompt.tools or ())
-    for message in prompt.messages:
+    for index, message in enumerate(prompt.messages):
         given = message.get("tools")
         if message["role"] != "developer" or not given:
             continue
         if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
             raise RequestError(
-                "messages: tools of a developer message must be a list of functions",
-                param="messages",
+                f"messages[{index}].tools: must be a list of functions", param="messages"
             )
-        check_tools(given)
+        places = [f"messages[{index}].tools[{i}].function.parameters" for i in range(len(given))]
+        check_tools(given, places)
         found += given
     return found
 

@@ -14,7 +14,7 @@ from headrace_core.errors import RequestError
 from headrace_server import convert
 from headrace_server.anthropic.answer import MessageAnswer
 from headrace_server.anthropic.context import apply_edits
-from headrace_server.anthropic.convert import chat_request, spelling_in
+from headrace_server.anthropic.convert import SPELLING, chat_request, spelling_in
 from headrace_server.anthropic.errors import answer, error_event
 from headrace_server.anthropic.events import PING
 from headrace_server.anthropic.protocol import (
@@ -55,8 +55,8 @@ def _add(router: APIRouter) -> None:
     @router.post("/v1/messages", response_model=Message, responses=_STREAMED)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         state = state_of(request)
-        message = MessageAnswer(body, request, state)
         try:
+            message = MessageAnswer(body, request, state)
             if body.stream:
                 return await start_stream(message.events(), request, state, message.id, _FORM)
             result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
@@ -70,11 +70,15 @@ def _add(router: APIRouter) -> None:
         state = state_of(request)
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        apply_edits(body, state.engine.model.max_model_len)
-        prompt = turn_prompt(chat_request(body, state.left_out.note), state)
         name = request.scope["headrace_request_id"]
-        work = count_tokens(state, prompt)
-        count = await wait_watching(work, request, state.lifecycle, name)
+        try:
+            apply_edits(body, state.engine.model.max_model_len)
+            prompt = turn_prompt(chat_request(body, state.left_out.note), state)
+            work = count_tokens(state, prompt)
+            count = await wait_watching(work, request, state.lifecycle, name)
+        except RequestError as error:
+            respell(error, SPELLING)
+            raise
         return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
 
 
