@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pydantic_core
 import pytest
 
 from headrace_core.testing.engine import FakeEngine
@@ -164,3 +165,22 @@ async def test_a_failed_message_ends_in_its_error(connect: Any, name: str, way: 
     assert "message_stop" not in said
     assert said.count("content_block_start") == len(kinds)
     assert said.count("content_block_stop") == len(kinds) - 1
+
+
+@pytest.mark.spec("API-ANTHROPIC")
+@pytest.mark.parametrize("limit", range(1, len(CALL) + 3))
+async def test_a_cut_call_is_read_alike_whole_and_streamed(connect: Any, limit: int) -> None:
+    """What a partial parser, as Anthropic's clients have one, reads in the deltas is the whole input."""
+    client = connect(FakeEngine(CALL), **PARSERS)
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    body = {"model": "fake-model", "max_tokens": limit, "messages": HI, "tools": tools}
+    whole = (await client.post("/v1/messages", json=body)).json()
+    lines = (await client.post("/v1/messages", json={**body, "stream": True})).text.split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data")]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    text = "".join(d["partial_json"] for d in deltas if d["type"] == "input_json_delta")
+    inputs = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+    assert inputs in ([], [pydantic_core.from_json(text or "{}", allow_partial=True)])
+    assert bool(inputs) == any(e.get("content_block", {}).get("type") == "tool_use" for e in events)
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert whole["stop_reason"] == ("max_tokens" if limit <= len(CALL) else "tool_use")

@@ -176,7 +176,7 @@ def _own_format(
     for tool in allowed:
         name, schema = tool["function"]["name"], parameters_of(tool)
         schemas[name] = {k: v for k, v in schema.items() if k not in ("$schema", "$id")}
-    if parser is None or not all(map(is_name, schemas)):
+    if parser is None:
         return None
     try:
         form = parser.forced_form(schemas, most=most) or _framed_calls(parser, schemas, most)

@@ -43,7 +43,8 @@ def whole_block(block: Block) -> dict[str, Any]:
 
 
 def parse_input(arguments: str) -> dict[str, Any]:
-    """A call's input; of a call that was cut off: what is whole of it, as clients read streams."""
+    """A call's input, an object. Of a call that was cut: its members that are complete, as Anthropic's
+    clients read the deltas of a stream, which are the model's own text."""
     try:
         parsed = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:
