@@ -446,7 +446,7 @@ def test_plans() -> None:
     assert plan_tools([ADD], "required", None).forced
 
 
-@pytest.mark.parametrize("name", ["my function", "f[x]", "f" * 300])
+@pytest.mark.parametrize("name", ["größe", "ns/f.x:1", "f" * 256])
 def test_a_forced_call_of_any_name_is_found(name: str) -> None:
     tools = [{"type": "function", "function": {"name": name}}]
     plan = plan_tools(tools, "required", None)

@@ -321,7 +321,8 @@ def as_chat(values: dict[str, Any], spelling: Mapping[str, str]) -> ChatRequest:
     except ValidationError as error:
         problems = []
         for problem in error.errors():
-            field, *rest = place_in(values, problem["loc"], problem["type"])
+            place = place_in(values, problem["loc"], problem["type"]) or problem["loc"]
+            field, *rest = place
             where = ("body", *spelling.get(str(field), str(field)).split("."), *rest)
             problems.append({**problem, "loc": where})
         raise RequestValidationError(problems) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -61,7 +61,7 @@ def _add(router: APIRouter) -> None:
                 return await start_stream(message.events(), request, state, message.id, _FORM)
             result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
         except RequestError as error:
-            respell(error, spelling_in(body))
+            _respell(error, body, spelling_in(body))
             raise
         return JsonAnswer(msgspec.json.encode(result))
 
@@ -77,9 +77,15 @@ def _add(router: APIRouter) -> None:
             work = count_tokens(state, prompt)
             count = await wait_watching(work, request, state.lifecycle, name)
         except RequestError as error:
-            respell(error, SPELLING)
+            _respell(error, body, SPELLING)
             raise
         return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
+
+
+def _respell(error: RequestError, body: CountTokensRequest, spelling: Mapping[str, str]) -> None:
+    """Name the field as the client spells it, unless it is a field of the client's own already."""
+    if error.param not in (body.model_extra or {}):
+        respell(error, spelling)
 
 
 class _Route(JsonRoute):
