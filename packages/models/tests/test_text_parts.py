@@ -4,6 +4,7 @@ class on prompts of text. Checkpoints are saved by that class, towers included."
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
 import warnings
@@ -23,7 +24,12 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.model import PagedDriver, build_context, randomise
 from headrace_models.catalogue import ARCHITECTURES
-from headrace_models.catalogue.multimodal import WRAPPERS, own_quantization, ties_by_tensors
+from headrace_models.catalogue.multimodal import (
+    REFUSED,
+    WRAPPERS,
+    own_quantization,
+    ties_by_tensors,
+)
 from headrace_models.loader import load_model
 from headrace_models.resolve import resolve
 
@@ -47,7 +53,14 @@ _PARTIAL = {
 _INTERLEAVED = {**_SEQUENCE, "mrope_interleaved": True}
 _FULL = {"layer_types": ["full_attention"] * 4, "use_sliding_window": False}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_SCALED = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+           "attention_multiplier": 0.2}  # fmt: skip
 _DELTA = {"layer_types": ["linear_attention", "full_attention"] * 2}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": _MIXED, "gemma3n_text": _MIXED, "gemma4_text": _MIXED, "qwen2": _FULL, "qwen3": _FULL,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -61,7 +74,15 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": {"rope_parameters": _SEQUENCE},
     "qwen3_omni_moe_text": {"rope_parameters": _INTERLEAVED},
     "hunyuan_vl_text": {"rope_parameters": _SEQUENCE},
-    "lfm3": {}, "gemma4_unified_text": _MIXED,
+    "lfm3": {}, "gemma4_unified_text": _MIXED, "exaone4": _MIXED,
+    "deepseek_v3": DEEPSEEK,
+    "paddleocr_vl_text": {"rope_parameters": _SEQUENCE},
+    "granite": _SCALED, "granite_docling_text": _SCALED, "granite4_vision_text": _SCALED,
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8,
+        "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 24, "sliding_window": None,
+    },
 }  # fmt: skip
 """Values of a language model's config, by its ``model_type``."""
 VISION: dict[str, Any] = {
@@ -71,22 +92,65 @@ VISION: dict[str, Any] = {
     "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0], "spatial_merge_size": 2, "num_key_value_heads": 2, "head_dim": 16,
     "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "base_channels": 32, "num_res_blocks": 1, "num_blocks": 1, "channel_multiplier": [1, 1],
+    "depths": [1, 1], "downsampling_ratios": [2], "num_filters": 8,
     "num_layers": 1, "hidden_dim": 32, "output_dim": 64, "global_attn_indexes": [],
 }  # fmt: skip
-OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl"}
+TOWERS: dict[str, dict[str, Any]] = {
+    "FastVlmForConditionalGeneration": {"hidden_size": 32},
+    "Granite4VisionForConditionalGeneration": {"hidden_size": 64},
+    "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
+    "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
+}
+"""Further values of towers' configs, by the whole's class."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 130}},
+    "Granite4VisionForConditionalGeneration": {
+        "deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "use_spatial_sampling": False,
+    },
+}  # fmt: skip
+"""Further values of a whole's config, by its class."""
+OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl"}
 BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
+    "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
+    "Phi4MultimodalForCausalLM",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
-:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`)."""
+:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
+(:func:`test_phi_4_multimodal`)."""
+REMOTE_KINDS = {"kimi_k2"}
+"""Kinds of configs that only checkpoints' own code knows."""
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
     for kind in wrapper.texts
-    if kind not in OF_FLAT_CONFIGS and name not in BY_HAND
+    if kind not in OF_FLAT_CONFIGS | REMOTE_KINDS and name not in BY_HAND
 ]
+
+
+class _TowerOfTimm(torch.nn.Linear):
+    """Stands for a tower that needs the library timm; text does not reach it."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+class _AutoModel:
+    @staticmethod
+    def from_config(config: Any) -> Any:
+        if "Timm" in type(config).__name__:
+            return _TowerOfTimm()
+        return transformers.AutoModel.from_config(config)
+
+
+@pytest.fixture(autouse=True)
+def _towers_of_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("fast_vlm", "perception_lm"):
+        module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        monkeypatch.setattr(module, "AutoModel", _AutoModel)
 
 
 def small(config_class: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +168,11 @@ def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
         "text_config": text_class(**{**small(text_class, TEXT), **OWN.get(kind, {}), **settings})
     }
     whole = config_class()
-    for part in ("vision_config", "audio_config", "encoder_config"):
+    for part in set(config_class.sub_configs) - {"text_config"}:
         tower = getattr(whole, part, None)
         if tower is not None:
-            parts[part] = type(tower)(**small(type(tower), VISION))
+            parts[part] = type(tower)(**{**small(type(tower), VISION), **TOWERS.get(name, {})})
+    parts |= OTHERS.get(name, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class._from_config(
@@ -170,7 +235,7 @@ def test_the_other_layout_of_names(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(OF_FLAT_CONFIGS))
 def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
-    """The published Qwen2-VL and Qwen2.5-VL have such a config."""
+    """The published Qwen2-VL, Qwen2.5-VL and PaddleOCR-VL have such a config."""
     name = next(name for name, row in WRAPPERS.items() if kind in row.texts)
     model = make(name, f"{kind}_text", tmp_path)
     file = tmp_path / "config.json"
@@ -180,6 +245,86 @@ def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
     old = {"rope_theta": 500.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
     file.write_text(json.dumps({**text, **said, **old, "model_type": kind}))
     check_equal(tmp_path, model)
+
+
+def test_published_names_of_paddleocr_vl(tmp_path: Path) -> None:
+    """The language model's tensors have its own class's names."""
+    model = make("PaddleOCRVLForConditionalGeneration", "paddleocr_vl_text", tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert any(name.startswith("mlp_AR.") for name in names)
+    check_equal(tmp_path, model)
+
+
+def phi_4_multimodal(folder: Path) -> Any:
+    config_class = transformers.Phi4MultimodalConfig
+    parts = {}
+    for part, size in (("vision_config", {"crop_size": 28}), ("audio_config", PHI_4_AUDIO)):
+        tower = type(getattr(config_class(), part))
+        parts[part] = tower(**{**small(tower, VISION), **size})
+    text = small(config_class, {**TEXT, "hidden_size": 64, "sliding_window": None})
+    config = config_class(**text, **parts, tie_word_embeddings=True)
+    model: Any = transformers.Phi4MultimodalForCausalLM._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+PHI_4_AUDIO = {
+    "hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2,
+    "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32,
+}  # fmt: skip
+
+
+def test_phi_4_multimodal(tmp_path: Path) -> None:
+    """The config is flat; transformers' own class is saved without adapters."""
+    model = phi_4_multimodal(tmp_path)
+    check_equal(tmp_path, model)
+    info = resolved(tmp_path)
+    assert (info.architecture, info.source) == ("Phi4MultimodalForCausalLM", "native")
+
+
+def test_phi_4_multimodal_as_published(tmp_path: Path) -> None:
+    """Layers stand under ``base_layer``, beside adapters that only images and sound switch on."""
+    model = phi_4_multimodal(tmp_path)
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        if module.startswith("model.layers.") and module.endswith("_proj"):
+            tensors[f"{module}.base_layer.{kind}"] = tensor
+            for adapter in ("speech", "vision"):
+                tensors[f"{module}.lora_A.{adapter}.weight"] = torch.ones(2, tensor.shape[1])
+                tensors[f"{module}.lora_B.{adapter}.weight"] = torch.ones(tensor.shape[0], 2)
+        else:
+            tensors[name] = tensor
+    assert "model.layers.0.self_attn.qkv_proj.base_layer.weight" in tensors
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((tmp_path / "config.json").read_text())
+    said |= {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    check_equal(tmp_path, model)
+
+
+def test_settings_of_a_tower_are_not_the_language_models(tmp_path: Path) -> None:
+    """Music Flamingo's config has rotary settings of its sound beside those of its text."""
+    make("MusicFlamingoForConditionalGeneration", "qwen2", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["head_dim"] == 32
+    assert "head_dim" not in said["text_config"]
+    assert "head_dim" not in resolved(tmp_path).config
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_text_that_is_not_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    language_model("gemma", tmp_path)
+    rewrap(tmp_path, "language_model.", {},
+           lambda own: {"architectures": [name], "model_type": "paligemma", "text_config": own})  # fmt: skip
+    for choice in ("auto", "transformers"):
+        settings = ModelConfig(model=str(tmp_path), model_impl=choice)
+        with pytest.raises(UnsupportedModel, match=f"{name} is not supported: its .*image"):
+            resolve(settings, LoadConfig(), CpuPlatform())
 
 
 def test_gemma_3n(tmp_path: Path) -> None:
@@ -230,28 +375,27 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
     return model
 
 
-DEEPSEEK: dict[str, Any] = {
-    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
-    "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "key", "module", "settings"),
     [
         ("InternVLChatModel", "qwen2", "llm_config", "mlp1.0", {}),
         ("InternVLChatModel", "qwen3", "llm_config", "vision_model", {}),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
+        ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
+        ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
+        ("FuyuForCausalLM", "persimmon", "text_config", "vision_embed_tokens", {}),
+        ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
     ],
 )
 def test_names_and_configs_of_remote_code(
     name: str, kind: str, key: str, module: str, settings: Any, tmp_path: Path
 ) -> None:
     model = language_model(kind, tmp_path, **settings)
+    renamed = "kimi_k2" if name == "KimiK25ForConditionalGeneration" else None
     extra = {f"{module}.weight": torch.zeros(3)}
     rewrap(tmp_path, "language_model.", extra,
-           lambda own: {"architectures": [name], "model_type": "remote", key: own})  # fmt: skip
+           lambda own: {"architectures": [name], "model_type": "remote",
+                        key: {**own, "model_type": renamed or own["model_type"]}})  # fmt: skip
     check_equal(tmp_path, model)
 
 

@@ -14,7 +14,7 @@ from headrace_core.config import ModelConfig
 from headrace_core.errors import MissingDependency, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by
-from headrace_models.catalogue.multimodal import text_architecture
+from headrace_models.catalogue.multimodal import REFUSED, text_architecture
 from headrace_models.pooling.traits import TRAITS
 from headrace_models.transformers_backend import checkpoint_code, library
 
@@ -52,6 +52,9 @@ def choose_implementation(
         [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
     )
     known = plugins.installed("headrace.models")
+    refused = next((a for a in found if a in REFUSED and a not in known), None)
+    if refused is not None:
+        raise UnsupportedModel(f"model {name!r}: {refused} is not supported: {REFUSED[refused]}")
     own = next((a for a in found if served_by(text_architecture(a, whole), known)), None)
     if own is not None and config.model_impl != TRANSFORMERS:
         return Implementation(own, source_of(text_architecture(own, whole)))

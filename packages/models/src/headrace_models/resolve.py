@@ -23,6 +23,7 @@ from headrace_models.catalogue.multimodal import (
     fixed_settings,
     nested_settings,
     own_quantization,
+    settings_of_towers,
     text_architecture,
     ties_by_tensors,
 )
@@ -213,7 +214,9 @@ def _run(
 
 def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's settings as its class reads them."""
-    text = by_first_names(text_architecture(architecture, whole), text_part(whole))
+    of_towers = settings_of_towers(architecture)
+    outer = {key: value for key, value in whole.items() if key not in of_towers}
+    text = by_first_names(text_architecture(architecture, whole), text_part(outer))
     text |= fixed_settings(architecture)
     if "quantization_config" in text:
         text["quantization_config"] = own_quantization(architecture, text["quantization_config"])

@@ -3,6 +3,7 @@ for media. Their language model is served; the towers are not read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,11 @@ class Wrapper:
     """Name of the models, as people know them."""
     passed_over: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     """Modules beside the language model, as names of tensors begin, perhaps after ``model.``."""
+    renames: tuple[tuple[str, str | None], ...] = ()
+    """Spellings of the published files, in this order: a regular expression of names of tensors -> what
+    takes its place before anything else is looked at; None: the tensor is passed over."""
+    settings_of_towers: tuple[str, ...] = ()
+    """Keys of the whole's config that mean a tower, though a language model's config has them too."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the language model that the class fixes, whatever ``config.json`` says of them."""
     transposes_experts: bool = False
@@ -27,6 +33,11 @@ class Wrapper:
 
     def own_name(self, tensor: str) -> str | None:
         """A tensor's name in the language model's own class; None if it belongs to another module."""
+        for pattern, replaced in self.renames:
+            if replaced is not None:
+                tensor = re.sub(pattern, replaced, tensor)
+            elif re.search(pattern, tensor):
+                return None
         plain = tensor.removeprefix("thinker.").removeprefix("model.") + "."
         if any(plain.startswith(f"{module}.") for module in self.passed_over):
             return None
@@ -40,12 +51,14 @@ _PREFIXES: Mapping[str, str] = {
     "language_model.": "",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
+    "text_model.": "",
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
 }
 """Beginning of a tensor's name in a wrapper -> in the language model's own class: before transformers 4.52,
-and since; in the Idefics line; in Qwen's omni models."""
-_HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "thinker.lm_head.")
+and since; in the Idefics line; in Emu3; in Qwen's omni models."""
+_HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
+          "thinker.lm_head.", "llm.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""
 _NESTED = ("text_config", "llm_config")
 """Keys of a config that hold the language model's settings: of transformers, and of remote code."""
@@ -54,6 +67,7 @@ _THINKER = ("audio_tower", "visual", "talker", "token2wav", "code2wav")
 _ROUTED = {"norm_topk_prob": True}
 """Setting of models whose routers always divide the chosen experts' weights by their sum."""
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_HEARS = ("audio_tower", "multi_modal_projector")
 
 WRAPPERS: Mapping[str, Wrapper] = {
     row.name: row
@@ -123,7 +137,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"glm4v_text": "Glm4ForCausalLM"},
             "GLM-4.1V",
             ("visual",),
-            {"attention_bias": True},
+            fixed={"attention_bias": True},
         ),
         Wrapper(
             "Glm4vMoeForConditionalGeneration",
@@ -136,7 +150,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"glm_ocr_text": "Glm4ForCausalLM"},
             "GLM-OCR",
             ("visual", "language_model.layers.16"),
-            {"attention_bias": False},
+            fixed={"attention_bias": False},
         ),
         Wrapper(
             "GotOcr2ForConditionalGeneration",
@@ -262,7 +276,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
             )
         ),
         *(
-            Wrapper(name, {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"}, known, _THINKER, _ROUTED)
+            Wrapper(
+                name,
+                {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"},
+                known,
+                _THINKER,
+                fixed=_ROUTED,
+            )
             for name, known in (
                 ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),
                 ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3-Omni, the thinker"),
@@ -279,7 +299,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
             "Qwen3-VL, mixtures",
             ("visual",),
-            _ROUTED,
+            fixed=_ROUTED,
             transposes_experts=True,
         ),
         Wrapper(
@@ -296,6 +316,157 @@ WRAPPERS: Mapping[str, Wrapper] = {
         ),
         Wrapper(
             "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
+        ),
+        Wrapper(
+            "Emu3ForConditionalGeneration",
+            {"emu3_text_model": "LlamaForCausalLM"},
+            "Emu3",
+            ("vqmodel", "vocabulary_mapping"),
+        ),
+        Wrapper(
+            "Exaone4_5_ForConditionalGeneration",
+            {"exaone4": "Exaone4ForCausalLM"},
+            "EXAONE 4.5",
+            ("visual", "mtp"),
+        ),
+        Wrapper("FastVlmForConditionalGeneration", {"qwen2": "Qwen2ForCausalLM"}, "FastVLM"),
+        Wrapper(
+            "FunAsrNanoForConditionalGeneration",
+            {"qwen3": "Qwen3ForCausalLM"},
+            "Fun-ASR-Nano",
+            _HEARS,
+        ),
+        Wrapper(
+            "FuyuForCausalLM",
+            {"persimmon": "PersimmonForCausalLM"},
+            "Fuyu 8B",
+            ("vision_embed_tokens",),
+        ),
+        Wrapper("GlmAsrForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "GLM-ASR", _HEARS),
+        Wrapper(
+            "Granite4VisionForConditionalGeneration",
+            {"granite4_vision_text": "GraniteForCausalLM", "granite": "GraniteForCausalLM"},
+            "Granite 4 Vision",
+            ("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        ),
+        Wrapper(
+            "GraniteDoclingForConditionalGeneration",
+            {"granite_docling_text": "GraniteForCausalLM"},
+            "Granite for Docling",
+            ("vision_model",),
+        ),
+        Wrapper(
+            "GraniteSpeechPlusForConditionalGeneration",
+            {"granite": "GraniteForCausalLM"},
+            "Granite Speech Plus",
+            ("encoder", "projector"),
+        ),
+        Wrapper(
+            "JanusForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Janus, Janus Pro",
+            (
+                "vision_model",
+                "aligner",
+                "vqmodel",
+                "generation_embeddings",
+                "generation_aligner",
+                "generation_head",
+            ),
+        ),
+        Wrapper(
+            "MiniCPMOcrForConditionalGeneration",
+            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+            "MiniCPM-OCR",
+            ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "MiniCPMV4_7ForConditionalGeneration",
+            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+            "MiniCPM-V 4.7",
+            ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "MossTranscribeDiarizeForConditionalGeneration",
+            {"qwen3": "Qwen3ForCausalLM"},
+            "MOSS Transcribe Diarize",
+            _HEARS,
+        ),
+        Wrapper(
+            "MusicFlamingoForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM"},
+            "Music Flamingo",
+            _HEARS,
+            settings_of_towers=("head_dim", "max_position_embeddings", "rope_parameters"),
+        ),
+        Wrapper(
+            "NemotronH_Nano_VL_V2",
+            {"nemotron_h": "NemotronHForCausalLM"},
+            "Nemotron Nano 2 VL",
+            ("vision_model", "mlp1"),
+        ),
+        Wrapper(
+            "NemotronH_Omni_Reasoning_V3",
+            {"nemotron_h": "NemotronHForCausalLM"},
+            "Nemotron 3 Omni",
+            (
+                "vision_model",
+                "multi_modal_projector",
+                "mlp1",
+                "audio_tower",
+                "sound_encoder",
+                "sound_projection",
+                "audio_projector",
+                "mtp",
+            ),
+        ),
+        Wrapper(
+            "PaddleOCRVLForConditionalGeneration",
+            {"paddleocr_vl_text": "LlamaForCausalLM", "paddleocr_vl": "LlamaForCausalLM"},
+            "PaddleOCR-VL",
+            ("visual", "projector", "mlp_AR"),
+            fixed={"attention_bias": False},
+        ),
+        Wrapper(
+            "PerceptionLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Perception LM"
+        ),
+        Wrapper(
+            "QianfanOCRForConditionalGeneration",
+            {"qwen3": "Qwen3ForCausalLM"},
+            "Qianfan-OCR",
+            ("vision_tower", "multi_modal_projector", "vision_model", "mlp1"),
+            renames=(
+                (r"^language_model\.model\.encoder\.layers\.", "language_model.model.layers."),
+            ),
+        ),
+        Wrapper(
+            "Qwen3ASRForConditionalGeneration", {"qwen3": "Qwen3ForCausalLM"}, "Qwen3-ASR", _HEARS
+        ),
+        Wrapper(
+            "VibeVoiceAsrForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM"},
+            "VibeVoice-ASR",
+            ("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
+        ),
+        *(
+            Wrapper(
+                name,
+                {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+                "Kimi K2.5",
+                ("vision_tower", "mm_projector"),
+                renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
+            )
+            for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+        ),
+        *(
+            Wrapper(
+                name,
+                {"phi4_multimodal": "Phi3ForCausalLM", "phi4mm": "Phi3ForCausalLM"},
+                "Phi-4-multimodal",
+                ("embed_tokens_extend",),
+                renames=((r"\.lora_[AB]\.", None), (r"\.base_layer\.", ".")),
+            )
+            for name in ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM")
         ),
         Wrapper(
             "VideoLlama3ForConditionalGeneration",
@@ -319,6 +490,19 @@ WRAPPERS: Mapping[str, Wrapper] = {
     )
 }
 """Name of the class -> wrapper."""
+
+
+_NEEDS_IMAGE = (
+    "its class takes no prompt without an image, and headrace does not serve its images yet"
+)
+REFUSED: Mapping[str, str] = {
+    "Blip2ForConditionalGeneration": _NEEDS_IMAGE,
+    "InstructBlipForConditionalGeneration": _NEEDS_IMAGE,
+    "InstructBlipVideoForConditionalGeneration": _NEEDS_IMAGE,
+    "PaliGemmaForConditionalGeneration": "its prompts begin with an image and attend in both directions "
+    "(arXiv:2407.07726), and headrace serves neither yet",
+}
+"""Class that joins a known language model with towers -> why not even its text is served."""
 
 
 def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
@@ -377,6 +561,12 @@ def _own_entry(entry: str) -> str:
             if at >= 0 and (at == 0 or not (entry[at - 1].isalnum() or entry[at - 1] in "_.")):
                 return entry[:at] + replaced + entry[at + len(spelled) :]
     return entry
+
+
+def settings_of_towers(architecture: str) -> tuple[str, ...]:
+    """Keys of a wrapper's config that mean a tower (:attr:`Wrapper.settings_of_towers`)."""
+    wrapper = WRAPPERS.get(architecture)
+    return () if wrapper is None else wrapper.settings_of_towers
 
 
 def fixed_settings(architecture: str) -> Mapping[str, Any]:
