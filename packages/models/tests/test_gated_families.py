@@ -63,6 +63,37 @@ class TestJais2(GatedConformance):
     own: ClassVar = {"head_dim": 22, "layer_norm_eps": 0.03}
 
 
+class TestMllama(GatedConformance):
+    """Layers for images before, between and after those for text."""
+
+    stem = "Mllama"
+    own: ClassVar = {"num_hidden_layers": 9, "cross_attention_layers": [0, 4, 8],
+                     "rope_parameters": LLAMA3_ROPE}  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+        return MllamaTextConfig(**{**TINY, **self.own, **overrides})
+
+    def test_its_weights_have_names(self, checkpoint: Any, model: Any) -> None:
+        """Less than the files hold: no layer for images."""
+        names = [name for name, _ in model.named_parameters()]
+        assert len(set(names)) == len(names)
+        assert not any(name.startswith(("layers.0.", "layers.4.", "layers.8.")) for name in names)
+
+    @pytest.mark.parametrize("layers", [[9], [-1], list(range(9))])
+    def test_layers_for_images_that_are_refused(
+        self, checkpoint: Any, tmp_path: Path, layers: list[int]
+    ) -> None:
+        checkpoint.reference.save_pretrained(tmp_path)
+        said = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(
+            json.dumps({**said, "cross_attention_layers": layers})
+        )
+        with pytest.raises(UnsupportedModel, match="cross_attention_layers"):
+            self.open(tmp_path)
+
+
 class TestSeedOss(GatedConformance):
     stem = "SeedOss"
     own: ClassVar = {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}

@@ -133,6 +133,52 @@ class TestErnie45Moe(MoEConformance):
                      "moe_num_shared_experts": 2, "moe_layer_end_index": 1}  # fmt: skip
 
 
+class TestErnie45VLMoe(MoEConformance):
+    """Experts for images stand beside those of text, with another size; text never reaches them."""
+
+    own: ClassVar = {"moe_intermediate_size": [40, 24], "moe_num_experts": 5, "moe_k": 4,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
+                                         "mrope_section": [3, 3, 3]}}  # fmt: skip
+
+    def hf_class(self) -> Any:
+        import transformers
+
+        return transformers.Ernie4_5_VLMoeForConditionalGeneration
+
+    def hf_config(self, **overrides: Any) -> Any:
+        import transformers
+
+        whole = transformers.Ernie4_5_VLMoeConfig
+        text, vision = type(whole().text_config), type(whole().vision_config)
+        own = {**TINY, **self.own, **overrides}
+        tower = vision(hidden_size=32, intermediate_size=48, depth=1, num_heads=2)
+        return whole(text_config=text(**own), vision_config=tower, vocab_size=own["vocab_size"],
+                     tie_word_embeddings=own.get("tie_word_embeddings", False))  # fmt: skip
+
+    def architecture(self) -> str:
+        return "Ernie4_5_VLMoeForCausalLM"
+
+    def test_its_weights_have_names(self, checkpoint: Checkpoint, model: Any) -> None:
+        """Less than the files hold: neither the tower nor the experts for images."""
+        names = [name for name, _ in model.named_parameters()]
+        assert len(set(names)) == len(names)
+
+    def test_a_flat_config_with_lists_by_kind(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        """As Baidu publishes it."""
+        checkpoint.reference.save_pretrained(tmp_path)
+        said = json.loads((tmp_path / "config.json").read_text())
+        text = said.pop("text_config")
+        layers = len(text.pop("mlp_layer_types"))
+        text |= {"moe_num_experts": [5, 5], "moe_layer_start_index": [1, 1], "rope_3d": True,
+                 "moe_layer_end_index": [layers + 1, layers]}  # fmt: skip
+        text.pop("rope_parameters")
+        flat = {**said, **text, "model_type": "ernie4_5_moe_vl", "rope_theta": 500.0}
+        (tmp_path / "config.json").write_text(json.dumps(flat))
+        prompt = self.prompt(9)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        self.assert_close(logits, checkpoint.logprobs(prompt))
+
+
 class TestGlm4Moe(MoEConformance):
     stem = "Glm4Moe"
     own: ClassVar = {**DEEPSEEK, "use_qk_norm": True, "attention_bias": True, "head_dim": 24}

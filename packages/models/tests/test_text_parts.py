@@ -61,6 +61,10 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
+ERNIE: dict[str, Any] = {
+    "moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2,
+    "rope_parameters": {**_SEQUENCE, "mrope_section": [3, 3, 2]},
+}  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": _MIXED, "gemma3n_text": _MIXED, "gemma4_text": _MIXED, "qwen2": _FULL, "qwen3": _FULL,
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
@@ -75,7 +79,8 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": {"rope_parameters": _INTERLEAVED},
     "hunyuan_vl_text": {"rope_parameters": _SEQUENCE},
     "lfm3": {}, "gemma4_unified_text": _MIXED, "exaone4": _MIXED,
-    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK, "mllama_text_model": {"cross_attention_layers": [1]},
+    "ernie4_5_vl_moe_text": ERNIE,
     "paddleocr_vl_text": {"rope_parameters": _SEQUENCE},
     "granite": _SCALED, "granite_docling_text": _SCALED, "granite4_vision_text": _SCALED,
     "nemotron_h": {
@@ -110,7 +115,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
-OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl"}
+OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl"}
 BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
@@ -236,8 +241,8 @@ def test_the_other_layout_of_names(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(OF_FLAT_CONFIGS))
 def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
     """The published Qwen2-VL, Qwen2.5-VL and PaddleOCR-VL have such a config."""
-    name = next(name for name, row in WRAPPERS.items() if kind in row.texts)
-    model = make(name, f"{kind}_text", tmp_path)
+    name, row = next((name, row) for name, row in WRAPPERS.items() if kind in row.texts)
+    model = make(name, next(iter(row.texts)), tmp_path)
     file = tmp_path / "config.json"
     said = json.loads(file.read_text())
     text = said.pop("text_config")

@@ -57,6 +57,7 @@ ROWS = (
     Architecture("MinistralForCausalLM", "ministral:MinistralForCausalLM", "Ministral 8B", _MIXED),
     Architecture("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral 7B, Nemo", _MIXED),
     Architecture("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral 8x7B, 8x22B", _MIXED),
+    Architecture("MllamaForCausalLM", "mllama:MllamaForCausalLM", "Llama 3.2 Vision, text"),
     Architecture("NanoChatForCausalLM", "nanochat:NanoChatForCausalLM", "nanochat"),
     Architecture("NemotronForCausalLM", "nemotron:NemotronForCausalLM", "Nemotron-4, Minitron"),
     Architecture("Olmo2ForCausalLM", "olmo2:Olmo2ForCausalLM", "OLMo 2"),

@@ -25,6 +25,7 @@ _KIMI = {
     "num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts",
 }  # fmt: skip
 _ROUTED = {"num_local_experts": "n_routed_experts"}
+_ERNIE = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 _EXPERTS = {"num_local_experts": "num_experts"}
 _LOCAL = {"num_experts": "num_local_experts"}
 _MTP = {"num_mtp_layers": "num_nextn_predict_layers"}
@@ -46,7 +47,8 @@ SECOND_NAMES: Mapping[str, Mapping[str, str]] = {
     "DistilBertForTokenClassification": _DISTILBERT,
     "DistilBertModel": _DISTILBERT,
     "Dots1ForCausalLM": _ROUTED,
-    "Ernie4_5_MoeForCausalLM": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    "Ernie4_5_MoeForCausalLM": _ERNIE,
+    "Ernie4_5_VLMoeForCausalLM": _ERNIE,
     "FalconH1ForCausalLM": _BLOCK_TYPES,
     "FlexOlmoForCausalLM": _EXPERTS,
     "GPT2LMHeadModel": _GPT,

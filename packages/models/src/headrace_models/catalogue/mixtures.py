@@ -21,6 +21,11 @@ ROWS = (
         "Ernie4_5_MoeForCausalLM", "ernie4_5_moe:Ernie4_5_MoeForCausalLM", "ERNIE 4.5 with experts"
     ),
     Architecture(
+        "Ernie4_5_VLMoeForCausalLM",
+        "ernie4_5_vl_moe:Ernie4_5_VLMoeForCausalLM",
+        "ERNIE 4.5 VL, text",
+    ),
+    Architecture(
         "ExaoneMoEForCausalLM",
         "exaone_moe:ExaoneMoeForCausalLM",
         "K-EXAONE",

@@ -324,6 +324,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("vqmodel", "vocabulary_mapping"),
         ),
         Wrapper(
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            {
+                "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForCausalLM",
+                "ernie4_5_moe_vl": "Ernie4_5_VLMoeForCausalLM",
+            },
+            "ERNIE 4.5 VL",
+            ("vision_model", "vision_tower", "resampler_model"),
+        ),
+        Wrapper(
             "Exaone4_5_ForConditionalGeneration",
             {"exaone4": "Exaone4ForCausalLM"},
             "EXAONE 4.5",
@@ -385,6 +394,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_5_text": "Qwen3_5ForCausalLM"},
             "MiniCPM-V 4.7",
             ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "MllamaForConditionalGeneration",
+            {"mllama_text_model": "MllamaForCausalLM"},
+            "Llama 3.2 Vision",
+            ("vision_model", "multi_modal_projector"),
         ),
         Wrapper(
             "MossTranscribeDiarizeForConditionalGeneration",
