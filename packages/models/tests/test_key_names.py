@@ -187,13 +187,16 @@ def test_two_names_with_two_values_are_logged(caplog: pytest.LogCaptureFixture) 
     }  # fmt: skip
 
 
-NOT_OF_TEXT = {"Llama4ForCausalLM", "WhisperForConditionalGeneration"}
+NOT_OF_TEXT = {"Llama4ForCausalLM", "MllamaForCausalLM", "WhisperForConditionalGeneration"}
 """Second names of marks of images, and of an encoder's settings."""
 
 
 def test_the_table_is_that_of_transformers() -> None:
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.ernie4_5_vl_moe.configuration_ernie4_5_vl_moe import (
+        Ernie4_5_VLMoeTextConfig,
+    )
 
     theirs: dict[str, dict[str, str]] = {}
     for table in (
@@ -206,5 +209,6 @@ def test_the_table_is_that_of_transformers() -> None:
                 if name in ARCHITECTURES and not name.startswith("Llama"):
                     names = dict(CONFIG_MAPPING[kind].attribute_map)
                     theirs[name] = {**theirs.get(name, {}), **names}
+    theirs["Ernie4_5_VLMoeForCausalLM"] = dict(Ernie4_5_VLMoeTextConfig.attribute_map)
     wanted = {name: names for name, names in theirs.items() if names and name not in NOT_OF_TEXT}
     assert {name: dict(names) for name, names in SECOND_NAMES.items()} == wanted

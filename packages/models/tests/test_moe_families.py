@@ -179,6 +179,12 @@ class TestErnie45VLMoe(MoEConformance):
         self.assert_close(logits, checkpoint.logprobs(prompt))
 
 
+class TestAriaText(MoEConformance):
+    stem = "AriaText"
+    own: ClassVar = {"moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 2,
+                     "intermediate_size": 40, "attention_bias": True}  # fmt: skip
+
+
 class TestGlm4Moe(MoEConformance):
     stem = "Glm4Moe"
     own: ClassVar = {**DEEPSEEK, "use_qk_norm": True, "attention_bias": True, "head_dim": 24}

@@ -80,7 +80,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"rope_parameters": _SEQUENCE},
     "lfm3": {}, "gemma4_unified_text": _MIXED, "exaone4": _MIXED,
     "deepseek_v3": DEEPSEEK, "mllama_text_model": {"cross_attention_layers": [1]},
-    "ernie4_5_vl_moe_text": ERNIE,
+    "ernie4_5_vl_moe_text": ERNIE, "aria_text": {"moe_num_experts": 4},
     "paddleocr_vl_text": {"rope_parameters": _SEQUENCE},
     "granite": _SCALED, "granite_docling_text": _SCALED, "granite4_vision_text": _SCALED,
     "nemotron_h": {

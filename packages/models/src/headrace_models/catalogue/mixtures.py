@@ -5,6 +5,7 @@ from headrace_models.catalogue.row import Architecture
 _MIXED = ("full", "sliding")
 
 ROWS = (
+    Architecture("AriaTextForCausalLM", "aria:AriaTextForCausalLM", "Aria, text"),
     Architecture(
         "BailingMoeForCausalLM", "bailing_moe:BailingMoeForCausalLM", "Ling-lite, Ling-plus, Ring"
     ),

@@ -72,6 +72,7 @@ _HEARS = ("audio_tower", "multi_modal_projector")
 WRAPPERS: Mapping[str, Wrapper] = {
     row.name: row
     for row in (
+        Wrapper("AriaForConditionalGeneration", {"aria_text": "AriaTextForCausalLM"}, "Aria"),
         Wrapper(
             "AudioFlamingo3ForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM"},
@@ -106,6 +107,40 @@ WRAPPERS: Mapping[str, Wrapper] = {
                 "high_res_vision_neck",
                 "high_res_vision_proj",
             ),
+        ),
+        Wrapper(
+            "Emu3ForConditionalGeneration",
+            {"emu3_text_model": "LlamaForCausalLM"},
+            "Emu3",
+            ("vqmodel", "vocabulary_mapping"),
+        ),
+        Wrapper(
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            {
+                "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForCausalLM",
+                "ernie4_5_moe_vl": "Ernie4_5_VLMoeForCausalLM",
+            },
+            "ERNIE 4.5 VL",
+            ("vision_model", "vision_tower", "resampler_model"),
+        ),
+        Wrapper(
+            "Exaone4_5_ForConditionalGeneration",
+            {"exaone4": "Exaone4ForCausalLM"},
+            "EXAONE 4.5",
+            ("visual", "mtp"),
+        ),
+        Wrapper("FastVlmForConditionalGeneration", {"qwen2": "Qwen2ForCausalLM"}, "FastVLM"),
+        Wrapper(
+            "FunAsrNanoForConditionalGeneration",
+            {"qwen3": "Qwen3ForCausalLM"},
+            "Fun-ASR-Nano",
+            _HEARS,
+        ),
+        Wrapper(
+            "FuyuForCausalLM",
+            {"persimmon": "PersimmonForCausalLM"},
+            "Fuyu 8B",
+            ("vision_embed_tokens",),
         ),
         Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "Gemma3ForCausalLM"}, "Gemma 3"),
         Wrapper(
@@ -145,6 +180,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "GLM-4.5V",
             ("visual",),
         ),
+        Wrapper("GlmAsrForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "GLM-ASR", _HEARS),
         Wrapper(
             "GlmOcrForConditionalGeneration",
             {"glm_ocr_text": "Glm4ForCausalLM"},
@@ -158,9 +194,27 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "GOT-OCR 2",
         ),
         Wrapper(
+            "Granite4VisionForConditionalGeneration",
+            {"granite4_vision_text": "GraniteForCausalLM", "granite": "GraniteForCausalLM"},
+            "Granite 4 Vision",
+            ("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        ),
+        Wrapper(
+            "GraniteDoclingForConditionalGeneration",
+            {"granite_docling_text": "GraniteForCausalLM"},
+            "Granite for Docling",
+            ("vision_model",),
+        ),
+        Wrapper(
             "GraniteSpeechForConditionalGeneration",
             {"granite": "GraniteForCausalLM"},
             "Granite Speech",
+            ("encoder", "projector"),
+        ),
+        Wrapper(
+            "GraniteSpeechPlusForConditionalGeneration",
+            {"granite": "GraniteForCausalLM"},
+            "Granite Speech Plus",
             ("encoder", "projector"),
         ),
         Wrapper(
@@ -201,6 +255,29 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "InternVL, by transformers",
         ),
         Wrapper(
+            "JanusForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Janus, Janus Pro",
+            (
+                "vision_model",
+                "aligner",
+                "vqmodel",
+                "generation_embeddings",
+                "generation_aligner",
+                "generation_head",
+            ),
+        ),
+        *(
+            Wrapper(
+                name,
+                {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
+                "Kimi K2.5",
+                ("vision_tower", "mm_projector"),
+                renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
+            )
+            for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+        ),
+        Wrapper(
             "KimiVLForConditionalGeneration",
             {"deepseek_v3": "DeepseekV3ForCausalLM"},
             "Kimi-VL",
@@ -239,154 +316,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("vision_tower", "multi_modal_projector", "image_newline"),
         ),
         Wrapper(
-            "MiniCPMV4_6ForConditionalGeneration",
-            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-            "MiniCPM-V 4.6",
-            ("vision_tower", "merger"),
-        ),
-        Wrapper(
-            "Mistral3ForConditionalGeneration",
-            {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
-            "Mistral Small 3.1 and 3.2, Ministral 3",
-        ),
-        Wrapper(
-            "Ovis2ForConditionalGeneration",
-            {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
-            "Ovis2",
-            ("vision_tower", "visual_embeddings_table"),
-        ),
-        Wrapper(
-            "Qwen2VLForConditionalGeneration",
-            {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
-            "Qwen2-VL",
-            ("visual",),
-        ),
-        Wrapper(
-            "Qwen2_5_VLForConditionalGeneration",
-            {"qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM"},
-            "Qwen2.5-VL",
-            ("visual",),
-        ),
-        *(
-            Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
-            for name, known in (
-                ("Qwen2_5OmniModel", "Qwen2.5-Omni"),
-                ("Qwen2_5OmniForConditionalGeneration", "Qwen2.5-Omni"),
-                ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2.5-Omni, the thinker"),
-            )
-        ),
-        *(
-            Wrapper(
-                name,
-                {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"},
-                known,
-                _THINKER,
-                fixed=_ROUTED,
-            )
-            for name, known in (
-                ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),
-                ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3-Omni, the thinker"),
-            )
-        ),
-        Wrapper(
-            "Qwen3VLForConditionalGeneration",
-            {"qwen3_vl_text": "Qwen3ForCausalLM"},
-            "Qwen3-VL",
-            ("visual",),
-        ),
-        Wrapper(
-            "Qwen3VLMoeForConditionalGeneration",
-            {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
-            "Qwen3-VL, mixtures",
-            ("visual",),
-            fixed=_ROUTED,
-            transposes_experts=True,
-        ),
-        Wrapper(
-            "Qwen3_5ForConditionalGeneration",
-            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-            "Qwen3.5",
-            ("visual", "mtp"),
-        ),
-        Wrapper(
-            "Qwen3_5MoeForConditionalGeneration",
-            {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-            "Qwen3.5, mixtures",
-            ("visual", "mtp"),
-        ),
-        Wrapper(
-            "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
-        ),
-        Wrapper(
-            "Emu3ForConditionalGeneration",
-            {"emu3_text_model": "LlamaForCausalLM"},
-            "Emu3",
-            ("vqmodel", "vocabulary_mapping"),
-        ),
-        Wrapper(
-            "Ernie4_5_VLMoeForConditionalGeneration",
-            {
-                "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForCausalLM",
-                "ernie4_5_moe_vl": "Ernie4_5_VLMoeForCausalLM",
-            },
-            "ERNIE 4.5 VL",
-            ("vision_model", "vision_tower", "resampler_model"),
-        ),
-        Wrapper(
-            "Exaone4_5_ForConditionalGeneration",
-            {"exaone4": "Exaone4ForCausalLM"},
-            "EXAONE 4.5",
-            ("visual", "mtp"),
-        ),
-        Wrapper("FastVlmForConditionalGeneration", {"qwen2": "Qwen2ForCausalLM"}, "FastVLM"),
-        Wrapper(
-            "FunAsrNanoForConditionalGeneration",
-            {"qwen3": "Qwen3ForCausalLM"},
-            "Fun-ASR-Nano",
-            _HEARS,
-        ),
-        Wrapper(
-            "FuyuForCausalLM",
-            {"persimmon": "PersimmonForCausalLM"},
-            "Fuyu 8B",
-            ("vision_embed_tokens",),
-        ),
-        Wrapper("GlmAsrForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "GLM-ASR", _HEARS),
-        Wrapper(
-            "Granite4VisionForConditionalGeneration",
-            {"granite4_vision_text": "GraniteForCausalLM", "granite": "GraniteForCausalLM"},
-            "Granite 4 Vision",
-            ("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
-        ),
-        Wrapper(
-            "GraniteDoclingForConditionalGeneration",
-            {"granite_docling_text": "GraniteForCausalLM"},
-            "Granite for Docling",
-            ("vision_model",),
-        ),
-        Wrapper(
-            "GraniteSpeechPlusForConditionalGeneration",
-            {"granite": "GraniteForCausalLM"},
-            "Granite Speech Plus",
-            ("encoder", "projector"),
-        ),
-        Wrapper(
-            "JanusForConditionalGeneration",
-            {"llama": "LlamaForCausalLM"},
-            "Janus, Janus Pro",
-            (
-                "vision_model",
-                "aligner",
-                "vqmodel",
-                "generation_embeddings",
-                "generation_aligner",
-                "generation_head",
-            ),
-        ),
-        Wrapper(
             "MiniCPMOcrForConditionalGeneration",
             {"qwen3_5_text": "Qwen3_5ForCausalLM"},
             "MiniCPM-OCR",
+            ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "MiniCPMV4_6ForConditionalGeneration",
+            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+            "MiniCPM-V 4.6",
             ("vision_tower", "merger"),
         ),
         Wrapper(
@@ -394,6 +332,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_5_text": "Qwen3_5ForCausalLM"},
             "MiniCPM-V 4.7",
             ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "Mistral3ForConditionalGeneration",
+            {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+            "Mistral Small 3.1 and 3.2, Ministral 3",
         ),
         Wrapper(
             "MllamaForConditionalGeneration",
@@ -436,6 +379,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ),
         ),
         Wrapper(
+            "Ovis2ForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
+            "Ovis2",
+            ("vision_tower", "visual_embeddings_table"),
+        ),
+        Wrapper(
             "PaddleOCRVLForConditionalGeneration",
             {"paddleocr_vl_text": "LlamaForCausalLM", "paddleocr_vl": "LlamaForCausalLM"},
             "PaddleOCR-VL",
@@ -444,6 +393,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
         ),
         Wrapper(
             "PerceptionLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Perception LM"
+        ),
+        *(
+            Wrapper(
+                name,
+                {"phi4_multimodal": "Phi3ForCausalLM", "phi4mm": "Phi3ForCausalLM"},
+                "Phi-4-multimodal",
+                ("embed_tokens_extend",),
+                renames=((r"\.lora_[AB]\.", None), (r"\.base_layer\.", ".")),
+            )
+            for name in ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM")
         ),
         Wrapper(
             "QianfanOCRForConditionalGeneration",
@@ -455,33 +414,75 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ),
         ),
         Wrapper(
+            "Qwen2_5_VLForConditionalGeneration",
+            {"qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM"},
+            "Qwen2.5-VL",
+            ("visual",),
+        ),
+        *(
+            Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
+            for name, known in (
+                ("Qwen2_5OmniModel", "Qwen2.5-Omni"),
+                ("Qwen2_5OmniForConditionalGeneration", "Qwen2.5-Omni"),
+                ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2.5-Omni, the thinker"),
+            )
+        ),
+        Wrapper(
+            "Qwen2VLForConditionalGeneration",
+            {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
+            "Qwen2-VL",
+            ("visual",),
+        ),
+        Wrapper(
+            "Qwen3_5ForConditionalGeneration",
+            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+            "Qwen3.5",
+            ("visual", "mtp"),
+        ),
+        Wrapper(
+            "Qwen3_5MoeForConditionalGeneration",
+            {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+            "Qwen3.5, mixtures",
+            ("visual", "mtp"),
+        ),
+        Wrapper(
             "Qwen3ASRForConditionalGeneration", {"qwen3": "Qwen3ForCausalLM"}, "Qwen3-ASR", _HEARS
+        ),
+        *(
+            Wrapper(
+                name,
+                {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"},
+                known,
+                _THINKER,
+                fixed=_ROUTED,
+            )
+            for name, known in (
+                ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),
+                ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3-Omni, the thinker"),
+            )
+        ),
+        Wrapper(
+            "Qwen3VLForConditionalGeneration",
+            {"qwen3_vl_text": "Qwen3ForCausalLM"},
+            "Qwen3-VL",
+            ("visual",),
+        ),
+        Wrapper(
+            "Qwen3VLMoeForConditionalGeneration",
+            {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
+            "Qwen3-VL, mixtures",
+            ("visual",),
+            fixed=_ROUTED,
+            transposes_experts=True,
+        ),
+        Wrapper(
+            "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM"},
             "VibeVoice-ASR",
             ("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
-        ),
-        *(
-            Wrapper(
-                name,
-                {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
-                "Kimi K2.5",
-                ("vision_tower", "mm_projector"),
-                renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
-            )
-            for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
-        ),
-        *(
-            Wrapper(
-                name,
-                {"phi4_multimodal": "Phi3ForCausalLM", "phi4mm": "Phi3ForCausalLM"},
-                "Phi-4-multimodal",
-                ("embed_tokens_extend",),
-                renames=((r"\.lora_[AB]\.", None), (r"\.base_layer\.", ".")),
-            )
-            for name in ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM")
         ),
         Wrapper(
             "VideoLlama3ForConditionalGeneration",
