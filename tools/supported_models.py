@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_models.catalogue import ARCHITECTURES, Architecture
-from headrace_models.catalogue.multimodal import WRAPPERS, Wrapper
+from headrace_models.catalogue.multimodal import REFUSED, WRAPPERS, Wrapper
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported" / "models.md"
 HEADINGS = {
@@ -46,6 +46,14 @@ def page() -> str:
         "|---|---|---|",
     ]
     lines += [_wrapper_line(row) for row in WRAPPERS.values()]
+    lines += [
+        "",
+        "Refused when they load, by name, until their images are served:",
+        "",
+        "| architecture | reason |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {reason} |" for name, reason in REFUSED.items()]
     return "\n".join(lines) + "\n"
 
 
