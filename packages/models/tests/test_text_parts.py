@@ -101,13 +101,18 @@ VISION: dict[str, Any] = {
     "depths": [1, 1], "downsampling_ratios": [2], "num_filters": 8,
     "num_layers": 1, "hidden_dim": 32, "output_dim": 64, "global_attn_indexes": [],
 }  # fmt: skip
+LEFT_AS_THEY_ARE = {"text_config", "high_res_vision_config"}
+"""Parts of configs that :data:`VISION` does not shrink."""
 TOWERS: dict[str, dict[str, Any]] = {
     "FastVlmForConditionalGeneration": {"hidden_size": 32},
     "Granite4VisionForConditionalGeneration": {"hidden_size": 64},
+    "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
     "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
 }
 """Further values of towers' configs, by the whole's class."""
+ADAPTOR = {"hidden_size": 64}
+"""Of what makes a language model's vectors of sound."""
 OTHERS: dict[str, dict[str, Any]] = {
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 130}},
     "Granite4VisionForConditionalGeneration": {
@@ -173,10 +178,11 @@ def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
         "text_config": text_class(**{**small(text_class, TEXT), **OWN.get(kind, {}), **settings})
     }
     whole = config_class()
-    for part in set(config_class.sub_configs) - {"text_config"}:
+    for part in sorted(set(config_class.sub_configs) - LEFT_AS_THEY_ARE):
         tower = getattr(whole, part, None)
         if tower is not None:
-            parts[part] = type(tower)(**{**small(type(tower), VISION), **TOWERS.get(name, {})})
+            own = ADAPTOR if part == "adaptor_config" else TOWERS.get(name, {})
+            parts[part] = type(tower)(**{**small(type(tower), VISION), **own})
     parts |= OTHERS.get(name, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -189,14 +195,19 @@ def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
 
 
 def wanted(model: Any) -> Tensor:
-    """Log-probabilities. Cohere's language model multiplies its logits by ``logit_scale``, by its published
-    definition and its own class; transformers' classes around it leave that out."""
+    """Log-probabilities. Cohere's language model multiplies its logits by ``logit_scale``, Granite's divides
+    them by ``logits_scaling``, by their published definitions and their own classes; some of transformers'
+    classes around them leave that out."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor([PROMPT])).logits[0]
     text = model.config.get_text_config()
-    scales = type(model).__name__ in ("AyaVisionForConditionalGeneration",
-                                      "Cohere2VisionForConditionalGeneration")  # fmt: skip
-    return (logits * (text.logit_scale if scales else 1)).log_softmax(-1)
+    scale = {
+        "AyaVisionForConditionalGeneration": lambda: text.logit_scale,
+        "Cohere2VisionForConditionalGeneration": lambda: text.logit_scale,
+        "GraniteSpeechForConditionalGeneration": lambda: 1 / text.logits_scaling,
+        "GraniteSpeechPlusForConditionalGeneration": lambda: 1 / text.logits_scaling,
+    }.get(type(model).__name__, lambda: 1.0)()
+    return (logits * scale).log_softmax(-1)
 
 
 def resolved(folder: Path) -> ModelInfo:

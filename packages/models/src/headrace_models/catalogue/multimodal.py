@@ -90,6 +90,31 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Command A Vision",
         ),
         Wrapper(
+            "Cosmos3OmniForConditionalGeneration",
+            {"qwen3_vl_text": "Qwen3ForCausalLM"},
+            "Cosmos 3 Omni, the reasoner",
+            (
+                *(
+                    "visual",
+                    "blocks",
+                    "merger",
+                    "patch_embed",
+                    "pos_embed",
+                    "deepstack_merger_list",
+                ),
+                *("proj_in", "proj_out", "time_embedder", "audio_proj_in", "audio_proj_out"),
+                *("audio_modality_embed", "action_proj_in", "action_proj_out"),
+                "action_modality_embed",
+            ),
+            renames=(
+                (r"\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.|moe_gen", None),
+                (r"^(layers|embed_tokens|norm)\.", r"model.\1."),
+                (r"\.self_attn\.to_([qkv])\.", r".self_attn.\1_proj."),
+                (r"\.self_attn\.to_out\.", ".self_attn.o_proj."),
+                (r"\.self_attn\.norm_([qk])\.", r".self_attn.\1_norm."),
+            ),
+        ),
+        Wrapper(
             "DeepseekVLForConditionalGeneration",
             {"llama": "LlamaForCausalLM"},
             "DeepSeek-VL",
