@@ -111,7 +111,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
 }
 """Further values of towers' configs, by the whole's class."""
-ADAPTOR = {"hidden_size": 64}
+ADAPTOR = {"hidden_size": 64, "intermediate_size": 16}
 """Of what makes a language model's vectors of sound."""
 OTHERS: dict[str, dict[str, Any]] = {
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 130}},
