@@ -9,6 +9,7 @@ from typing import Any
 import cohere
 import pytest
 
+from headrace_core.errors import PromptTooLong
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.testing.engine import FakeEngine
@@ -194,6 +195,19 @@ async def test_only_near_fields_are_suggested(connect: Any, field: str, near: st
     told = await refused(connect(fake(), strict_requests=True), texts=["a"], **{field: 1})
     hint = "" if near is None else f"; the nearest known field is {near!r}"
     assert told["message"] == f"{field!r}: unknown field{hint}"
+
+
+async def test_a_text_that_is_too_long_is_told_in_cohere_s_words(connect: Any) -> None:
+    """The engine's advice names a field that this wire does not have."""
+    hint = "Shorten the prompt, or let truncate_prompt_tokens cut it."
+    engine = fake()
+    engine.reject = PromptTooLong(8, 9, hint=hint)
+    told = await refused(connect(engine), texts=["a" * 9], truncate="NONE")
+    assert told["message"] == (
+        "This model's maximum context length is 8 tokens. However, you requested 9 tokens (9 in the "
+        "prompt). Shorten the text, or cut it with truncate 'START' or 'END'."
+    )
+    assert (told["param"], told["code"]) == ("texts", "context_length_exceeded")
 
 
 async def test_errors_are_cohere_s_on_the_whole_way(connect: Any) -> None:

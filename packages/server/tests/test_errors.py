@@ -48,6 +48,80 @@ async def test_engine_errors(
     assert answer.headers.get("retry-after") == ("3" if status == 429 else None)
 
 
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("middleware", [(), ("Raising",), ("raising",)])
+async def test_an_unforeseen_error_is_logged_once(
+    live: Any, caplog: pytest.LogCaptureFixture, stacks: bool, middleware: tuple[str, ...]
+) -> None:
+    """Over a real socket: uvicorn does not add a stack to ours. The answer has what all answers have."""
+    engine = FakeEngine() if middleware else FakeEngine(reject=KeyError("canary"))
+    caplog.set_level(logging.INFO)
+    server = await live(
+        engine, log_error_stack=stacks, enable_request_id_headers=True,
+        middleware=tuple(f"{__name__}.{name}" for name in middleware),
+    )  # fmt: skip
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        answer = await client.post(URL, json={"prompt": "a"}, headers={"X-Request-Id": "r-1"})
+        claude = await client.post(
+            "/v1/messages",
+            json={
+                "model": "fake-model", "max_tokens": 1,
+                "messages": [{"role": "user", "content": "a"}],
+            },
+        )  # fmt: skip
+    assert answer.status_code == claude.status_code == 500
+    assert answer.json()["error"]["message"].startswith("internal error")
+    assert answer.headers["x-request-id"] == "r-1"
+    assert claude.json()["type"] == "error"
+    stacks_logged = [record for record in caplog.records if record.exc_info]
+    assert [record.name for record in stacks_logged] == ["headrace_server.errors"] * 2
+    assert "r-1" in stacks_logged[0].getMessage()
+
+
+class Raising:
+    """An operator's middleware that fails."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            raise KeyError("canary")
+        await self._app(scope, receive, send)
+
+
+async def raising(request: Any, call_next: Any) -> Any:
+    """The same as a function."""
+    if request.method == "POST":
+        raise KeyError("canary")
+    return await call_next(request)
+
+
+async def test_an_error_behind_the_answers_head_is_logged_once(
+    live: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client sees a broken answer: it ends before its length."""
+    server = await live(FakeEngine(), middleware=(f"{__name__}.Halfway",))
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            await client.get("/livez")
+    stacks = [record.name for record in caplog.records if record.exc_info]
+    assert stacks == ["headrace_server.errors"]
+
+
+class Halfway(Raising):
+    """Fails within an answer."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != "/livez":
+            await self._app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200,
+                    "headers": [(b"content-length", b"10")]})  # fmt: skip
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise KeyError("canary")
+
+
 @pytest.mark.req("SEC-09")
 async def test_no_route_tells_what_it_does_not_know() -> None:
     """Every route of an engine that raises whatever it is asked."""

@@ -199,6 +199,13 @@ async def test_unknown_and_missing_models(server: Any) -> None:
     assert (anthropic.status_code, anthropic.json()["type"]) == (404, "error")
 
 
+async def test_a_byte_order_mark_does_not_hide_the_model(server: Any) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps({"model": "chat", "prompt": "Hi"}).encode()
+    headers = {"content-type": "application/json"}
+    answer = await server.client.post("/v1/completions", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["model"]) == (200, "chat")
+
+
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_form_names_its_model_before_the_file_or_after(server: Any, first: bool) -> None:
     field = b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nears\r\n'
@@ -281,7 +288,7 @@ async def test_what_is_asked_of_all(server: Any) -> None:
     counted = {s.labels["model_name"] for s in success if s.value and s.name.endswith("_total")}
     assert counted == {"small", "chat"}
     handlers = {s.labels["handler"] for s in found["headrace:http_requests"].samples}
-    assert handlers == {"/v1/models", "/v1/models/{name:path}", "/v1/embeddings", "/v1/completions"}
+    assert handlers == {"/v1/models", "/v1/models/{name}", "/v1/embeddings", "/v1/completions"}
     document = (await server.client.get("/openapi.json")).json()
     assert {"/v1/chat/completions", "/v1/embeddings", "/models/load", "/health"} <= set(
         document["paths"]

@@ -76,6 +76,49 @@ async def test_head_is_get_without_its_body(connect: Any, path: str) -> None:
             assert head.headers.get(name) == got.headers.get(name)
 
 
+@pytest.mark.spec("API-HEALTH")
+async def test_head_is_get_without_its_body_everywhere() -> None:
+    """On every path: those of other protocols' errors too, and where GET is refused."""
+    app = create_app(FakeEngine(), ServerSettings(dev_mode=True))
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for path in [*app.state.headrace.paths, "/v1/messages/nowhere", "/v2/nowhere"]:
+            if path in ("/metrics", "/load", "/server_info"):
+                continue  # their numbers grow
+            got, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            for name in ("content-type", "content-length", "allow"):
+                assert head.headers.get(name) == got.headers.get(name), (path, name)
+
+
+@pytest.mark.parametrize("path", ["/x", "/x/"])
+async def test_the_prefix_itself_is_the_first_page(connect: Any, path: str) -> None:
+    client = connect(root_path="/x")
+    answer = await client.get(path)
+    assert answer.status_code == 200
+    assert answer.json() == (await client.get("/")).json()
+    assert answer.json()["links"]["models"] == "/x/v1/models"
+    assert (await client.get("/xy")).status_code == 404
+
+
+async def test_no_convertor_of_a_path_is_shown(connect: Any) -> None:
+    """Not on the first page, in hints, nor as a label."""
+    client = connect(FakeEngine("x"))
+    paths = (await client.get("/")).json()["paths"]
+    assert "/v1/models/{name}" in paths
+    assert not [path for path in paths if ":" in path]
+    assert (await client.get("/v1/models/fake-model")).status_code == 200
+    near = (await client.get("/v1/model/{name}")).json()["error"]["message"]
+    assert near.endswith("did you mean /v1/models/{name}?")
+    assert ":path" not in (await client.get("/metrics")).text
+    await client.head("/v1/models/fake-model")
+    counted = (await client.get("/metrics")).text
+    for method in ("GET", "HEAD"):
+        assert f'handler="/v1/models/{{name}}",method="{method}"' in counted or (
+            f'method="{method}",handler="/v1/models/{{name}}"' in counted
+        ), counted
+
+
 async def test_head_is_refused_where_get_is(connect: Any) -> None:
     answer = await connect().head(TEXT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

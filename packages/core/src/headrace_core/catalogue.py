@@ -66,7 +66,7 @@ CATALOGUE: tuple[ErrorCode, ...] = (
         "HR-REQ-006", "The body is not JSON",
         "The body cannot be read as JSON (RFC 8259): NaN and Infinity are not part of it, nor are "
         "comments, trailing commas or anything after the value. Or it holds more fields, names, lists "
-        "or values than are read.",
+        "or values than are read, or nests them deeper.",
         "Send what a JSON library writes, as UTF-8; the message says what is too much.",
         400,
     ),

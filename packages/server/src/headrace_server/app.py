@@ -257,12 +257,12 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         if name == "metrics" and state.settings.disable_log_stats:
             continue
         built: APIRouter = router.build(state.engine, state.settings)
-        state.paths.update(route.path for route in built.routes if isinstance(route, APIRoute))
+        state.paths |= _paths_of(built)
         app.include_router(built)
     if state.settings.tokens_only:
         return
     system = system_router()
-    state.paths.update(route.path for route in system.routes if isinstance(route, APIRoute))
+    state.paths |= _paths_of(system)
     app.include_router(system)
     app.include_router(invocations.build(lambda: state.paths, app.router))
     state.paths.add(INVOCATIONS)
@@ -274,6 +274,11 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
             include_in_schema=False,
             response_model=None,
         )
+
+
+def _paths_of(router: APIRouter) -> set[str]:
+    """The paths of a router as people write them: ``/v1/models/{name}``, without convertors."""
+    return {route.path_format for route in router.routes if isinstance(route, APIRoute)}
 
 
 def add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
@@ -306,7 +311,7 @@ def may_control(settings: ServerSettings, gates: Gates) -> bool:
 
 def add_control_routers(app: FastAPI, state: Serving, routers: Sequence[APIRouter]) -> None:
     """Add routers of control routes, here or for the admin port."""
-    paths = {r.path for router in routers for r in router.routes if isinstance(r, APIRoute)}
+    paths = set().union(*map(_paths_of, routers))
     assert paths <= _CONTROLLED, "a control route that no gate knows"
     if state.settings.admin_port is None:
         state.paths |= paths
@@ -352,11 +357,12 @@ def _refusing(path: str, model: ServedModel) -> Any:
 def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     """Innermost first: each call of ``add_middleware`` wraps what is there."""
     settings = state.settings
-    app.add_middleware(HeadRequests)
     if settings.enable_server_load_tracking:
         app.add_middleware(LoadCounter, state=state, paths={*INFERENCE_ROUTES, INVOCATIONS})
     for path in settings.middleware:
         _add_foreign(app, foreign_middleware(path))
+    if settings.middleware:
+        app.add_middleware(errors.AnswerErrors)
     app.add_middleware(TraceHeaders, enabled=settings.otlp_traces_endpoint is not None)
     app.add_middleware(DrainGate, lifecycle=state.lifecycle)
     _add_limits(app, state)
@@ -380,6 +386,7 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
         )
     app.add_middleware(AnthropicErrors)
     app.add_middleware(CohereErrors)
+    app.add_middleware(HeadRequests)
     if settings.log_responses:
         app.add_middleware(ResponseLog, limit=settings.max_log_len)
     direct = not settings.middleware and not settings.log_responses

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_core.catalogue import BUG, entry_of
 from headrace_core.errors import (
@@ -203,6 +204,35 @@ def _reason(error: BaseException, told: Answer) -> str:
     return type(error).__name__ + field
 
 
+class AnswerErrors:
+    """ASGI middleware: answers what nothing further in has handled, and logs it once.
+
+    The framework's own answer to it would go past the middleware that stands further out (request ids,
+    other protocols' error bodies), and the server would log the stack a second time.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            told = report(error, scope.get("headrace_request_id", ""))
+            if not started:  # else the server closes the connection, before the answer's end
+                await told.response()(scope, receive, send)
+
+
 def install(app: FastAPI, *, stacks: bool = False) -> None:
     """Register the handlers.
 
@@ -210,6 +240,7 @@ def install(app: FastAPI, *, stacks: bool = False) -> None:
         stacks: log the stack of error answers, not only of unexpected ones; but of a dead engine no more
             than the line that each of its requests gets.
     """
+    app.add_middleware(AnswerErrors)
 
     async def handle(request: Request, error: Exception) -> Response:
         request_id = request.scope.get("headrace_request_id", "")

@@ -36,7 +36,13 @@ class RootPath:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, "root_path": self._root_path}, receive, send)
+        scope = {**scope, "root_path": self._root_path}
+        if (
+            scope["type"] == "http" and scope["path"] == self._root_path
+        ):  # the first page, as people type it
+            scope["path"] += "/"
+            scope["raw_path"] = scope.get("raw_path", b"") + b"/"
+        await self._app(scope, receive, send)
 
 
 class RequestIds:
@@ -175,7 +181,11 @@ class HeadRequests:
             elif not message.get("more_body"):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+        inner = {**scope, "method": "GET"}  # the server's own log says HEAD
+        try:
+            await self._app(inner, receive, send_head)
+        finally:
+            scope["route"] = inner.get("route")
 
 
 class DrainGate:
@@ -259,7 +269,7 @@ class HttpMetrics:
         try:
             await self._app(scope, count_in, count_out)
         finally:
-            handler = getattr(scope.get("route"), "path", "none")
+            handler = getattr(scope.get("route"), "path_format", "none")
             if handler not in _UNCOUNTED:
                 self._observe(scope["method"], handler, status, start, received, sent)
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError
 from headrace_server.errors import BodyRefused, ClientGone, ErrorResponse
-from headrace_server.json_counts import Counts, exceeds
+from headrace_server.json_counts import Counts, exceeds, nesting
 from headrace_server.offload import pieces
 from headrace_server.state import ServerState, serving_of
 from headrace_server.stream import Events, start_stream, wait_watching
@@ -28,6 +28,14 @@ MAX_ITEMS = 1 << 20
 """Values in the objects and lists of one body; more where the context holds more tokens."""
 MAX_FIELDS = 1024
 """Fields of a body, unknown ones included."""
+
+MAX_DEPTH = 512
+"""Levels of objects and lists in one body, itself included. The decoder and what reads its result call
+themselves for each; the interpreter allows about a thousand calls, less those under way."""
+
+BOM = b"\xef\xbb\xbf"
+"""Byte order mark in UTF-8. Editors on Windows write it at a file's beginning; RFC 8259, section 8.1, lets
+parsers ignore it there."""
 
 _READ = 1 << 8
 """Bytes of a body, for one unit of cost (:mod:`headrace_server.offload`): from 256 KiB on, bodies are
@@ -89,11 +97,19 @@ class JsonRequest(Request):
         return self._read
 
     def _taken_in(self, body: bytes, most: Counts) -> Any:
+        body = body.removeprefix(BOM)
         if exceeds(body, most):
             raise BodyRefused(
                 "HR-REQ-006",
                 f"the body has more than {most.names} names, objects and lists, or more than "
                 f"{most.items} values",
+            )
+        # Brackets in strings count here, so nearly all bodies pass without being looked at closely.
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and (depth := nesting(body)) > MAX_DEPTH:
+            raise BodyRefused(
+                "HR-REQ-006",
+                f"the body is nested {depth} levels deep; it may have at most {MAX_DEPTH} levels of "
+                "objects and lists",
             )
         try:
             data = msgspec.json.decode(body)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingInfo, PoolingParams
@@ -71,7 +71,12 @@ class CohereEmbedding(PoolingCall):
 
     async def respond(self) -> Response:
         prompts: list[Prompt] = [TextPrompt(prompt=text) for text in self._texts]
-        outputs = await self.encode_each(prompts, "embed", True)
+        try:
+            outputs = await self.encode_each(prompts, "embed", True)
+        except PromptTooLong as error:
+            if self.params.truncate_prompt_tokens is None:
+                raise _not_cut(error) from error
+            raise
         count = sum(output.outputs.data.shape[-1] for output in outputs) * len(self._types)
         answer: dict[str, Any] = {
             "id": self.id,
@@ -126,6 +131,17 @@ def _most_tokens(body: CohereEmbedRequest, limit: int) -> int | None:
             param="max_tokens",
         )
     return None
+
+
+def _not_cut(error: PromptTooLong) -> PromptTooLong:
+    """The same error, with advice in this wire's words."""
+    return PromptTooLong(
+        error.limit,
+        error.num_prompt_tokens,
+        at_least=error.at_least,
+        param=error.param or "prompt",
+        hint="Shorten the text, or cut it with truncate 'START' or 'END'.",
+    )
 
 
 def _prompt_name(input_type: str | None, info: PoolingInfo) -> str | None:

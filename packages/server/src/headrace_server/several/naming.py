@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope
 
 from headrace_server.json_counts import Counts, exceeds
 from headrace_server.protocol.base import MAX_TOKENS
-from headrace_server.routing import MAX_NAMES
+from headrace_server.routing import BOM, MAX_NAMES
 
 FIELD = "model"
 _MAX_NAME = 1 << 16
@@ -80,7 +80,7 @@ def _in_json(body: bytes) -> tuple[bool, Any]:
     if exceeds(body, _MOST):
         return False, None  # whichever model gets it says what is too much
     try:
-        return True, msgspec.json.decode(body, type=_Body).model
+        return True, msgspec.json.decode(body.removeprefix(BOM), type=_Body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False, None
 
