@@ -208,6 +208,21 @@ async def test_profile(connect: Any) -> None:
 
 
 @pytest.mark.spec("API-DEV")
+async def test_workers_that_give_no_answer(connect: Any) -> None:
+    class Late(FakeEngine):
+        async def collective_rpc(self, *args: Any, **options: Any) -> list[Any]:
+            raise TimeoutError
+
+    client = connect(Late(), dev_mode=True)
+    for timeout, said in ((2.5, "in 2.5 s"), (None, "in time")):
+        body = {"method": "report", "timeout": timeout}
+        answer = await client.post("http://localhost/collective_rpc", json=body)
+        assert answer.status_code == 504
+        message = answer.json()["error"]["message"]
+        assert message == f"collective_rpc: report: no answer from the workers {said}"
+
+
+@pytest.mark.spec("API-DEV")
 async def test_calls_of_workers(connect: Any) -> None:
     client = connect(dev_mode=True)
     url = "http://localhost/collective_rpc"

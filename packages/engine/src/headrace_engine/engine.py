@@ -31,12 +31,13 @@ from headrace_core.sampling import SamplingParams
 from headrace_core.scoring import ScoreInput
 from headrace_core.speech import SpeechModel
 from headrace_core.text import Tokenizer
-from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
+from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, no_answer
 from headrace_engine.clients.sink import WeakSink, dead_again
 from headrace_engine.emission.output import RequestState
 from headrace_engine.emission.pooled import PooledOutput, PooledState
 from headrace_engine.emission.processor import Followed, OutputProcessor, Processed
 from headrace_engine.emission.stream import News, Outputs
+from headrace_engine.guests import name_of
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.pooling import PooledPrompt
 from headrace_engine.intake.prepared import PreparedRequest
@@ -387,8 +388,8 @@ class Engine:
     ) -> list[Any]:
         """See :meth:`headrace_core.engine.EngineClient.collective_rpc`."""
         self._check_open()
-        async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
-            return await asyncio.wrap_future(self._client.call_workers(method, args))
+        called = self._client.call_workers(method, args)
+        return await _of_workers(f"collective_rpc: {method}", called, timeout)
 
     async def run_on_workers(
         self,
@@ -402,11 +403,11 @@ class Engine:
         Raises:
             EngineError: the function would have ended a worker, or asked this engine for something.
             UnsupportedFeature: the workers are in another process.
-            TimeoutError: there was no answer in time.
+            TimeoutError: there was no answer in time; names the function and the seconds.
         """
         self._check_open()
-        async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
-            return await asyncio.wrap_future(self._client.run_on_workers(function, args))
+        called = self._client.run_on_workers(function, args)
+        return await _of_workers(f"collective_rpc: {name_of(function)}", called, timeout)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -547,6 +548,26 @@ class Engine:
                 return await asyncio.wrap_future(future)
         except TimeoutError:
             raise EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s") from None
+
+
+async def _of_workers(call: str, called: Future[Result], timeout: float | None) -> Result:
+    """The answer of workers.
+
+    Args:
+        call: for the error (:func:`~headrace_engine.clients.base.no_answer`).
+        timeout: seconds; None: :data:`CONTROL_TIMEOUT`.
+
+    Raises:
+        TimeoutError: there was none in time.
+    """
+    seconds = CONTROL_TIMEOUT if timeout is None else timeout
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await asyncio.wrap_future(called)
+    except TimeoutError:
+        if limit.expired():
+            raise no_answer(call, seconds) from None
+        raise  # of what was called
 
 
 def plain_settings(config: EngineConfig) -> dict[str, Any]:

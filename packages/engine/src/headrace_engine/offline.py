@@ -11,10 +11,11 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from headrace_core.engine import EngineStats, ServedModel
-from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
+from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, RequestOutput
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
@@ -23,9 +24,10 @@ from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.scoring import ScoreInput
 from headrace_core.text import Tokenizer
 from headrace_engine.calls import Call, Calls, News, RequestObserver
-from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
+from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, no_answer
 from headrace_engine.clients.sink import WeakSink
 from headrace_engine.emission.pooled import PooledOutput
+from headrace_engine.guests import name_of
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.pooling.jobs import Gathering, Job, read_job, requests_of
@@ -33,6 +35,8 @@ from headrace_engine.pooling.scores import Scored
 
 FED_AT_ONCE = 1024
 """Pooling requests of one call that are under way together; the others are read meanwhile."""
+
+Result = TypeVar("Result")
 
 
 class EngineObserver(RequestObserver, Protocol):
@@ -453,12 +457,20 @@ class OfflineEngine:
         self._own.abort(request_ids)
 
     def stats(self, *, drain: bool = False) -> EngineStats:
-        """Counters and gauges of the core."""
-        return self._client.stats(drain).result(CONTROL_TIMEOUT)
+        """Counters and gauges of the core.
+
+        Raises:
+            EngineDead: it gave no answer in :data:`~headrace_engine.clients.base.CONTROL_TIMEOUT`.
+        """
+        return _of_core(self._client.stats(drain))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached blocks; False while requests hold some and may not be reset."""
-        return self._client.reset_prefix_cache(reset_running_requests).result(CONTROL_TIMEOUT)
+        """Forget cached blocks; False while requests hold some and may not be reset.
+
+        Raises:
+            EngineDead: as :meth:`stats`.
+        """
+        return _of_core(self._client.reset_prefix_cache(reset_running_requests))
 
     def shutdown(self) -> None:
         """Stop the core and free everything; calls that still wait raise. Idempotent.
@@ -506,18 +518,20 @@ class OfflineEngine:
             UnsupportedFeature: a function, and the workers are in another process.
             EngineError: what was called would have ended a worker (``sys.exit()``), or asked this
                 engine for something.
-            TimeoutError: there was no answer in time.
+            TimeoutError: there was no answer in time; names the call and the seconds.
         """
         if isinstance(method, str):
+            name = method
             future = self._client.call_workers(method, args)
         elif callable(method):
+            name = name_of(method)
             future = self._client.run_on_workers(method, args)
         else:
             raise RequestError(
                 f"method = {method!r:.100}: must be the name of a worker method, or a function",
                 param="method",
             )
-        return future.result(PROFILE_TIMEOUT if timeout is None else timeout)
+        return _of_workers(f"collective_rpc: {name}", future, timeout)
 
     def apply_model(
         self, function: Callable[[Any], Any], *, timeout: float | None = None
@@ -529,12 +543,44 @@ class OfflineEngine:
             EngineError: as :meth:`collective_rpc`.
             TimeoutError: no answer in time.
         """
-        return self._client.apply_model(function).result(
-            PROFILE_TIMEOUT if timeout is None else timeout
-        )
+        called = self._client.apply_model(function)
+        return _of_workers(f"apply_model: {name_of(function)}", called, timeout)
 
     def _next_id(self) -> str:
         return f"offline-{next(self._serial)}"
+
+
+def _of_core(called: Future[Result]) -> Result:
+    """The core's answer to a control call.
+
+    Raises:
+        EngineDead: there was none in time.
+    """
+    try:
+        return called.result(CONTROL_TIMEOUT)
+    except TimeoutError:
+        if called.done():
+            return called.result()
+        raise EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s") from None
+
+
+def _of_workers(call: str, called: Future[Result], timeout: float | None) -> Result:
+    """The answer of workers.
+
+    Args:
+        call: for the error (:func:`~headrace_engine.clients.base.no_answer`).
+        timeout: seconds; None: :data:`PROFILE_TIMEOUT`.
+
+    Raises:
+        TimeoutError: there was none in time.
+    """
+    seconds = PROFILE_TIMEOUT if timeout is None else timeout
+    try:
+        return called.result(seconds)
+    except TimeoutError:
+        if called.done():  # it is of what was called, or the answer has come now
+            return called.result()
+        raise no_answer(call, seconds) from None
 
 
 def _pooled(news: News) -> PooledOutput:

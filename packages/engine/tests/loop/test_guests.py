@@ -27,6 +27,7 @@ from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.core import EngineCore
+from headrace_engine.engine import Engine
 from headrace_engine.intake.intake import Intake
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
@@ -165,6 +166,48 @@ def test_an_engine_forgotten_by_all_but_its_function_ends() -> None:
     del engine, client
     go_on.set()
     wait_until(lambda: not loop.is_alive, LIMIT)
+
+
+def waiting(worker: Any, released: threading.Event) -> None:
+    """Answers once the test lets it."""
+    assert released.wait(LIMIT)
+
+
+def test_a_call_without_an_answer_says_which_and_how_long(engine: OfflineEngine) -> None:
+    said = r"^{}: no answer from the workers in 0.01 s; the call goes on$"
+    released = threading.Event()
+    try:
+        with pytest.raises(TimeoutError, match=said.format("collective_rpc: waiting")):
+            engine.collective_rpc(waiting, args=(released,), timeout=0.01)
+        with pytest.raises(TimeoutError, match=said.format("collective_rpc: report")):
+            engine.collective_rpc("report", timeout=0.01)  # behind the other
+        with pytest.raises(TimeoutError, match=said.format("apply_model: type")):
+            engine.apply_model(type, timeout=0.01)
+    finally:
+        released.set()
+    assert set(map(str, engine.collective_rpc("report", timeout=LIMIT)))
+
+
+def test_an_error_of_the_callers_function_stays_its_own(engine: OfflineEngine) -> None:
+    def late(worker: Any) -> None:
+        raise TimeoutError("of the caller's own")
+
+    with pytest.raises(TimeoutError, match=r"^of the caller's own$"):
+        engine.collective_rpc(late, timeout=LIMIT)
+
+
+async def test_the_same_of_the_asynchronous_engine() -> None:
+    released = threading.Event()
+    client = InprocClient(lambda _: make_core())
+    running = Engine(client, Intake(CharTokenizer(), served_model()), EngineConfig())
+    try:
+        with pytest.raises(TimeoutError, match=r"^collective_rpc: waiting: no answer .* 0.01 s"):
+            await running.run_on_workers(waiting, args=(released,), timeout=0.01)
+        with pytest.raises(TimeoutError, match=r"^collective_rpc: report: no answer .* 0.01 s"):
+            await running.collective_rpc("report", timeout=0.01)
+    finally:
+        released.set()
+        await running.shutdown()
 
 
 class Exiting(FakeWorker):

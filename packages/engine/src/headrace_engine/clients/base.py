@@ -13,12 +13,23 @@ from headrace_core.request import CoreRequest
 from headrace_engine.loop import OutputSink
 from headrace_engine.startup import StartupTimeline
 
-__all__ = ["CONTROL_TIMEOUT", "PROFILE_TIMEOUT", "CoreClient", "OutputSink"]
+__all__ = ["CONTROL_TIMEOUT", "PROFILE_TIMEOUT", "CoreClient", "OutputSink", "no_answer"]
 
 CONTROL_TIMEOUT = 60.0
 """Longest wait for an answer to a control call (statistics, cache reset), in seconds."""
 PROFILE_TIMEOUT = 600.0
 """Longest wait for a trace to be written, in seconds: they can be large."""
+
+
+def no_answer(call: str, seconds: float) -> TimeoutError:
+    """The error of a call of workers that has taken too long. Their answers come together, so that
+    nobody knows which worker is late.
+
+    Args:
+        call: the call's kind and what it runs, ``collective_rpc: report`` for example.
+        seconds: the time that it had.
+    """
+    return TimeoutError(f"{call}: no answer from the workers in {seconds:g} s; the call goes on")
 
 
 class CoreClient(ABC):

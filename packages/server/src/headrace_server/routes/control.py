@@ -179,7 +179,9 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
                     body.method, args=body.args, timeout=body.timeout
                 )
         except TimeoutError:
-            return Answer(504, "the workers gave no answer in time").response()  # type: ignore[return-value]
+            given = "in time" if body.timeout is None else f"in {body.timeout:g} s"
+            told = Answer(504, f"collective_rpc: {body.method}: no answer from the workers {given}")
+            return told.response()  # type: ignore[return-value]
         return WorkerResults(results=results)
 
     @router.get(
