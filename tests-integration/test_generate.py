@@ -78,13 +78,17 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
 def test_bad_lines_fail_alone(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     too_long = json.dumps({"prompt": "word " * 500})
-    source.write_text(f'{prompts(1)}{{"promt": "x"}}\n{{"prompt": "y"\n{too_long}\n{prompts(1)}')
+    again = prompts(1)
+    more = again.replace("0}", "1}")
+    lines = f'{prompts(1)}{{"promt": "x"}}\n{{"prompt": "y"\n{too_long}\n{more}{again}'
+    source.write_bytes(b"\xef\xbb\xbf" + lines.encode())
     _, log = finish(start("--input", str(source), "--output", str(output), *SHORT), status=1)
     assert "line 2: 'promt': unknown field; did you mean 'prompt'?" in log
     assert "line 3: is not valid JSON" in log
-    assert log.strip().splitlines()[-1].endswith("3 of 5 prompts failed")
+    assert "line 6: custom_id = 0: must differ from that of line 1" in log
+    assert log.strip().splitlines()[-1].endswith("4 of 6 prompts failed")
     found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [answer.get("error", {}).get("line") for answer in found] == [None, 2, 3, 4, None]
+    assert [answer.get("error", {}).get("line") for answer in found] == [None, 2, 3, 4, None, 6]
     assert found[3]["error"]["code"] == "HR-REQ-003"
     assert found[0]["outputs"] == found[4]["outputs"]
 

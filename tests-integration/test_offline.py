@@ -146,6 +146,20 @@ def test_seeds_repeat_in_any_batch(llm):
     assert alone.outputs[0].token_ids != alone.outputs[1].token_ids
 
 
+def test_workers_that_give_no_answer_are_named(llm):
+    released = threading.Event()
+
+    def stuck(worker):
+        assert released.wait(60)
+
+    try:
+        with pytest.raises(TimeoutError, match=r"^collective_rpc: .*stuck: no answer .* in 0.05 s"):
+            llm.collective_rpc(stuck, timeout=0.05)
+    finally:
+        released.set()
+    assert llm.collective_rpc("report")[0]["rank"] == 0
+
+
 def test_bad_requests_leave_nothing_running(llm):
     with pytest.raises(PromptTooLong):
         llm.generate(["fine", "word " * 600], GREEDY, use_tqdm=False)

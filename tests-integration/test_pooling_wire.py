@@ -266,6 +266,8 @@ def test_cohere_embeds(embedder):
     with pytest.raises(cohere.BadRequestError) as caught:
         client.embed(texts=[long], truncate="NONE", **asked)
     assert "maximum context length" in caught.value.body["message"]
+    assert "truncate 'START' or 'END'" in caught.value.body["message"]
+    assert "truncate_prompt_tokens" not in caught.value.body["message"]
     with pytest.raises(cohere.BadRequestError, match="int8"):
         client.embed(texts=["a"], embedding_types=["int8"], **asked)
     with pytest.raises(cohere.NotFoundError):

@@ -162,6 +162,20 @@ def test_metrics_answer_while_the_batch_runs(tmp_path):
         process.wait(PATIENCE)
 
 
+def test_equal_custom_ids_and_a_byte_order_mark(tmp_path):
+    """The mark, which editors on Windows write, is ignored; a line with an id that was there is refused."""
+    (tmp_path / "in").write_bytes(b"\xef\xbb\xbf" + (lines(2) + lines(1)).encode())
+    log = finish(start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")))
+    assert "line 3: its custom_id is that of line 1; it is refused" in log
+    found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [answer["error"] and answer["error"]["code"] for answer in found] == [
+        None, None, "duplicate_custom_id",
+    ]  # fmt: skip
+    assert found[2]["error"]["message"] == (
+        "line 3: custom_id = 'id-0': must differ from that of line 1"
+    )
+
+
 def test_a_bad_line_stops_before_the_model_is_loaded(tmp_path):
     (tmp_path / "in").write_text(lines(2) + "{nonsense\n")
     log = finish(start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")), status=2)

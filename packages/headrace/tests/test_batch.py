@@ -53,6 +53,7 @@ async def run(source: Path, journal: Journal, engine: FakeEngine, **options: Any
         options.pop("client", None) or client(engine),
         journal,
         paths=options.pop("paths", {CHAT, "/v1/completions", "/v1/embeddings"}),
+        repeated=options.pop("repeated", None),
         concurrency=options.pop("concurrency", 3),
         check=check,
     )
@@ -94,6 +95,63 @@ async def test_every_line_has_an_answer_in_order(tmp_path: Path) -> None:
         assert answers[number]["response"]["body"] is None
         assert said in answers[number]["error"]["message"]
     assert answers[5]["error"]["param"] == "messages"
+
+
+async def test_a_custom_id_that_another_line_has_is_refused(tmp_path: Path) -> None:
+    """By the line's number, with OpenAI's code; the other lines run, the first of equals too."""
+    lines = [line(i) for i in range(5)]
+    lines[2]["custom_id"] = lines[4]["custom_id"] = "id-1"
+    source = write(tmp_path / "in", lines)
+    source.write_text("\n" + source.read_text())  # a blank line counts as a line
+    found = scan(source)
+    assert (found.num_lines, dict(found.repeated)) == (5, {4: 3, 6: 3})
+    for resumed in (False, True):
+        engine = FakeEngine("Hello.")
+        with Journal(tmp_path / "j", found, "m") as journal:
+            assert journal.num_resumed == (5 if resumed else 0)
+            counts = await run(source, journal, engine, repeated=found.repeated)
+            answers = outputs(journal, tmp_path / "out")
+        assert counts.completed == (0 if resumed else 5)
+        assert [a["error"] is None for a in answers] == [True, True, False, True, False]
+        assert [a["custom_id"] for a in answers] == ["id-0", "id-1", "id-1", "id-3", "id-1"]
+        for number, answer in ((4, answers[2]), (6, answers[4])):
+            assert answer["response"]["status_code"] == 400
+            error = answer["error"]
+            assert (error["code"], error["param"]) == ("duplicate_custom_id", "custom_id")
+            assert error["message"] == (
+                f"line {number}: custom_id = 'id-1': must differ from that of line 3"
+            )
+
+
+async def test_a_byte_order_mark_begins_the_file(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line(0), line(1)])
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        await run(source, journal, FakeEngine("Hello."))
+        answers = outputs(journal, tmp_path / "out")
+    assert [a["error"] for a in answers] == [None, None]
+    source.write_bytes(source.read_bytes() + b"\xef\xbb\xbf{}\n")
+    with pytest.raises(RequestError, match="line 3"):
+        scan(source)
+
+
+@pytest.mark.parametrize("depth", [1500, 600])
+async def test_a_line_that_is_nested_too_deeply(tmp_path: Path, depth: int) -> None:
+    """What cannot be decoded is refused with the file, what a body may not have alone."""
+    deep = "[" * depth + "]" * depth
+    text = json.dumps(line(0)).replace('"body": {', f'"body": {{"x": {deep}, ')
+    source = write(tmp_path / "in", [line(1)])
+    source.write_text(source.read_text() + text + "\n")
+    if depth > 1000:
+        said = "line 2: is nested 1502 levels deep; a body may have at most 512 levels"
+        with pytest.raises(RequestError, match=said):
+            scan(source)
+        return
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        await run(source, journal, FakeEngine("Hello."))
+        answers = outputs(journal, tmp_path / "out")
+    assert answers[0]["error"] is None
+    assert answers[1]["error"]["message"].startswith("the body is nested 601 levels deep")
 
 
 POOLED = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -15,7 +16,7 @@ import pytest
 from headrace.batch.generating import Generating, Journaled, Printed
 from headrace.batch.journal import Journal
 from headrace.batch.prompts import Prompt, read_prompts
-from headrace.cli.generate import SAMPLING_FIELDS, _parser, _sampling_of
+from headrace.cli.generate import CONSTRAINT_NAMES, SAMPLING_FIELDS, _parser, _sampling_of
 from headrace.cli.main import run as run_command
 from headrace.progress import prompt_bar
 from headrace_core.errors import EngineDead, RequestError
@@ -41,7 +42,7 @@ def test_json_lines_are_checked_one_by_one(tmp_path: Path) -> None:
         ("x", "is not valid JSON"),
         (b'{"prompt": "\xff"}', "is not UTF-8 text: byte 0xff in column 13"),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
-        ("[" * 100_000, "is not"),
+        ("[" * 100_000, "is nested too deeply; must be a JSON object"),
     ]  # fmt: skip
     file = written(tmp_path / "in.jsonl", *(line for line, _ in lines))
     found = read_prompts(["typed"], file)
@@ -60,6 +61,27 @@ def test_text_lines_are_prompts_as_they_stand(tmp_path: Path) -> None:
     found = read_prompts([], file)
     assert [p.text for p in found.every] == ["first ", "  second", None, "third"]
     assert [p.line for p in found.every] == [1, 3, 4, 5]
+
+
+def test_equal_custom_ids_are_refused_by_number(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "in.jsonl",
+        '{"prompt": "a", "custom_id": 1}', '{"prompt": "b", "custom_id": "1"}', '{"prompt": "c"}',
+        '{"prompt": "d"}', '{"promt": "e", "custom_id": "x"}', '{"prompt": "f", "custom_id": 1}',
+        '{"prompt": "g", "custom_id": "x"}',
+    )  # fmt: skip
+    found = read_prompts(["typed"], file)
+    assert [p.text for p in found.every] == ["typed", "a", "b", "c", "d", None, None, None]
+    assert [p.line for p in found.faulty] == [5, 6, 7]
+    assert found.faulty[0].fault == "'promt': unknown field; did you mean 'prompt'?"
+    assert found.faulty[1].fault == "custom_id = 1: must differ from that of line 1"
+    assert found.faulty[1].custom_id == 1
+    assert found.faulty[2].fault == "custom_id = 'x': must differ from that of line 5"
+
+
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = written(tmp_path / "in.jsonl", b'\xef\xbb\xbf{"prompt": "a"}', '{"prompt": "b"}')
+    assert [p.text for p in read_prompts([], file).every] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +160,16 @@ def test_a_typed_prompt_is_text() -> None:
         ('{"temprature": 1}', "did you mean temperature?"),
         ('{"structured_outputs": {"regx": "a"}}', "structured_outputs.regx: unknown field; did you mean"),
         ('{"structured_outputs": {}}', "exactly one constraint"),
+        ('{"regex": "a"}', 'regex: unknown field; send {"structured_outputs": {"regex": ...}}'),
+        ('{"guided_json": {}}', 'guided_json: unknown field; send {"structured_outputs": {"json": ...}}'),
+        ('{"ebnf": "a"}', 'ebnf: unknown field; send {"structured_outputs": {"grammar": ...}}'),
+        ('{"structured_outputs": {"json_schema": {}}}',
+         "structured_outputs.json_schema: unknown field; did you mean json?"),
+        ('{"max_new_tokens": 5}', "max_new_tokens: unknown field; did you mean max_tokens?"),
+        ('{"max_output_tokens": 5}', "did you mean max_tokens?"),
+        ('{"stop_sequences": ["a"]}', "did you mean stop?"),
+        ('{"repeat_penalty": 1.1}', "did you mean repetition_penalty?"),
+        ('{"iterations": 1}', "iterations: unknown field; fields are n, "),
     ],
 )  # fmt: skip
 def test_sampling_options_that_do_not_exist(
@@ -148,6 +180,16 @@ def test_sampling_options_that_do_not_exist(
     words = ["no/such-model", "--prompt", "x", "--sampling", given]
     assert run_command("generate", words) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_hints_cover_the_server_s_spellings() -> None:
+    """Of constraints: what a client may write in a request is known here by the same names."""
+    from headrace_server.structured import SPELLINGS
+
+    assert SPELLINGS.items() <= CONSTRAINT_NAMES.items()
+    known = {field.name for field in dataclasses.fields(StructuredOutputsParams)}
+    assert set(CONSTRAINT_NAMES.values()) <= known
+    assert not CONSTRAINT_NAMES.keys() & set(SAMPLING_FIELDS)
 
 
 def test_every_sampling_field_exists() -> None:

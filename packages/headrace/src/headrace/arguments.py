@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import re
 import sys
@@ -23,6 +22,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
+from headrace.suggestions import near_names
 from headrace.unbuilt import unbuilt
 
 _POSITIONAL = "model_tag"
@@ -244,7 +244,7 @@ class Parser(argparse.ArgumentParser):
             message = refusal
         elif match:
             known = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(match.group(1), known, n=3)
+            near = near_names(match.group(1), known)
             message += f". Did you mean {' or '.join(near)}?" if near else ""
         flag = re.match(r"argument (?:-\w+/)?--([\w-]+)", message)
         where = (
@@ -419,7 +419,7 @@ def _flags_of_file(path: Path, *, skip_model: bool) -> list[str]:
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"--config {path}: must be a .yaml or .yml file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
 from headrace.environment import warn_of_unread
+from headrace.suggestions import near_names
 from headrace.unbuilt import unbuilt
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
@@ -87,7 +87,7 @@ class EngineArgs:
             if name not in ENGINE_OPTIONS:
                 if (refusal := unbuilt(name)) is not None:
                     raise ConfigError(refusal, field=name)
-                near = difflib.get_close_matches(name, ENGINE_OPTIONS, n=3)
+                near = near_names(name, ENGINE_OPTIONS)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise TypeError(f"unknown engine argument {name!r}{hint}")
         self.settings = settings
@@ -217,7 +217,7 @@ def _from_json(flag: str, config: type, value: Any) -> Any:
     known = {option.name: default_of(option) for option in options_of(config)}
     for key, given in value.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=2)
+            near = near_names(key, known, 2)
             hint = f"; did you mean {' or '.join(near)}?" if near else f"; keys are {list(known)}"
             raise ConfigError(f"{flag}.{key}: no such key{hint}", field=f"{flag}.{key}")
         kind = type(known[key])

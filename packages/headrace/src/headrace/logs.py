@@ -162,6 +162,6 @@ def _choice(variable: str, values: Mapping[str, Choice]) -> Choice:
 
 def _configure_from_file(path: Path) -> None:
     try:
-        logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
+        logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError) as error:
         raise ConfigError(f"logging configuration {str(path)!r}: {error}") from error

@@ -156,7 +156,7 @@ def read_key_file(path: str, option: str, settings: ServerSettings) -> list[Key]
         ConfigError: it cannot be read, holds no key, or a line is wrong. No key is shown.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{option} = {path!r}: could not be read ({type(error).__name__})", field=option

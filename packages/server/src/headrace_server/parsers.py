@@ -82,7 +82,7 @@ def _choose(
     if name in installed:
         found: T = installed[name].load()
         return found
-    near = difflib.get_close_matches(name, [*own, *installed], n=5)
+    near = difflib.get_close_matches(name, [*own, *installed], n=3, cutoff=0.75)
     hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
     raise PluginNotFound(
         f"no plug-in {name!r} in group {group!r}.{hint} {file} registers: "

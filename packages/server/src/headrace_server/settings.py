@@ -450,7 +450,7 @@ def read_chat_template(settings: ServerSettings) -> str | None:
         return None
     if os.path.isfile(given):  # unlike Path's, false for a name that is too long to be one
         try:
-            return Path(given).read_text(encoding="utf-8")
+            return Path(given).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"chat_template = {given!r} (--chat-template): could not be read "

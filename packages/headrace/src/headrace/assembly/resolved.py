@@ -6,7 +6,6 @@ Reads JSON only: a mistake shows before torch is imported.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.assembly.named import check_named
 from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.transcription import without_faults
 from headrace.environment import with_cpu_variables
+from headrace.suggestions import near_names
 from headrace_core import plugins
 from headrace_core.config import EngineConfig, ProfilerConfig
 from headrace_core.errors import ConfigError, DeviceError, RequestError
@@ -124,7 +124,7 @@ def _check_overrides(config: EngineConfig) -> None:
     """
     for key in config.model.override_generation_config:
         if key not in GENERATION_KEYS:
-            near = difflib.get_close_matches(str(key), GENERATION_KEYS, n=1)
+            near = near_names(str(key), GENERATION_KEYS, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
                 f"model.override_generation_config.{key}: unknown key; {hint}keys are "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from headrace_core.errors import RequestError
 MAX_LINE = 64 << 20
 """Bytes of one line."""
 MAX_ID = 1024
+BOM = b"\xef\xbb\xbf"
+"""Byte order mark in UTF-8, which editors on Windows write at a file's beginning; ignored there."""
 
 
 class BatchLine(msgspec.Struct):
@@ -33,6 +35,8 @@ class BatchInput(NamedTuple):
     """Requests; blank lines are none."""
     digest: str
     """SHA-256 of the file."""
+    repeated: Mapping[int, int] = {}
+    """Number of each line whose custom_id an earlier line has -> number of the first such line."""
 
 
 class BatchResponse(msgspec.Struct):
@@ -63,14 +67,18 @@ def scan(path: Path) -> BatchInput:
     """
     digest = hashlib.sha256()
     count = 0
+    first: dict[str, int] = {}
+    repeated: dict[int, int] = {}
     for number, raw in _numbered(path):
         digest.update(raw)
         if raw.strip():
-            read_line(number, raw)
+            name = read_line(number, raw).custom_id
+            if first.setdefault(name, number) != number:
+                repeated[number] = first[name]
             count += 1
     if not count:
         raise RequestError(f"{path.name}: holds no requests", param="input_file")
-    return BatchInput(count, digest.hexdigest())
+    return BatchInput(count, digest.hexdigest(), repeated)
 
 
 def requests(path: Path) -> Iterator[tuple[int, BatchLine]]:
@@ -88,7 +96,9 @@ def read_line(number: int, raw: bytes) -> BatchLine:
     """
     try:
         line = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError(f"line {number}: {_too_deep(raw)}", param="input_file") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
         said = str(error) if isinstance(error, msgspec.DecodeError) else "is not valid JSON"
         raise RequestError(f"line {number}: {said}", param="input_file") from None
     if len(line.custom_id) > MAX_ID:
@@ -96,6 +106,17 @@ def read_line(number: int, raw: bytes) -> BatchLine:
             f"line {number}: custom_id is longer than {MAX_ID} characters", param="input_file"
         )
     return line
+
+
+def _too_deep(raw: bytes) -> str:
+    """The refusal of a line that the decoder cannot follow to its depths; a body may have fewer levels."""
+    from headrace_server.json_counts import nesting
+    from headrace_server.routing import MAX_DEPTH
+
+    return (
+        f"is nested {nesting(raw)} levels deep; a body may have at most {MAX_DEPTH} levels of objects "
+        "and lists"
+    )
 
 
 def output_of(line: BatchLine, status: int, request_id: str, body: bytes) -> BatchOutput:
@@ -146,7 +167,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                     raise RequestError(
                         f"line {number}: longer than {MAX_LINE} bytes", param="input_file"
                     )
-                yield number, raw
+                yield number, raw.removeprefix(BOM) if number == 1 else raw
     except OSError as error:
         raise RequestError(
             f"input_file {str(path)!r}: could not be read: {error.strerror}", param="input_file"

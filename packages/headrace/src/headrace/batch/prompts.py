@@ -6,16 +6,16 @@ it fails alone, and the others are answered.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace.batch.lines import BatchInput
+from headrace.batch.lines import BOM, BatchInput
+from headrace.suggestions import near_names
 from headrace_core.errors import RequestError
 
 FORMATS = ("auto", "text", "jsonl")
@@ -75,12 +75,13 @@ def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> 
     if file is not None:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         as_json = form == "jsonl" or (form == "auto" and file.lower().endswith(JSON_LINES))
-        for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        for number, raw in enumerate(content.removeprefix(BOM).split(b"\n"), 1):
             if not raw.strip():
                 continue
             if not as_json and form == "auto":
                 _refuse_json(file, number, raw)
             every.append(_of_json(number, raw) if as_json else _of_text(number, raw))
+        every = _with_different_ids(every)
     if not every:
         if file is not None:
             raise RequestError(f"{file}: holds no prompts", param="input")
@@ -92,6 +93,19 @@ def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> 
         )
     digest = hashlib.sha256(json.dumps(list(typed)).encode() + b"\n" + content).hexdigest()
     return Prompts(every, BatchInput(len(every), digest))
+
+
+def _with_different_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts; of those with equal custom_ids, all but the first have a fault."""
+    first: dict[str | int, int | None] = {}
+    found = []
+    for prompt in prompts:
+        name = prompt.custom_id
+        if name is not None and first.setdefault(name, prompt.line) != prompt.line:
+            fault = f"custom_id = {name!r:.100}: must differ from that of line {first[name]}"
+            prompt = replace(prompt, text=None, fault=prompt.fault or fault)
+        found.append(prompt)
+    return found
 
 
 def check_text(place: str, text: str) -> str:
@@ -135,7 +149,9 @@ def _of_json(number: int, raw: bytes) -> Prompt:
         return Prompt(None, number, fault=_not_utf8(error))
     except json.JSONDecodeError as error:
         return Prompt(None, number, fault=f"is not valid JSON: {error.msg} (column {error.colno})")
-    except (ValueError, RecursionError):  # numbers of too many digits, too deep
+    except RecursionError:
+        return Prompt(None, number, fault="is nested too deeply; " + _FORM)
+    except ValueError:  # a number of too many digits
         return Prompt(None, number, fault="is not JSON that can be read")
     found = content.get("custom_id") if isinstance(content, dict) else None
     custom_id = found if type(found) in (str, int) else None
@@ -146,10 +162,10 @@ def _of_json(number: int, raw: bytes) -> Prompt:
 def _fault_of(content: Any) -> str | None:
     """Why a JSON value is not a prompt's line."""
     if not isinstance(content, dict):
-        return 'must be a JSON object such as {"prompt": "Hello"}'
+        return _FORM
     for name in content:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
+            near = near_names(name, FIELDS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(FIELDS)}"
             return f"{name[:100]!r}: unknown field; {hint}"
     if not isinstance(content.get("prompt"), str):
@@ -164,6 +180,9 @@ def _fault_of(content: Any) -> str | None:
     except UnicodeEncodeError as error:
         return f"holds half of a surrogate pair: {error.object[error.start]!a}"
     return None
+
+
+_FORM = 'must be a JSON object such as {"prompt": "Hello"}'
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 BUSY = frozenset({429, 503})
 """Statuses that say "later": the line waits and is tried again."""
 MAX_WAIT = 30.0
+DUPLICATE = "duplicate_custom_id"
+"""OpenAI's code for a line whose custom_id another line has."""
 
 
 class Client(Protocol):
@@ -46,6 +48,7 @@ class Runner:
         client: answers requests.
         journal: keeps answers; lines in it are left out.
         paths: URLs that lines may ask for.
+        repeated: lines that are refused for their custom_id -> lines that had it first.
         concurrency: lines at once.
         check: raises if it makes no sense to go on, because the engine is dead.
         progress: called after each change.
@@ -57,6 +60,7 @@ class Runner:
         journal: Journal,
         *,
         paths: Collection[str],
+        repeated: Mapping[int, int] | None = None,
         concurrency: int,
         check: Callable[[], None],
         progress: Callable[[Counts], None] = lambda counts: None,
@@ -64,6 +68,7 @@ class Runner:
         self._client = client
         self._journal = journal
         self._paths = paths
+        self._repeated = repeated or {}
         self._slots = asyncio.Semaphore(concurrency)
         self._check = check
         self._progress = progress
@@ -90,7 +95,7 @@ class Runner:
 
     async def _one(self, number: int, line: BatchLine) -> None:
         try:
-            output = await self._answer(line)
+            output = await self._answer(number, line)
         finally:
             self._slots.release()
         self._journal.add(number, encode(output))
@@ -98,10 +103,10 @@ class Runner:
         self.counts.failed += output.failed
         self._progress(self.counts)
 
-    async def _answer(self, line: BatchLine) -> BatchOutput:
-        refused = self._refusal(line)
+    async def _answer(self, number: int, line: BatchLine) -> BatchOutput:
+        refused = self._refusal(number, line)
         if refused is not None:
-            return output_of(line, 400, "", Refusal(400, refused).encoded())
+            return output_of(line, 400, "", refused.encoded())
         wait = 0.1
         while True:
             answer = await self._client.post(line.url, bytes(line.body))
@@ -113,12 +118,21 @@ class Runner:
         name = answer.headers.get("x-request-id", "")
         return output_of(line, answer.status, name, answer.body)
 
-    def _refusal(self, line: BatchLine) -> str | None:
+    def _refusal(self, number: int, line: BatchLine) -> Refusal | None:
+        if (first := self._repeated.get(number)) is not None:
+            return Refusal(
+                400,
+                f"line {number}: custom_id = {line.custom_id[:100]!r}: must differ from that of line "
+                f"{first}",
+                "custom_id",
+                code=DUPLICATE,
+            )
         if line.method != "POST":
-            return f"method = {line.method[:16]!r}: must be 'POST'"
+            return Refusal(400, f"method = {line.method[:16]!r}: must be 'POST'")
         if line.url not in self._paths:
-            return f"url = {line.url[:200]!r}: must be one of {sorted(self._paths)}"
-        return _unlinelike(bytes(line.body))
+            return Refusal(400, f"url = {line.url[:200]!r}: must be one of {sorted(self._paths)}")
+        said = _unlinelike(bytes(line.body))
+        return None if said is None else Refusal(400, said)
 
 
 def _unlinelike(body: bytes) -> str | None:

@@ -351,7 +351,7 @@ def _opened(path: str | None, dataset: str) -> Any:
             field="dataset_path",
         )
     try:
-        return Path(path).open(encoding="utf-8")
+        return Path(path).open(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"--dataset-path {path!r}: {error}", field="dataset_path") from error
 

@@ -132,7 +132,9 @@ def option_maps(text: str) -> list[Options]:
         ArgumentTypeError: it is neither.
     """
     try:
-        content = json.loads(Path(text).read_text() if not text.lstrip().startswith("[") else text)
+        content = json.loads(
+            Path(text).read_text("utf-8-sig") if not text.lstrip().startswith("[") else text
+        )
     except (OSError, ValueError) as error:
         raise ArgumentTypeError(
             f"{text!r}: neither a JSON list nor a file with one ({error})"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+
+from headrace.suggestions import near_names
 
 BENCHMARKS = {
     "serve": "Load on a running server: throughput, TTFT, TPOT, ITL, end-to-end latency.",
@@ -22,7 +23,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     name, *rest = words
     if name not in BENCHMARKS:
-        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        near = near_names(name, BENCHMARKS, 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         print("hint: headrace bench --help lists them (docs/errors/HR-CFG-002.md)", file=sys.stderr)
         print(f"headrace bench: HR-CFG-002: unknown benchmark {name!r}.{meant}", file=sys.stderr)

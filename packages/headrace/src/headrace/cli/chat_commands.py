@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.cli.conversation import Conversation
+from headrace.suggestions import near_names
 
 QUIT = "/quit"
 HELP = "/help"
@@ -31,7 +31,7 @@ def run_command(conversation: Conversation, line: str) -> str:
         return help_text()
     command = COMMANDS.get(name)
     if command is None:
-        near = difflib.get_close_matches(name, [*COMMANDS, HELP, QUIT], n=1)
+        near = near_names(name, [*COMMANDS, HELP, QUIT], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         names = ", ".join([HELP, *COMMANDS, QUIT])
         return (

@@ -7,7 +7,6 @@ With ``--output`` an interrupted run goes on where it stopped: answers are kept 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import sys
 import tempfile
@@ -23,8 +22,14 @@ from headrace.engine_args import EngineArgs
 from headrace.interrupts import ending_at_once
 from headrace.logs import configure
 from headrace.progress import prompt_bar
+from headrace.suggestions import near_names
 from headrace_core.errors import RequestError
-from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from headrace_core.sampling import (
+    CONSTRAINTS,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if TYPE_CHECKING:
     from headrace.batch.generating import Answers
@@ -43,6 +48,22 @@ SAMPLING_FIELDS = tuple(
     not in (*NOT_WRITTEN, "output_kind", "flat_logprobs", "logits_processors", "skip_clone")
 )
 """Keys of ``--sampling``: the fields that mean something to a command."""
+
+CONSTRAINT_NAMES: Mapping[str, str] = {
+    **{name: name for name in CONSTRAINTS},
+    "json_schema": "json",
+    "schema": "json",
+    "response_format": "json",
+    "ebnf": "grammar",
+    "gbnf": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_decoding": "json",
+}
+"""Names by which the server's clients ask for a constraint -> the field of structured_outputs."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -141,10 +162,16 @@ def _sampling_of(args: Namespace) -> dict[str, Any]:
 def _refuse_unknown(prefix: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2)
-            hint = (
-                f"did you mean {' or '.join(near)}?" if near else f"fields are {', '.join(known)}"
-            )
+            constraint = CONSTRAINT_NAMES.get(name)
+            near = near_names(name, known, 2)
+            if prefix and constraint in known:
+                hint = f"did you mean {constraint}?"
+            elif constraint is not None:
+                hint = f'send {{"structured_outputs": {{"{constraint}": ...}}}}'
+            elif near:
+                hint = f"did you mean {' or '.join(near)}?"
+            else:
+                hint = f"fields are {', '.join(known)}"
             raise RequestError(
                 f"--sampling: {prefix}{name:.100}: unknown field; {hint}", param=prefix + name
             )

@@ -57,9 +57,9 @@ def run(name: str, words: Sequence[str]) -> int:
     """Run one sub-command. An error ends in a hint, a line with its code and cause, and a status
     that tells its class; one that nobody foresaw shows its traceback before."""
     if name not in COMMANDS:
-        import difflib
+        from headrace.suggestions import near_names
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        near = near_names(name, COMMANDS, 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         print(
             "hint: headrace --help lists the commands (docs/errors/HR-CFG-002.md)", file=sys.stderr

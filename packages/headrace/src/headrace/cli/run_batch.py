@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import socket
 
     from headrace.batch.journal import Journal
+    from headrace.batch.lines import BatchInput
     from headrace.batch.runner import Counts
     from headrace_core.config import EngineConfig
     from headrace_server.settings import ServerSettings
@@ -42,6 +43,8 @@ SETTINGS = frozenset(
     }
 )  # fmt: skip
 """The server's settings that mean something to a batch."""
+MOST_SHOWN = 20
+"""Lines that are named before the batch; of others the number is said."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -182,9 +185,18 @@ def _run(args: Namespace, config: EngineConfig, settings: ServerSettings, folder
         if journal.num_resumed:
             logger.info("%d of %d requests are answered already", len(journal), found.num_lines)
         if len(journal) < found.num_lines:
-            _answer(args, config, settings, source, journal, found.num_lines)
+            _warn_of_repeated(found)
+            _answer(args, config, settings, source, journal, found)
         _deliver(args, journal, folder)
     return 0
+
+
+def _warn_of_repeated(found: BatchInput) -> None:
+    """Name the lines that are refused for their custom_id, before a model is loaded."""
+    for number, first in list(found.repeated.items())[:MOST_SHOWN]:
+        logger.warning("line %d: its custom_id is that of line %d; it is refused", number, first)
+    if len(found.repeated) > MOST_SHOWN:
+        logger.warning("%d lines are refused for their custom_id", len(found.repeated))
 
 
 def journal_path(args: Namespace, folder: Path) -> Path:
@@ -214,7 +226,7 @@ def _answer(
     settings: ServerSettings,
     source: Path,
     journal: Journal,
-    num_lines: int,
+    found: BatchInput,
 ) -> None:
     """Start the engine and answer what is left."""
     from headrace.assembly import connect, starting, templates_of
@@ -226,15 +238,16 @@ def _answer(
                 from headrace_server.app import create_app
             engine = connect(config, templates_of(settings), timeline)
             app = create_app(engine, settings)
-        show = stack.enter_context(_progress(num_lines, len(journal)))
+        show = stack.enter_context(_progress(found.num_lines, len(journal)))
         # Enough that a step is never short of requests.
         concurrency = args.max_concurrency or 2 * (config.scheduler.max_num_seqs or 128)
-        asyncio.run(_serve(app, source, journal, concurrency, listening, show))
+        asyncio.run(_serve(app, source, found, journal, concurrency, listening, show))
 
 
 async def _serve(
     app: Any,
     source: Path,
+    found: BatchInput,
     journal: Journal,
     concurrency: int,
     listening: socket.socket | None,
@@ -256,6 +269,7 @@ async def _serve(
         InProcess(app),
         journal,
         paths=[path for path in INFERENCE_ROUTES if not path.startswith("/v1/audio/")],
+        repeated=found.repeated,
         concurrency=concurrency,
         check=check,
         progress=show,

@@ -85,7 +85,7 @@ def _params(args: Namespace) -> StructuredOutputsParams:
         raise ConfigError(f"{args.file}: its name does not say what it holds; add --kind, one of "
                           f"{', '.join(KINDS)}")  # fmt: skip
     try:
-        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text("utf-8")
+        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{args.file}: cannot be read as text: {error}") from error
     if kind == "regex":

@@ -6,7 +6,6 @@ command line says besides counts for every entry that does not say otherwise.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from headrace.arguments import Parser, words_of
 from headrace.cli.serve import Prepared, complete, make_parser, settings_from
 from headrace.engine_args import ENGINE_OPTIONS
+from headrace.suggestions import near_names
 from headrace.unbuilt import unbuilt
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError
@@ -57,7 +57,7 @@ def read_file(path: Path) -> list[dict[str, Any]]:
 
     what = f"models_config = {str(path)!r}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{what}: cannot be read: {error}", field="models_config") from error
@@ -95,7 +95,7 @@ def _check(name: str, key: Any, value: Any) -> None:
     if flag not in _KNOWN:
         if (refusal := unbuilt(flag)) is not None:
             raise ConfigError(f"model {name!r}: {refusal}", field=flag)
-        near = difflib.get_close_matches(flag, _KNOWN, n=3)
+        near = near_names(flag, _KNOWN)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; it is not about one model"
         raise ConfigError(f"model {name!r}: {key}: no setting of an entry{hint}", field=flag)
     if isinstance(value, list) and any(str(item).startswith("-") for item in value):

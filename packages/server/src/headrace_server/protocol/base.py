@@ -21,9 +21,9 @@ MAX_DEPTH = 32
 """Nesting of free-form values."""
 MAX_NODES = 100_000
 """Values inside free-form values."""
-NEAR = 0.6
+NEAR = 0.75
 """Names at least so alike are near (:class:`difflib.SequenceMatcher`, ratio): ``temprature`` and
-``temperature`` (0.95) are, ``beam`` and ``best_of`` (0.36) are not."""
+``temperature`` (0.95) are, ``iterations`` and ``quantization`` (0.55) are not."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
