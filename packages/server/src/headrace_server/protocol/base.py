@@ -21,7 +21,7 @@ MAX_DEPTH = 32
 """Nesting of free-form values."""
 MAX_NODES = 100_000
 """Values inside free-form values."""
-NEAR = 0.65
+NEAR = 0.6
 """Names at least so alike are near (:class:`difflib.SequenceMatcher`, ratio): ``temprature`` and
 ``temperature`` (0.95) are, ``iterations`` and ``quantization`` (0.55) are not."""
 
