@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec, Vocabulary
-from headrace_engine.structured import lexemes
+from headrace_engine.structured import lark_writer, lexemes
 from headrace_engine.structured.backends import guidance as guidance_module
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.gbnf import read
@@ -309,7 +309,7 @@ def test_which_syntax_it_is(source, lark):
 def test_an_error_of_the_library_names_the_rules_line():
     """What only the library finds out is told with the place in the source, not in its translation."""
     source = 'root ::= "a" b\n\n# much\nb ::= "(" b ")" | "y"\n'
-    lark = lexemes.as_lark(source)
+    lark = lark_writer.as_lark(source)
     line = next(i for i, text in enumerate(lark.text.splitlines(), 1) if text.startswith("r1_b"))
     assert guidance_module._place(source, f"at {line}(7): too much") == "line 4: "
     assert guidance_module._place('start: "a" b\n', "at 1(12): unknown") == "line 1 column 12: "
@@ -327,7 +327,7 @@ def test_an_error_of_the_library_names_the_rules_line():
 )
 def test_recursion_that_is_a_loop_is_one_lexeme(source):
     """Loops of single letters would be too much for the library with many tokens."""
-    assert "start: L0\n" in lexemes.as_lark(source).text
+    assert "start: L0\n" in lark_writer.as_lark(source).text
 
 
 def test_deep_grammars():
@@ -343,5 +343,5 @@ def test_deep_grammars():
 def test_large_grammars_are_cut_in_little_time():
     many = " | ".join(f'"word{i} " [a-z]*' for i in range(2_000))
     source = f'root ::= "(" root ")" | item "."\nitem ::= {many}'
-    found = lexemes.to_lark(read(source))
+    found = lark_writer.to_lark(read(source))
     assert found.text.count("\n") < 10

@@ -1,23 +1,19 @@
-"""Cuts a grammar into lexemes and writes it as Lark.
+"""Finds the parts of a grammar that can be lexemes, and where they must be cut.
 
 llguidance reads a text lexeme by lexeme, each as long as it can be. A part of a grammar without recursion
 can be one lexeme, which is fast; but where a text could also end that lexeme earlier and go on with another,
 the library would refuse it. Such parts are cut smaller, at last into single characters, which have but one
 length. A grammar without any recursion is one lexeme as a whole.
 
-Loops of single characters cost the library much. So rules whose recursion is a loop (``list ::= item | item
-"," list``) are written as loops first; and what cannot be cut well is left as it is: every text that is
-written is of the grammar then, but not every text of the grammar can be written.
+What cannot be cut well is left as it is: every text that is written is of the grammar then, but not every
+text of the grammar can be written.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from headrace_engine.structured.gbnf import (
     ROOT,
@@ -31,8 +27,6 @@ from headrace_engine.structured.gbnf import (
     Rule,
     Text,
     children,
-    is_lark,
-    read,
     references,
 )
 
@@ -40,53 +34,28 @@ MAX_WORK = 200_000
 """Steps, some 2 us each, in search of parts that must be cut; beyond them nothing is."""
 
 
-class Lark(NamedTuple):
-    """A grammar as Lark."""
-
-    text: str
-    lines: tuple[int, ...]
-    """For each of its lines, the line in the source of the rule that it comes from; (): it is the source."""
-
-
-def as_lark(source: str, *, cut: bool = True) -> Lark:
-    """A grammar in GBNF (``root ::= ...``) or Lark, as Lark.
-
-    Args:
-        source: the grammar.
-        cut: cut lexemes where they would be too long; False: some texts of a grammar in GBNF may be refused.
-
-    Raises:
-        RequestError: it is neither; names line and column.
-    """
-    return Lark(source, ()) if is_lark(source) else to_lark(read(source), cut=cut)
-
-
-def to_lark(rules: Mapping[str, Rule], *, cut: bool = True) -> Lark:
-    """A grammar in GBNF as Lark, with ``root`` as ``start``; see :func:`as_lark`.
+def lexeme_plan(rules: Mapping[str, Rule], *, cut: bool = True) -> LexemePlan:
+    """The rules of a grammar with lexemes for leaves.
 
     Args:
         rules: all that are referred to, and :data:`ROOT`.
-        cut: see there.
+        cut: cut lexemes where they would be too long.
     """
-    rules = {name: _with_loops(name, rule) for name, rule in rules.items()}
     cuts = _Cuts(rules)
     try:
         while cut and (found := _ambiguous(cuts)):
             cuts.cut |= found
     except (_TooMuchWork, RecursionError):
         cuts.cut.clear()
-    return _Writer(rules, cuts.plan()).lark()
+    return cuts.plan()
 
 
 class _TooMuchWork(Exception):
     """The search for lexemes would take long."""
 
 
-# ---------------------------------------------------------------- parts that are lexemes
-
-
 @dataclass(slots=True)
-class _Plan:
+class LexemePlan:
     """Rules whose leaves are lexemes."""
 
     rules: dict[str, Node] = field(default_factory=dict)
@@ -123,8 +92,8 @@ class _Cuts:
             self._automata[id(node)] = _Automaton(node, self.rules, self._alphabet, self.spend)
         return self._automata[id(node)]
 
-    def plan(self) -> _Plan:
-        plan, pending = _Plan(), [ROOT]
+    def plan(self) -> LexemePlan:
+        plan, pending = LexemePlan(), [ROOT]
         known: dict[object, int] = {}
         while pending:
             name = pending.pop()
@@ -136,7 +105,7 @@ class _Cuts:
         return plan
 
     def _place(
-        self, node: Node, line: int, plan: _Plan, known: dict[object, int], found: list[str]
+        self, node: Node, line: int, plan: LexemePlan, known: dict[object, int], found: list[str]
     ) -> Node:
         if isinstance(node, Reference):
             if node.name in self.regular and not self._is_cut(self.rules[node.name].body):
@@ -157,7 +126,7 @@ class _Cuts:
             return Repeated(inner[0], node.least, node.most)
         return Either(inner) if isinstance(node, Either) else Parts(inner)
 
-    def _lexeme(self, node: Node, line: int, plan: _Plan, known: dict[object, int]) -> Node:
+    def _lexeme(self, node: Node, line: int, plan: LexemePlan, known: dict[object, int]) -> Node:
         key: object = id(node)
         if isinstance(node, Text):
             if not node.text:
@@ -216,61 +185,6 @@ def _regular(rules: Mapping[str, Rule]) -> set[str]:
     return set(free)
 
 
-# ---------------------------------------------------------------- recursion that is a loop
-
-
-def _with_loops(name: str, rule: Rule) -> Rule:
-    """A rule that only begins, or only ends, with itself as a loop (Arden, 1961)."""
-    if name not in references(rule.body):
-        return rule
-    for last in (True, False):
-        try:
-            again, stop = _steps(rule.body, name, last)
-        except _NoLoop:
-            continue
-        if again is not None and stop is not None:
-            loop = Repeated(again, 0, None)
-            return Rule(Parts((loop, stop) if last else (stop, loop)), rule.line)
-    return rule
-
-
-class _NoLoop(Exception):
-    """A rule's recursion is in the middle, or within a repetition."""
-
-
-def _steps(node: Node, name: str, last: bool) -> tuple[Node | None, Node | None]:
-    """(what a round of the loop is, what ends the loop); None: nothing does.
-
-    Args:
-        node: of the rule ``name``.
-        last: the rule ends with itself; False: it begins with itself.
-    """
-    if isinstance(node, Reference) and node.name == name:
-        return Parts(()), None
-    if name not in references(node):
-        return None, node
-    if isinstance(node, Repeated) and (node.least, node.most) == (0, 1):
-        node = Either((node.part, Parts(())))
-    if isinstance(node, Either):
-        found = [_steps(part, name, last) for part in node.parts]
-        rounds = tuple(again for again, _ in found if again is not None)
-        stops = tuple(stop for _, stop in found if stop is not None)
-        return Either(rounds) if rounds else None, Either(stops) if stops else None
-    if not isinstance(node, Parts):
-        raise _NoLoop
-    edge, others = (node.parts[-1], node.parts[:-1]) if last else (node.parts[0], node.parts[1:])
-    if any(name in references(part) for part in others):
-        raise _NoLoop
-    again, stop = (
-        one and Parts((*others, one) if last else (one, *others))
-        for one in _steps(edge, name, last)
-    )
-    return again, stop
-
-
-# ---------------------------------------------------------------- where lexemes would be too long
-
-
 def _ambiguous(cuts: _Cuts) -> set[int]:
     """Lexemes with which the reader would go on where another parse has ended its lexeme."""
     plan = cuts.plan()
@@ -321,7 +235,7 @@ def _together(
 class _Follows:
     """Lexemes that may come first, and behind each lexeme, as bits."""
 
-    def __init__(self, plan: _Plan, cuts: _Cuts) -> None:
+    def __init__(self, plan: LexemePlan, cuts: _Cuts) -> None:
         self._plan = plan
         self._spend = cuts.spend
         self._nullable = [cuts.automaton(node).nullable for node in plan.lexemes]
@@ -523,87 +437,3 @@ def _union(masks: Iterable[int]) -> int:
     for mask in masks:
         found |= mask
     return found
-
-
-# ---------------------------------------------------------------- Lark
-
-
-_MAX_PARENTHESES = 16
-
-
-class _Writer:
-    """Writes a plan as Lark: rules in lower case, lexemes in upper case."""
-
-    def __init__(self, rules: Mapping[str, Rule], plan: _Plan) -> None:
-        self._source = rules
-        self._plan = plan
-        self._numbers = {name: number for number, name in enumerate(rules)}
-        self._terminals: list[str] = []
-        """Regular rules that lexemes refer to; grows while these are written."""
-        self._lines: list[tuple[int, str]] = []
-        self._deep: list[tuple[str, Node]] = []
-        """Parts of the rule that is written, by the names that they get."""
-        self._num_deep = 0
-
-    def lark(self) -> Lark:
-        for name, place in self._plan.rules.items():
-            self._add(self._source[name].line, self._rule(name), place)
-        for index, node in enumerate(self._plan.lexemes):
-            if not isinstance(node, (Characters, Text)):
-                self._add(self._plan.lines[index], f"L{index}", node)
-        for name in self._terminals:  # grows
-            self._add(self._source[name].line, self._terminal(name), self._source[name].body)
-        first = self._source[ROOT].line
-        lines = [(first, "%llguidance {}"), *self._lines]
-        return Lark("\n".join(text for _, text in lines) + "\n", tuple(line for line, _ in lines))
-
-    def _add(self, line: int, name: str, body: Node) -> None:
-        """Write a rule; deep parts of it become rules of their own, as the library refuses deep ones."""
-        pending = [(name, body)]
-        while pending:
-            name, body = pending.pop()
-            self._deep = []
-            self._lines.append((line, f"{name}: {self._text(body, name.isupper(), 0)}"))
-            pending += self._deep
-
-    def _rule(self, name: str) -> str:
-        return "start" if name == ROOT else f"r{self._numbers[name]}{_plain(name).lower()}"
-
-    def _terminal(self, name: str) -> str:
-        return f"T{self._numbers[name]}{_plain(name).upper()}"
-
-    def _text(self, node: Node, in_lexeme: bool, depth: int) -> str:
-        if isinstance(node, Lexeme):
-            found = self._plan.lexemes[node.index]
-            leaf = isinstance(found, (Characters, Text))
-            return self._text(found, True, depth) if leaf else f"L{node.index}"
-        if isinstance(node, Text):
-            return json.dumps(node.text)
-        if isinstance(node, Characters):
-            return "/[" + "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in node.ranges) + "]/"
-        if isinstance(node, Reference):
-            if not in_lexeme:
-                return self._rule(node.name)
-            if node.name not in self._terminals:
-                self._terminals.append(node.name)
-            return self._terminal(node.name)
-        if depth == _MAX_PARENTHESES:
-            self._num_deep += 1
-            name = f"D{self._num_deep}" if in_lexeme else f"d{self._num_deep}"
-            self._deep.append((name, node))
-            return name
-        if isinstance(node, Repeated):
-            return f"({self._text(node.part, in_lexeme, depth + 1)}){_count(node)}"
-        between = " " if isinstance(node, Parts) else " | "
-        parts = [self._text(part, in_lexeme, depth + 1) for part in children(node)]
-        return f"({between.join(parts)})" if len(parts) > 1 else (parts or ['""'])[0]
-
-
-def _count(node: Repeated) -> str:
-    short = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    most = "" if node.most is None else node.most
-    return short.get((node.least, node.most)) or f"{{{node.least},{most}}}"
-
-
-def _plain(name: str) -> str:
-    return "_" + re.sub("[^A-Za-z0-9]", "_", name)

@@ -31,7 +31,7 @@ from headrace_core.sampling import CONSTRAINTS
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.lexemes import as_lark
+from headrace_engine.structured.lark_writer import as_lark
 from headrace_engine.structured.numbers import (
     MAX_DIGITS,
     MAX_DOUBLE_INT,
