@@ -89,6 +89,78 @@ def test_a_pinned_backend_without_fallback_says_what_it_lacks():
         admission.close()
 
 
+@pytest.mark.parametrize(
+    ("backend", "constraint", "served_by"),
+    [
+        ("xgrammar", {"regex": r"\d+"}, "guidance"),
+        ("xgrammar", {"regex": "[0-9]+"}, "xgrammar"),
+        ("xgrammar", {"grammar": 'root ::=\n "a" |\n "b"'}, "xgrammar"),
+        ("xgrammar", {"grammar": 'start: "a"'}, "guidance"),
+        ("outlines", {"regex": "^a$"}, "outlines"),
+        ("outlines", {"regex": "(^a)b"}, "guidance"),
+        ("lm-format-enforcer", {"regex": "(?i)a"}, "guidance"),
+    ],
+)
+def test_what_a_backend_cannot_hold_another_serves(backend, constraint, served_by):
+    pytest.importorskip(
+        {"lm-format-enforcer": "lmformatenforcer", "outlines": "outlines_core"}.get(
+            backend, backend
+        )
+    )
+    admission = Admission(
+        StructuredOutputsConfig(backend=backend, compile_processes=1), word_vocabulary
+    )
+    try:
+        assert admission.admit(StructuredOutputsParams(**constraint)).grammar.backend == served_by
+    finally:
+        admission.close()
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_a_malformed_constraint_is_refused_in_the_same_words_by_all(admission, backend):
+    pytest.importorskip(
+        {"lm-format-enforcer": "lmformatenforcer", "outlines": "outlines_core"}.get(
+            backend, backend
+        )
+    )
+    other = Admission(
+        StructuredOutputsConfig(backend=backend, compile_processes=1), word_vocabulary
+    )
+    try:
+        for constraint in (
+            {"regex": "a^b"}, {"regex": r"ab\Z"}, {"regex": "(?=a)ab"}, {"regex": "(a"}, {"regex": r"\ud83d"},
+            {"regex": "a\\"}, {"grammar": 'root ::= "a" root'}, {"grammar": "root ::= b"},
+        ):  # fmt: skip
+            error = refused(other, **constraint)
+            assert str(error) == str(refused(admission, **constraint))
+            assert type(error) is RequestError
+    finally:
+        other.close()
+
+
+def test_a_byte_order_mark_before_a_grammar_or_schema_is_not_text(admission):
+    for constraint in (
+        {"grammar": '\ufeffroot ::= "a"'},
+        {"grammar": '\ufeffstart: "a"'},
+        {"json": "\ufeff{}"},
+    ):
+        assert admission.admit(StructuredOutputsParams(**constraint)).size_bytes
+
+
+def test_messages_are_in_our_words(admission):
+    either = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
+    said = str(refused(admission, json={"properties": {"a": either}}))
+    assert "'oneOf' at '#/properties/a': two alternatives may hold for the same value" in said
+    assert "coerce" not in said
+    error = refused(admission, json_object=True, whitespace_pattern="[ ]{0,100000}")
+    assert str(error) == "structured_outputs.whitespace_pattern: too complex: must repeat less"
+    cured = {"oneOf": [
+        {"type": "object", "properties": {"k": {"const": c}}, "required": ["k"]} for c in "ab"
+    ]}  # fmt: skip
+    for schema in ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, cured):
+        admission.admit(StructuredOutputsParams(json=schema))
+
+
 def test_a_library_that_is_broken_is_passed_over_once_and_for_all(monkeypatch, caplog):
     asked = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,8 +15,11 @@ from headrace_core.grammar import GrammarSpec, Vocabulary
 from headrace_engine.structured import lark_writer, lexemes
 from headrace_engine.structured.backends import guidance as guidance_module
 from headrace_engine.structured.backends.guidance import GuidanceBackend
+from headrace_engine.structured.backends.library import LibraryBackend
+from headrace_engine.structured.backends.xgrammar import XGrammarBackend
 from headrace_engine.structured.gbnf import read
 
+HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
 pytestmark = pytest.mark.spec("SO-API")
 
 ALPHABET = 'aab-]^\\"\n\té😀\x01'
@@ -26,9 +30,15 @@ def guidance() -> GuidanceBackend:
     return GuidanceBackend(Vocabulary([bytes([byte]) for byte in range(256)]))
 
 
-def accepts(source: str, *texts: str) -> list[bool]:
+@functools.cache
+def xgrammar() -> XGrammarBackend:
+    return XGrammarBackend(Vocabulary([bytes([byte]) for byte in range(256)]))
+
+
+def accepts(source: str, *texts: str, backend: LibraryBackend | None = None) -> list[bool]:
     """Whether the compiled grammar takes each text as a whole."""
-    grammar = guidance().compile(GrammarSpec("guidance", "grammar", source))
+    backend = backend or guidance()
+    grammar = backend.compile(GrammarSpec(backend.name, "grammar", source))
     found = []
     for text in texts:
         matcher = grammar.matcher()
@@ -215,7 +225,10 @@ def test_the_language_of_a_grammar(data):
         at = data.draw(st.integers(0, len(text)))
         other = data.draw(st.sampled_from([*ALPHABET, "(", ")", ""]))
         texts.append(text[:at] + other + text[at + data.draw(st.integers(0, 1)) :])
-    assert accepts(source, *texts) == [matches(rules, text) for text in texts], (source, texts)
+    expected = [matches(rules, text) for text in texts]
+    assert accepts(source, *texts) == expected, (source, texts)
+    if HAS_XGRAMMAR:
+        assert accepts(source, *texts, backend=xgrammar()) == expected, (source, texts)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -248,11 +261,15 @@ def test_nothing_else_is_accepted_where_nothing_is_cut(data):
         ('root ::= words\nwords ::= word | word words\nword ::= [a-z]+ " "?', ["a", "ab c"], [" a", ""]),
         ('root ::= "x" ("," root)?', ["x", "x,x,x"], ["x,", ",x"]),
         ('root ::= (root "," | "") [ab]', ["a", "a,b,b"], ["a,", "ab"]),
+        ('root ::= ("a" root)?', ["", "aa"], ["b"]),
         ('root ::= "a" root | root "b" | "c"', ["acb", "aac", "cb"], ["ab", "ca"]),
     ],
 )  # fmt: skip
 def test_some_grammars(source, good, bad):
-    assert accepts(source, *good, *bad) == [True] * len(good) + [False] * len(bad)
+    expected = [True] * len(good) + [False] * len(bad)
+    assert accepts(source, *good, *bad) == expected
+    if HAS_XGRAMMAR:
+        assert accepts(source, *good, *bad, backend=xgrammar()) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,6 +293,9 @@ def test_some_grammars(source, good, bad):
         ('root ::= "a" b ::= "c"', "line 1 column 14: a rule must begin on a line of its own"),
         ('b ::= "c"', "there is no rule 'root'"),
         ('root ::= <think> "a"', "line 1 column 10: found '<'"),
+        ('root ::= "a" root', "line 1: the rule 'root' never ends"),
+        ('root ::= "b" | a\na ::= "a" c\nc ::= a a', "the rule 'a' never ends"),
+        ("root ::= root", "line 1: the rule 'root' never ends"),
         ("root ::= " + "(" * 300 + '"a"' + ")" * 300, "line 1 column 110: groups and repetitions"),
         ("root ::= " + "(" * 150 + '"a"' + ")" * 150 + "?" * 300, "groups and repetitions"),
     ],
@@ -284,6 +304,10 @@ def test_an_error_names_line_and_column_of_the_source(source, said):
     with pytest.raises(RequestError) as caught:
         accepts(source)
     assert said in str(caught.value)
+    if HAS_XGRAMMAR:
+        with pytest.raises(RequestError) as other:
+            accepts(source, backend=xgrammar())
+        assert str(other.value) == str(caught.value), "the words are the same"
     assert caught.value.param == "structured_outputs.grammar"
 
 
@@ -345,3 +369,40 @@ def test_large_grammars_are_cut_in_little_time():
     source = f'root ::= "(" root ")" | item "."\nitem ::= {many}'
     found = lark_writer.to_lark(read(source))
     assert found.text.count("\n") < 10
+
+
+JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+
+array  ::=
+  "[" ws (
+            value
+    ("," ws value)*
+  )? "]" ws
+
+string ::=
+  "\\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\\"" ws
+
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+
+# Optional space: by convention, applied in this grammar after literal chars when allowed
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+"""The grammar of JSON in the manner of llama.cpp's example: rules over several lines, empty alternatives."""
+
+
+def test_a_grammar_of_json_with_every_backend():
+    good = ['{"a": [1, -2.5e3, "x\\n\\u00e9é"],\n  "b": {}}', "{}", '{"":null}']
+    bad = ["{", "[1]", '{"a" 1}', '{"a":01}', '{"a":"\x01"}']
+    for backend in (guidance(), *([xgrammar()] if HAS_XGRAMMAR else [])):
+        assert accepts(JSON, *good, *bad, backend=backend) == [True] * 3 + [False] * 5

@@ -169,3 +169,84 @@ def test_places_of_errors_are_places_in_the_tag(schema, said):
         with pytest.raises(RequestError) as caught:
             checked(tag)
         assert said.format(place) in str(caught.value)
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"type": "regex", "pattern": "(a"}, "'pattern' at '#{}': unclosed group"),
+        ({"type": "regex", "pattern": "a\\"}, "a regex at '#{}/pattern' ends with a backslash"),
+        (
+            {"type": "grammar", "grammar": "root ::= x"},
+            "'grammar' at '#{}': line 1 column 10: there is no rule",
+        ),
+        (
+            {"type": "grammar", "grammar": "start: x"},
+            "'grammar' at '#{}': line 1 column 8: unknown name",
+        ),
+    ],
+)
+def test_a_regex_or_grammar_that_is_refused_is_named_with_its_place(content, said):
+    tags = [tag("<a>", {"type": "regex", "pattern": "a"}, "</a>"), tag("<b>", content, "</b>")]
+    form = {"type": "triggered_tags", "triggers": ["<"], "tags": tags}
+    with pytest.raises(RequestError) as caught:
+        checked({"format": form})
+    assert said.format("/format/tags/1/content") in str(caught.value)
+    assert caught.value.param == "structured_outputs.structural_tag"
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"begin": 5}, "'begin' at '#/structures/1': must be text"),
+        ({"end": 5}, "'end' at '#/structures/1': must be text"),
+        (
+            {"begin": "b"},
+            "'begin' at '#/structures/1': 'b' must begin with one of the triggers ['<']",
+        ),
+    ],
+)
+def test_errors_in_the_older_form_speak_of_the_older_form(wrong, said):
+    fine = {"begin": "<a>", "schema": {}, "end": ""}
+    with pytest.raises(RequestError) as caught:
+        checked({"structures": [fine, {**fine, **wrong}], "triggers": ["<"]})
+    assert said in str(caught.value)
+    with pytest.raises(RequestError, match="'triggers' at '#': must be a list of texts"):
+        checked({"structures": [fine], "triggers": [5]})
+
+
+@pytest.mark.spec("SO-API")
+def test_regexes_and_grammars_in_tags_mean_the_same_with_xgrammar():
+    pytest.importorskip("xgrammar")
+    from headrace_engine.structured.backends.xgrammar import XGrammarBackend
+
+    form = {
+        "type": "sequence",
+        "elements": [
+            {"type": "regex", "pattern": "a.b"},
+            {"type": "grammar", "grammar": 'root ::=\n ("(" root ")")?'},
+        ],
+    }
+    for made in (GuidanceBackend(VOCABULARY), XGrammarBackend(VOCABULARY)):
+        spec = GrammarSpec(made.name, "structural_tag", json.dumps({"format": form}))
+        assert made.refuse(spec) == []
+        for text, whole in (("axb(())", True), ("axb", True), ("axb(", False), ("a\nb", None)):
+            matcher = made.compile(spec).matcher()
+            found = matcher.complete if matcher.advance(list(text.encode())) else None
+            assert found is whole, (made.name, text)
+    tags = [tag("<a>", {"type": "regex", "pattern": r"\d"}, "</a>")]
+    older = {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": tags}}
+    spec = GrammarSpec("xgrammar", "structural_tag", json.dumps(older))
+    assert "'pattern' at '#/format/tags/0/content': character 1" in XGrammarBackend.refuse(spec)[0]
+    bad = {
+        "format": {
+            "type": "sequence",
+            "elements": [CONST, {"type": "grammar", "grammar": "root ::= x"}],
+        }
+    }
+    with pytest.raises(RequestError, match="'grammar' at '#/format/elements/1': line 1 column 10"):
+        XGrammarBackend(VOCABULARY).compile(
+            GrammarSpec("xgrammar", "structural_tag", json.dumps(bad))
+        )

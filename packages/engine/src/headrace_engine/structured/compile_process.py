@@ -208,11 +208,25 @@ class _Compiler:
         spec = GrammarSpec(**job["spec"])
         with limited(job["seconds"], job["memory_bytes"]) as used:
             try:
-                self._backends.get(spec.backend).compile(spec)
+                with quiet():
+                    self._backends.get(spec.backend).compile(spec)
             except (MemoryError, RecursionError):
                 raise malformed(spec.kind, "nested too deep, or too large, to compile") from None
             size = used()
         return {"size_bytes": max(size, 4 * len(spec.source), 1 << 16)}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let libraries write nothing to standard error, as some do before they end the process."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 @contextmanager

@@ -132,6 +132,33 @@ def references(node: Node) -> Iterator[str]:
         pending += children(found)
 
 
+def _endless(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
+    """Rules that no text satisfies: whichever way is taken, it leads to one of them again."""
+    left = dict(rules)
+    used_by: dict[str, list[str]] = {name: [] for name in rules}
+    for name, rule in rules.items():
+        for other in set(references(rule.body)):
+            used_by[other].append(name)
+    pending = list(rules)
+    while pending:
+        name = pending.pop()
+        if name in left and _can_end(left[name].body, left):
+            del left[name]
+            pending += used_by[name]
+    yield from left.items()
+
+
+def _can_end(node: Node, unknown: Mapping[str, Rule]) -> bool:
+    """True if a text satisfies the node without the rules in ``unknown``."""
+    if isinstance(node, Reference):
+        return node.name not in unknown
+    if isinstance(node, Repeated):
+        return node.least == 0 or _can_end(node.part, unknown)
+    if isinstance(node, Either):
+        return any(_can_end(part, unknown) for part in node.parts)
+    return all(_can_end(part, unknown) for part in children(node))
+
+
 class _Reader:
     def __init__(self, source: str) -> None:
         self._source = source
@@ -174,6 +201,12 @@ class _Reader:
                 self._fail(f"there is no rule {name_[:64]!r}", at)
         if ROOT not in found:
             raise malformed("grammar", f"there is no rule {ROOT!r}, with which a grammar begins")
+        for name_, rule in _endless(found):
+            raise malformed(
+                "grammar",
+                f"line {rule.line}: the rule {name_[:64]!r} never ends, as each of its alternatives needs it "
+                "again: must have one that does not",
+            )
         return found
 
     @property
@@ -222,7 +255,7 @@ class _Reader:
                 return self._group()
             case ".":
                 self._at += 1
-                return Characters(_without_surrogates([(0, LAST_CHARACTER)]))
+                return Characters(characters([(0, LAST_CHARACTER)]))
         name = _NAME.match(self._source, self._at)
         if name is None:
             self._fail(
@@ -334,7 +367,7 @@ class _Reader:
                 )
             ranges.append((first, last))
         self._at += 1
-        found = _without_surrogates(_others(ranges) if negated else ranges)
+        found = characters(others(ranges) if negated else ranges)
         if not found or (negated and not ranges):
             self._fail("a class must hold at least one character; '.' is any character", begin)
         return Characters(found)
@@ -351,14 +384,15 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _others(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """All other characters."""
+def others(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """All code points that are not in the ranges."""
     edges = [(-1, -1), *_joined(ranges), (LAST_CHARACTER + 1, LAST_CHARACTER + 1)]
     gaps = [(before[1] + 1, after[0] - 1) for before, after in pairwise(edges)]
     return [(first, last) for first, last in gaps if first <= last]
 
 
-def _without_surrogates(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def characters(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The characters of ranges, for :class:`Characters`: sorted, apart, and without halves of characters."""
     low, high = SURROGATES
     found = []
     for first, last in _joined(ranges):

@@ -24,6 +24,8 @@ from headrace_engine.structured.schema import (
 )
 
 MAX_CHOICES = 10_000
+BYTE_ORDER_MARK = "\ufeff"
+"""With which some editors begin files of grammars and schemas."""
 _SCHEMA_KEYS = ("json_schema", "schema")
 """Keys of a structural tag that hold a JSON schema."""
 
@@ -64,18 +66,22 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
         tag = parse_json(text, kind)
         for pointer, schema in _schemas_in(tag):
             _check_schema(schema, kind, config, pointer)
+        for pointer, pattern in _patterns_in(tag):
+            _check_regex(pattern, pointer, kind, config)
         text = _dump(_with_plain_schemas(tag, closed), kind)
     elif kind == "choice":
         text = _dump(list(dict.fromkeys(given)), kind)
         _check_count("choice", len(given), MAX_CHOICES, "texts")
     else:
         text = "" if kind == "json_object" else given
+        if kind == "grammar":
+            text = text.removeprefix(BYTE_ORDER_MARK)
     _check_text(text, kind, config)
     if kind == "regex":
         _check_regex(text, "", kind, config)
     whitespace = params.whitespace_pattern
     if whitespace is not None:
-        _check_regex(whitespace, "", kind, config)
+        _check_regex(whitespace, "", "whitespace_pattern", config)
     compact = params.disable_any_whitespace or config.disable_any_whitespace
     if whitespace is not None and compact:
         raise RequestError(
@@ -88,6 +94,7 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
 
 def _json_text(given: Any, kind: str, config: StructuredOutputsConfig) -> str:
     if isinstance(given, str):
+        given = given.removeprefix(BYTE_ORDER_MARK)
         _check_text(given, kind, config)
         parsed = parse_json(given, kind)
     else:
@@ -144,8 +151,10 @@ def _check_patterns(
 
 
 def _check_regex(text: str, pointer: str, kind: str, config: StructuredOutputsConfig) -> None:
+    where = f" at {'#' + pointer!r}" if pointer else ""
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise malformed(kind, f"a regex{where} ends with a backslash: must escape a character")
     if len(text) > config.max_regex_length:
-        where = f" at {pointer!r}" if pointer else ""
         raise malformed(
             kind,
             f"a regex of {len(text)} characters{where}: must be at most {config.max_regex_length}",
@@ -170,6 +179,23 @@ def _with_plain_schemas(tag: Any, closed: bool) -> Any:
         else _with_plain_schemas(part, closed)
         for key, part in tag.items()
     }
+
+
+def _patterns_in(tag: Any) -> list[tuple[str, str]]:
+    """(JSON pointer, regex) of the regexes within a structural tag."""
+    found: list[tuple[str, str]] = []
+    pending = [("", tag)]
+    while pending:
+        at, value = pending.pop()
+        if isinstance(value, dict):
+            if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+                found.append((f"{at}/pattern", value["pattern"]))
+            pending += [
+                (f"{at}/{escape(str(k))}", v) for k, v in value.items() if k not in _SCHEMA_KEYS
+            ]
+        elif isinstance(value, list):
+            pending += [(f"{at}/{index}", part) for index, part in enumerate(value)]
+    return found
 
 
 def _schemas_in(tag: Any) -> list[tuple[str, Any]]:

@@ -12,8 +12,10 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from headrace_core.errors import RequestError
 from headrace_core.grammar import Refusal, Vocabulary, malformed
 from headrace_engine.structured.schema import within
 
@@ -45,6 +47,14 @@ KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 Format = Mapping[str, Any]
 
 MAX_REPEATS = 10_000
+TAG = "/format"
+"""JSON pointer of the format tree in a tag of the newer form."""
+_OLDER = (
+    (re.compile("^/format/tags"), "/structures"),
+    (re.compile("^(/structures/[0-9]+)/content/json_schema"), r"\1/schema"),
+    (re.compile("^/format"), ""),
+)
+"""Places in a format tree -> places in a tag of the older form."""
 
 
 def parse_tag(tag: Any) -> Format:
@@ -59,7 +69,7 @@ def parse_tag(tag: Any) -> Format:
         return _from_structures(tag)
     if "format" not in tag:
         raise malformed("structural_tag", "must have 'format', or 'structures' and 'triggers'")
-    _check(tag["format"], "/format")
+    _check(tag["format"], TAG, tag)
     found: Format = tag["format"]
     return found
 
@@ -67,7 +77,7 @@ def parse_tag(tag: Any) -> Format:
 def _from_structures(tag: Mapping[str, Any]) -> Format:
     structures, triggers = tag["structures"], tag.get("triggers")
     if not isinstance(structures, list) or not structures:
-        raise malformed("structural_tag", "'structures' at '#': must be a list of at least one")
+        raise _wrong("structures", tag, "", "must be a list of at least one")
     tags = []
     for index, item in enumerate(structures):
         at = f"/structures/{index}"
@@ -78,66 +88,72 @@ def _from_structures(tag: Mapping[str, Any]) -> Format:
         content = {"type": "json_schema", "json_schema": item["schema"]}
         tags.append({"type": "tag", "begin": item["begin"], "content": content, "end": item["end"]})
     form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-    _check(form, "")
+    _check(form, TAG, tag)
     return form
 
 
-def _check(form: Any, pointer: str) -> None:
+def _check(form: Any, pointer: str, tag: Mapping[str, Any]) -> None:
+    """Raises RequestError unless a form, and all in it, have the keys that they need.
+
+    Args:
+        form: to be checked.
+        pointer: its place in the newer form.
+        tag: as it was sent, in which errors name places.
+    """
     if not isinstance(form, Mapping) or not isinstance(form.get("type"), str):
-        raise malformed("structural_tag", f"{'#' + pointer!r}: must be an object with 'type'")
+        home = "#" + as_given(tag, pointer)
+        raise malformed("structural_tag", f"{home!r}: must be an object with 'type'")
     kind = form["type"]
     needed, _ = KEYS.get(kind, (frozenset(), frozenset()))
     for key in sorted(needed - form.keys()):
-        raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: {kind} needs it")
+        raise _wrong(key, tag, pointer, f"{kind} needs it")
     for key in ("value", "pattern", "grammar", "separator", "begin"):
         if key in needed and not isinstance(form[key], str):
-            raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: must be text")
+            raise _wrong(key, tag, pointer, "must be text")
     if kind == "tag" and not all(isinstance(end, str) for end in _ends(form)):
-        raise malformed(
-            "structural_tag", f"'end' at {'#' + pointer!r}: must be text, or a list of texts"
-        )
+        raise _wrong("end", tag, pointer, "must be text, or a list of texts")
     if kind == "triggered_tags":
-        _check_triggers(form, pointer)
+        _check_triggers(form, pointer, tag)
     if kind == "repeat":
-        _check_counts(form, pointer)
+        _check_counts(form, pointer, tag)
+    for key in ("elements", "tags"):
+        if key in needed and not (isinstance(form[key], list) and form[key]):
+            raise _wrong(key, tag, pointer, "must be a list of at least one")
     for at, inner in inner_forms(form, pointer):
-        _check(inner, at)
+        _check(inner, at, tag)
 
 
-def _check_triggers(form: Format, pointer: str) -> None:
+def _check_triggers(form: Format, pointer: str, tag: Mapping[str, Any]) -> None:
     triggers = form["triggers"]
     if (
         not isinstance(triggers, list)
         or not triggers
         or not all(isinstance(trigger, str) and trigger for trigger in triggers)
     ):
-        raise malformed(
-            "structural_tag", f"'triggers' at {'#' + pointer!r}: must be a list of texts"
-        )
-    for index, tag in enumerate(form["tags"] if isinstance(form["tags"], list) else []):
-        begin = tag.get("begin") if isinstance(tag, Mapping) else None
+        raise _wrong("triggers", tag, pointer, "must be a list of texts")
+    for index, one in enumerate(form["tags"] if isinstance(form["tags"], list) else []):
+        begin = one.get("begin") if isinstance(one, Mapping) else None
         if isinstance(begin, str) and not any(begin.startswith(t) for t in triggers):
-            raise malformed(
-                "structural_tag",
-                f"'begin' at '#{pointer}/tags/{index}': {begin!r:.80} begins with none of the "
-                f"triggers {triggers!r:.200}",
+            raise _wrong(
+                "begin",
+                tag,
+                f"{pointer}/tags/{index}",
+                f"{begin!r:.80} must begin with one of the triggers {triggers!r:.200}",
             )
 
 
-def _check_counts(form: Format, pointer: str) -> None:
+def _check_counts(form: Format, pointer: str, tag: Mapping[str, Any]) -> None:
     """``max`` -1 is any number."""
     least, most = form["min"], form["max"]
     for key, value in (("min", least), ("max", most)):
         if type(value) is not int or not -1 <= value <= MAX_REPEATS:
-            raise malformed(
-                "structural_tag",
-                f"{key!r} at {'#' + pointer!r}: {value!r:.80} must be a number up to {MAX_REPEATS}",
-            )
+            reason = f"{value!r:.80} must be a number up to {MAX_REPEATS}"
+            raise _wrong(key, tag, pointer, reason)
     if least < 0 or most == 0 or -1 < most < least:
         raise malformed(
             "structural_tag",
-            f"'min' and 'max' at {'#' + pointer!r}: {least} and {most} must be 0 or more and at "
-            "least as many, or -1 for any number",
+            f"'min' and 'max' at {'#' + as_given(tag, pointer)!r}: {least} and {most} must be 0 or more and "
+            "at least as many, or -1 for any number",
         )
 
 
@@ -145,11 +161,6 @@ def inner_forms(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
     """(JSON pointer, form) of what stands right inside a form."""
     for key in ("elements", "tags"):
         if key in KEYS.get(form["type"], (frozenset(), ()))[0]:
-            if not isinstance(form[key], list) or not form[key]:
-                raise malformed(
-                    "structural_tag",
-                    f"{key!r} at {'#' + pointer!r}: must be a list of at least one",
-                )
             yield from ((f"{pointer}/{key}/{i}", item) for i, item in enumerate(form[key]))
     if form["type"] in ("repeat", "tag"):
         yield f"{pointer}/content", form["content"]
@@ -162,20 +173,66 @@ def _ends(tag: Format) -> list[Any]:
 
 def schemas_of(tag: Any) -> Iterator[tuple[str, Any]]:
     """(JSON pointer, schema) of the JSON schemas in a structural tag."""
-    pending = [("/format", parse_tag(tag))]
+    for pointer, form in forms_of(tag):
+        if form["type"] == "json_schema":
+            yield as_given(tag, f"{pointer}/json_schema"), form["json_schema"]
+
+
+def as_given(tag: Mapping[str, Any], pointer: str) -> str:
+    """JSON pointer into a structural tag as it was sent.
+
+    Args:
+        tag: of either form.
+        pointer: into a tag of the newer form with the same format tree.
+    """
+    if "structures" in tag:
+        for pattern, older in _OLDER:
+            pointer = pattern.sub(older, pointer)
+    return pointer
+
+
+def forms_of(tag: Any) -> Iterator[tuple[str, Format]]:
+    """(JSON pointer into the newer form, form) of all forms in a structural tag."""
+    pending = [(TAG, parse_tag(tag))]
     while pending:
-        pointer, found = pending.pop()
-        if found["type"] == "json_schema":
-            yield _as_given(tag, f"{pointer}/json_schema"), found["json_schema"]
-        pending += inner_forms(found, pointer)
+        pointer, form = pending.pop()
+        yield pointer, form
+        pending += reversed(list(inner_forms(form, pointer)))
 
 
-def _as_given(tag: Mapping[str, Any], pointer: str) -> str:
-    """Place in a tag of the older form of a place in its format tree."""
-    if "structures" not in tag:
-        return pointer
-    pointer = re.sub("^/format/tags", "/structures", pointer)
-    return re.sub("^(/structures/[0-9]+)/content/json_schema", r"\1/schema", pointer)
+@contextmanager
+def reading_grammar(tag: Any, pointer: str) -> Iterator[None]:
+    """Give errors about a grammar in a structural tag their place.
+
+    Args:
+        tag: of either form.
+        pointer: of the grammar's form, into the newer form.
+
+    Raises:
+        RequestError: in place of one that was raised inside.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise misplaced(tag, pointer, "grammar", str(error)) from None
+
+
+def misplaced(tag: Any, pointer: str, key: str, message: str) -> RequestError:
+    """The error of a regex or grammar in a structural tag.
+
+    Args:
+        tag: of either form.
+        pointer: of its form, into the newer form.
+        key: of the form.
+        message: what is wrong; may begin with the name of a constraint.
+    """
+    message = re.sub(r"^structured_outputs\.\w+: ", "", message)
+    return _wrong(key, tag, pointer, message)
+
+
+def _wrong(key: str, tag: Mapping[str, Any], pointer: str, reason: str) -> RequestError:
+    """The error of a malformed tag."""
+    return malformed("structural_tag", Refusal.of(key, as_given(tag, pointer), reason))
 
 
 def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
@@ -186,30 +243,27 @@ def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
         of_schema: the same for a JSON schema in it.
     """
     reasons: list[str] = []
-    pending = [("/format", parse_tag(tag))]
-    while pending:
-        pointer, form = pending.pop()
-        kind = form["type"]
+    for pointer, form in forms_of(tag):
+        kind, at = form["type"], as_given(tag, pointer)
         if kind not in TYPES:
-            reasons.append(Refusal.of(kind, pointer, f"it knows the types {sorted(TYPES)}"))
+            reasons.append(Refusal.of(kind, at, f"it knows the types {sorted(TYPES)}"))
             continue
         needed, more = KEYS[kind]
         others = sorted(form.keys() - needed - more - {"type"})
         reasons += [
-            Refusal.of(key, pointer, f"not enforced by it in {kind}")
+            Refusal.of(key, at, f"not enforced by it in {kind}")
             for key in others
             if form[key] not in (None, False, [], "")
         ]
         if form.get("style", "json") != "json":
-            reasons.append(Refusal.of("style", pointer, "only 'json'"))
+            reasons.append(Refusal.of("style", at, "only 'json'"))
         if kind == "json_schema":
-            home = _as_given(tag, f"{pointer}/json_schema")
+            home = as_given(tag, f"{pointer}/json_schema")
             reasons += [within(reason, home) for reason in of_schema(form["json_schema"])]
         if kind in ("sequence", "or"):
-            reasons += _unbounded_text(form, pointer)
+            reasons += _unbounded_text(form, at)
         if kind == "or" or (kind == "tag" and len(_ends(form)) > 1):
-            reasons += _text_alternatives(form, pointer)
-        pending += inner_forms(form, pointer)
+            reasons += _text_alternatives(form, at)
     return reasons
 
 

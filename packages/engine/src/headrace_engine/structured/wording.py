@@ -7,6 +7,7 @@ kept, made of nothing but letters, figures and harmless marks.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _POSITION = re.compile(r"(?:at |^|line )(\d+)(?:\((\d+)\))?[:,]")
 _LOGGED = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is (?:true|false): )?")
@@ -16,6 +17,43 @@ _PHRASE = re.compile(r"[\w ,.'\"()<>=+*:;|&%?!\[\]{}$^/-]+")
 _PATH = re.compile(r"(^|[^\w])[~/]|\w\.(py|rs|so|cc|h)\b|/.*/")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 _MOST = 160
+_OURS: Mapping[str, str] = {
+    "lookarounds not supported yet; (Start|End)":
+        "'^' and '$' must stand at the beginning and the end of the regex, without the flag m",
+    "lookarounds not supported yet; Word":
+        "a regex must not hold word boundaries (\\b, \\B)",
+    "^look-around, including":
+        "a regex must not hold look-ahead or look-behind, (?=...) for example",
+    "^backreferences are not":
+        "a regex must not hold back-references (\\1)",
+    "^hexadecimal literal is not a Unicode scalar":
+        "an escaped code point must be a character: at most 10FFFF, and not half of a surrogate pair",
+    "^decimal literal invalid":
+        "a repetition's number is too large",
+    "^repetition quantifier expects":
+        "a repetition must be {m}, {m,} or {m,n}; a brace that stands for itself must be escaped",
+    "^unrecognized flag":
+        "a group must begin with (, (?:, (?P<name>, or flags of i, m, s, u, U and x",
+    "^unrecognized escape sequence":
+        "unknown escape in a regex; only marks of punctuation may be escaped to stand for themselves",
+    "^oneOf constraints are not":
+        "two alternatives may hold for the same value: must differ in 'type', or in a required property's "
+        "'const' or 'enum'; or write 'anyOf'",
+    "^fuel exhausted when checking":
+        "too complex: must repeat less",
+    "Too many items":
+        "too many ways to go on: must have fewer alternatives or repetitions, or marks between them; "
+        "recursion must end",
+    "Regex is empty":
+        "no text satisfies all keywords: must not contradict each other",
+    "^min/maxProperties only supported when all":
+        "with 'minProperties' or 'maxProperties', all of 'properties' must be 'required'",
+    "^patternProperty regexes":
+        "two regexes must not match the same name",
+    "^error parsing string":
+        "this text is not closed, or holds an unknown escape: must be written as in JSON",
+}  # fmt: skip
+"""Messages of llguidance and its regex library -> the same in our words."""
 
 
 def plain(message: str) -> str:
@@ -26,6 +64,9 @@ def plain(message: str) -> str:
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (errors or lines or [""])[0]
     line = _REPEATED.sub("", _POSITION.sub("", _LOGGED.sub("", line))).strip()
+    for theirs, ours in _OURS.items():
+        if re.search(theirs, line):
+            return ours
     found = _PHRASE.match(line)
     phrase = found.group().strip(" ,:;(") if found else ""
     path = _PATH.search(phrase)

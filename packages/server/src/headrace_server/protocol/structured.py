@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from headrace_server.protocol.base import FreeObject, ShortText, Text
 from headrace_server.protocol.known import Known, RequestObject, known
@@ -16,7 +16,7 @@ MAX_GRAMMAR = 1024 * 1024
 """Characters of a schema's or grammar's source."""
 
 Source = Annotated[str, Field(max_length=MAX_GRAMMAR)]
-Schema = FreeObject | bool
+Schema = FreeObject | StrictBool
 
 
 class JsonSchema(RequestObject):

@@ -48,6 +48,9 @@ from headrace_engine.structured.schema import (
     within,
 )
 from headrace_engine.structured.structural_tag import (
+    forms_of,
+    misplaced,
+    reading_grammar,
     regex_literal,
     schemas_of,
     tag_grammar,
@@ -131,7 +134,12 @@ class GuidanceBackend(LibraryBackend):
             return self._choices(spec.source)
         if spec.whitespace_pattern is not None:
             self._check_whitespace(spec.whitespace_pattern)
-        text = self._text(spec)
+        try:
+            text = self._text(spec)
+        except RequestError:
+            if spec.kind == "structural_tag":
+                self._check_tag(parse_json(spec.source, spec.kind))
+            raise
         try:
             return self._compiled(spec, text)
         except RequestError:
@@ -240,12 +248,29 @@ class GuidanceBackend(LibraryBackend):
             refusal = self._refusal(spec, parse_json(spec.source, spec.kind), message)
             return refuse(spec, [refusal])
         if spec.kind == "structural_tag":
+            self._check_tag(parse_json(spec.source, spec.kind))
             for pointer, schema in schemas_of(parse_json(spec.source, spec.kind)):
                 found = self._schema_error(spec, schema)
                 if found:
                     return refuse(spec, [within(self._refusal(spec, schema, found), pointer)])
         where = _place(spec.source, message) if spec.kind == "grammar" else ""
         return not_compiled(spec.kind, message, where)
+
+    def _check_tag(self, tag: Any) -> None:
+        """Raises RequestError that names the regex or grammar in a structural tag that it does not take."""
+        for pointer, form in forms_of(tag):
+            if form["type"] == "regex":
+                text = self._library.LLMatcher.grammar_from_regex(form["pattern"])
+                message = self._matcher(text).get_error()
+                if message:
+                    raise misplaced(tag, pointer, "pattern", plain(message) or UNKNOWN)
+            if form["type"] == "grammar":
+                with reading_grammar(tag, pointer):
+                    text = as_lark(form["grammar"]).text
+                message = self._matcher(text).get_error()
+                if message:
+                    where = _place(form["grammar"], message)
+                    raise misplaced(tag, pointer, "grammar", where + (plain(message) or UNKNOWN))
 
     def _refusal(self, spec: GrammarSpec, schema: Any, message: str) -> Refusal:
         """Which part of a schema the library means with its message."""

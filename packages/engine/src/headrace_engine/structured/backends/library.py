@@ -10,8 +10,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace_core.errors import MissingDependency, RequestError
-from headrace_core.grammar import Grammar, GrammarBackend, Vocabulary, malformed
+from headrace_core.errors import MissingDependency, RequestError, UnsupportedFeature
+from headrace_core.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarSpec,
+    Vocabulary,
+    malformed,
+    refuse,
+)
 from headrace_engine.structured.choices import ChoiceGrammar, TokenTexts
 from headrace_engine.structured.wording import plain
 
@@ -43,6 +50,10 @@ class LibraryBackend(GrammarBackend):
             raise MissingDependency(
                 self.library, needed_for=f"grammar backend {self.name}", install=self.install
             ) from error
+
+    def _not_served(self, spec: GrammarSpec, message: str = "") -> UnsupportedFeature:
+        """The error of a constraint that the library does not compile; another backend may."""
+        return refuse(spec, [plain(message) or UNKNOWN])
 
     @cached_property
     def _token_texts(self) -> TokenTexts:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import RequestError
+from headrace_core.errors import HeadraceError
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed
-from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.backends.token_automaton import TokenAutomaton, TokenCharacters
 from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.regex import as_regex, read_regex, regex_refusals
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 from headrace_engine.structured.state_matcher import StateMatcher, Words
 
@@ -73,6 +74,8 @@ class EnforcerBackend(LibraryBackend):
             return [f"{spec.kind}: only json, regex and choice"]
         if spec.whitespace_pattern is not None or not spec.any_whitespace:
             return ["whitespace_pattern: it has no option for white space"]
+        if spec.kind == "regex":
+            return regex_refusals(spec.source)
         if spec.kind != "json":
             return []
         schema = parse_json(spec.source, spec.kind)
@@ -85,14 +88,14 @@ class EnforcerBackend(LibraryBackend):
             return self._choices(spec.source)
         try:
             if spec.kind == "regex":
-                return RegexGrammar(spec.source, self)
+                return RegexGrammar(as_regex(read_regex(spec.source)), self)
             return SchemaGrammar(parse_json(spec.source, spec.kind), self)
         except RecursionError:
             raise malformed(spec.kind, "nested too deep") from None
-        except (MemoryError, RequestError):
+        except (MemoryError, HeadraceError):
             raise
         except Exception:  # of interegular: classes that share no base
-            raise not_compiled(spec.kind) from None
+            raise self._not_served(spec) from None
 
     def regex_parser(self, pattern: str) -> RegexParser:
         """The library's parser of a regex."""

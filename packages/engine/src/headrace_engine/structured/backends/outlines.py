@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
-from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.numbers import MAX_DIGITS, MAX_INT64, Held, inexact_values
+from headrace_engine.structured.regex import (
+    NotRead,
+    as_regex,
+    read_regex,
+    regex_refusals,
+)
 from headrace_engine.structured.schema import (
     entangled,
     is_recursive,
@@ -40,6 +47,8 @@ KEYWORDS = frozenset(
 )  # fmt: skip
 HELD = Held(MAX_INT64, MAX_DIGITS)
 FORMATS: frozenset[str] = frozenset({"date", "uuid"})
+_ANCHOR = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[AbBz]")
+"""Anchors within a regex, which its index does not follow."""
 KEPT_MASKS = 256
 """States of one grammar whose masks are kept."""
 
@@ -64,6 +73,8 @@ class OutlinesBackend(LibraryBackend):
             return [f"{spec.kind}: only json, json_object, regex and choice"]
         if not spec.any_whitespace:
             return ["disable_any_whitespace: it has no such option"]
+        if spec.kind == "regex":
+            return regex_refusals(spec.source) if _ANCHOR.search(_anchored(spec.source)) else []
         if spec.kind != "json":
             return []
         schema = parse_json(spec.source, spec.kind)
@@ -76,17 +87,25 @@ class OutlinesBackend(LibraryBackend):
         try:
             index = self._library.Index(self._regex(spec), self._words)
         except ValueError as error:
-            raise not_compiled(spec.kind, str(error)) from None
+            raise self._not_served(spec, str(error)) from None
         return OutlinesGrammar(index, self.vocabulary)
 
     def _regex(self, spec: GrammarSpec) -> str:
         if spec.kind == "regex":
-            return spec.source
+            return _anchored(spec.source)
         text = spec.source or '{"type": "object"}'
         regex: str = self._library.json_schema.build_regex_from_schema(
             text, spec.whitespace_pattern
         )
         return regex
+
+
+def _anchored(pattern: str) -> str:
+    """The regex without ``^`` and ``$`` around it, which it refuses, as far as that can be said."""
+    try:
+        return as_regex(read_regex(pattern))
+    except NotRead:
+        return pattern
 
 
 def _peculiar(schema: Any) -> list[str]:

@@ -1,7 +1,9 @@
 """xgrammar: JSON schemas, regexes, EBNF and structural tags. Imports torch.
 
 Source: https://github.com/mlc-ai/xgrammar. Its converter passes over keywords that it does not
-know; :data:`KEYWORDS` holds those that it was seen to enforce.
+know; :data:`KEYWORDS` holds those that it was seen to enforce. Its readers of regexes and of EBNF read
+other languages than guidance's do, and pass over what they do not know; so both are read here, and given to
+it as the EBNF of a tree.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from headrace_core.errors import HeadraceError
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_core.sampling import CONSTRAINTS
-from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.ebnf_writer import to_ebnf
+from headrace_engine.structured.gbnf import ROOT, Rule, is_lark, read
 from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
+from headrace_engine.structured.regex import read_regex, regex_refusals
 from headrace_engine.structured.schema import (
     MAX_WHITESPACE,
     entangled,
@@ -24,7 +30,16 @@ from headrace_engine.structured.schema import (
     unsupported,
     within,
 )
-from headrace_engine.structured.structural_tag import inner_forms, parse_tag, schemas_of
+from headrace_engine.structured.structural_tag import (
+    TAG,
+    Format,
+    as_given,
+    forms_of,
+    inner_forms,
+    parse_tag,
+    reading_grammar,
+    schemas_of,
+)
 
 if TYPE_CHECKING:
     import xgrammar
@@ -77,10 +92,16 @@ class XGrammarBackend(LibraryBackend):
                 for pointer, one in schemas_of(tag)
                 for reason in _schema_refusals(one)
             ]
-            return reasons + list(_endless(parse_tag(tag), "/format"))
-        if spec.kind == "grammar" and "::=" not in spec.source:
-            return ["grammar: only EBNF (root ::= ...), not Lark"]
-        return []
+            reasons += _tag_refusals(tag)
+            return reasons + [
+                Refusal.of(
+                    "end", as_given(tag, at), "must not be empty where the content has no end"
+                )
+                for at in _endless(parse_tag(tag), TAG)
+            ]
+        if spec.kind == "regex":
+            return regex_refusals(spec.source)
+        return [_LARK] if spec.kind == "grammar" and is_lark(spec.source) else []
 
     def compile(self, spec: GrammarSpec) -> XGrammarGrammar | ChoiceGrammar:
         if spec.kind == "choice":
@@ -88,16 +109,21 @@ class XGrammarBackend(LibraryBackend):
         make: Mapping[str, Callable[[], xgrammar.CompiledGrammar]] = {
             "json": lambda: self._schema(spec, spec.source),
             "json_object": lambda: self._schema(spec, '{"type": "object"}'),
-            "regex": lambda: self._compiler.compile_regex(spec.source),
-            "grammar": lambda: self._compiler.compile_grammar(spec.source),
+            "regex": lambda: self._compiler.compile_grammar(_regex_as_ebnf(spec.source)),
+            "grammar": lambda: self._compiler.compile_grammar(to_ebnf(read(spec.source))),
             "structural_tag": lambda: self._compiler.compile_structural_tag(
-                {"type": "structural_tag", "format": parse_tag(parse_json(spec.source, spec.kind))}
+                {
+                    "type": "structural_tag",
+                    "format": _readable_tag(parse_json(spec.source, spec.kind)),
+                }
             ),
         }
         try:
             compiled = make[spec.kind]()
+        except (HeadraceError, MemoryError, RecursionError):
+            raise
         except Exception as error:  # RuntimeError, and classes of its own that share no base
-            raise not_compiled(spec.kind, str(error)) from None
+            raise self._not_served(spec, str(error)) from None
         grammar = XGrammarGrammar(self._library, compiled, self.vocabulary)
         return self._satisfiable(spec.kind, grammar)
 
@@ -111,10 +137,49 @@ class XGrammarBackend(LibraryBackend):
         )
 
 
+_LARK = "only EBNF (root ::= ...), not Lark"
+
+
+def _regex_as_ebnf(pattern: str) -> str:
+    return to_ebnf({ROOT: Rule(read_regex(pattern), 1)})
+
+
+def _tag_refusals(tag: Any) -> Iterator[str]:
+    """Regexes and grammars in a structural tag that it reads otherwise."""
+    for pointer, form in forms_of(tag):
+        if form["type"] == "regex":
+            for reason in regex_refusals(form["pattern"]):
+                yield Refusal.of("pattern", as_given(tag, pointer), reason)
+        if form["type"] == "grammar" and is_lark(form["grammar"]):
+            yield Refusal.of("grammar", as_given(tag, pointer), _LARK)
+
+
+def _readable_tag(tag: Any) -> Format:
+    """The format tree of a structural tag, with its regexes and grammars as the EBNF of their trees."""
+
+    def readable(form: Format, pointer: str) -> Format:
+        if form["type"] == "regex":
+            return {"type": "grammar", "grammar": _regex_as_ebnf(form["pattern"])}
+        if form["type"] == "grammar":
+            with reading_grammar(tag, pointer):
+                return {"type": "grammar", "grammar": to_ebnf(read(form["grammar"]))}
+        made = dict(form)
+        for key in ("elements", "tags"):
+            if key in form:
+                made[key] = [
+                    readable(inner, f"{pointer}/{key}/{i}") for i, inner in enumerate(form[key])
+                ]
+        if isinstance(form.get("content"), Mapping):
+            made["content"] = readable(form["content"], f"{pointer}/content")
+        return made
+
+    return readable(parse_tag(tag), TAG)
+
+
 def _endless(form: Mapping[str, Any], pointer: str) -> Iterator[str]:
-    """Tags that may go on for ever and have no end."""
+    """JSON pointers of the tags that may go on for ever and have no end."""
     if form["type"] == "tag" and _goes_on(form["content"]) and "" in (form["end"], *form["end"]):
-        yield Refusal.of("end", pointer, "must not be empty where the content has no end")
+        yield pointer
     for at, inner in inner_forms(form, pointer):
         yield from _endless(inner, at)
 
