@@ -84,6 +84,12 @@ class AnswerPlan:
         constraint = self._constraint()
         self._is_made = constraint is not self._asked.constraint
         """True if the constraint is not what the client sent."""
+        if constraint is not None and self.tools.forced and body.ignore_eos:
+            raise RequestError(
+                f"ignore_eos = True: cannot be combined with tool_choice {self.tools.choice!r}: forced calls "
+                "end with an end token",
+                param="ignore_eos",
+            )
         self.params = convert.chat_params(
             body, state.engine.model, constraint, keep_special_tokens=needs_marks
         )

@@ -187,6 +187,9 @@ class Call(Protocol):
         ...
 
 
+_CONSTRAINT = re.compile(r"\bstructured_outputs(\.[a-z_]+)?\b")
+
+
 async def answer_with(call: Call, request: Request) -> Response:
     """Run a call and answer as its body asks; a client that leaves ends it.
 
@@ -204,13 +207,17 @@ async def answer_with(call: Call, request: Request) -> Response:
 
 
 def respell(error: RequestError, spelling: Mapping[str, str]) -> None:
-    """Name the field as the client spells it: in ``param``, and where the message begins with it.
+    """Name the field as the client spells it: in ``param``, and where the message begins with it. Of a
+    constraint beside the field, too, the client's name is told.
 
     Args:
         spelling: the engine's names of fields -> the client's.
     """
     ours = error.param or ""
     theirs = spelling.get(ours)
+    if not ours.startswith("structured_outputs"):
+        told = _CONSTRAINT.sub(lambda found: spelling.get(found[0], found[0]), str(error))
+        error.args = (told, *error.args[1:])
     if theirs is None:
         return
     error.param = theirs

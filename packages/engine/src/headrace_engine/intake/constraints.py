@@ -135,8 +135,8 @@ class Constraints:
         """Tokens that end an output with a constraint: not those that are text."""
         if params.ignore_eos:
             raise RequestError(
-                "ignore_eos = True: must be False with structured_outputs, whose end is an end "
-                "token",
+                "ignore_eos = True: cannot be combined with structured_outputs, whose texts end with an "
+                "end token",
                 param="ignore_eos",
             )
         special = need_tokenizer(self._tokenizer, "structured_outputs").special_token_ids
