@@ -169,6 +169,24 @@ def test_a_form_beside_strict_tools_is_named_as_such(server: RunningServer) -> N
          "send type 'json_object' or 'json_schema' with it"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
          "{'name': ..., 'schema': {...}}"),
+        ({"structured_outputs": {"json": 1}}, "structured_outputs.json", "json"),
+        ({"guided_json": 0}, "guided_json", "guided_json"),
+        ({"response_format": {"type": "json_object", "schema": 1}}, "response_format.schema", "schema"),
+        ({"tools": [tool("good", GOOD)], "tool_choice": "required", "ignore_eos": True}, "ignore_eos",
+         "cannot be combined with tool_choice 'required'"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "cannot be combined with guided_regex"),
+        ({"guided_choice": ["ab"], "min_tokens": 4}, "min_tokens", "with this guided_choice"),
+        ({"structured_outputs": {"regex": "a^b"}}, "structured_outputs.regex", "'^' and '$' must stand"),
+        ({"grammar": 'root ::= "a" root'}, "grammar", "line 1: the rule 'root' never ends"),
+        ({"structural_tag": {"format": {"type": "sequence", "elements": [
+            {"type": "any_text"}, {"type": "tag", "begin": "<", "end": ">",
+                                   "content": {"type": "regex", "pattern": "("}}]}}},
+         "structural_tag", "any_text"),
+        ({"structural_tag": {"format": {"type": "tag", "begin": "<", "end": ">",
+                                        "content": {"type": "regex", "pattern": "("}}}},
+         "structural_tag", "'pattern' at '#/format/content': unclosed group"),
+        ({"structural_tag": {"structures": [{"begin": "b", "schema": GOOD, "end": ""}], "triggers": ["a"]}},
+         "structural_tag", "'begin' at '#/structures/0'"),
     ],
 )  # fmt: skip
 def test_the_field_and_the_place_are_named(
@@ -215,3 +233,50 @@ def test_a_grammar_that_one_request_has_used_up_serves_the_next(server: RunningS
     assert reasons[-1] == "error", "the limit was not met: choose another regex"
     status, answer = post(server, "/v1/chat/completions", {**body, "max_tokens": 2, "seed": 0})
     assert answer["choices"][0]["finish_reason"] == "length", answer
+
+
+@pytest.fixture(scope="module")
+def with_xgrammar() -> Iterator[RunningServer]:
+    pytest.importorskip("xgrammar")
+    with serving("--structured-outputs-config.backend", "xgrammar") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"grammar": 'root ::=\n  "é" |\n  "\\U0001F600"'}, ("é", "😀")),
+        ({"regex": r"^[[:alpha:]]\\$"}, None),
+        ({"regex": "^[[:digit:]]{2}!$"}, None),
+        ({"regex": r"\d{2}"}, None),
+        ({"regex": "^(yes|no)$"}, ("yes", "no")),
+    ],
+)
+def test_a_constraint_means_the_same_with_xgrammar(
+    with_xgrammar: RunningServer, fields: dict[str, Any], text: tuple[str, ...] | None
+) -> None:
+    """What xgrammar would read otherwise is served by another backend."""
+    body = {"messages": HI, "max_tokens": 60, "temperature": 1.0, "seed": 1, **fields}
+    status, answer = post(with_xgrammar, "/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop", choice
+    content = choice["message"]["content"]
+    if text is not None:
+        assert content in text
+    elif "alpha" in fields["regex"]:
+        assert content[:-1].isalpha()
+        assert content.endswith("\\")
+    else:
+        assert content[:2].isdecimal()
+        assert len(content) == (3 if "!" in fields["regex"] else 2)
+
+
+def test_refusals_have_the_same_words_with_xgrammar(with_xgrammar: RunningServer) -> None:
+    for fields, said in (
+        ({"regex": "a^b"}, "regex: '^' and '$' must stand at the beginning and the end"),
+        ({"regex": r"ab\Z"}, "regex: unknown escape"),
+        ({"grammar": 'root ::= "a" b'}, "grammar: line 1 column 14: there is no rule 'b'"),
+    ):
+        error = refused(with_xgrammar, "/v1/chat/completions", {"messages": HI, **fields})
+        assert error["message"].startswith(said), error

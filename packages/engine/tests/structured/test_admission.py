@@ -1,5 +1,6 @@
 """Constraints compile in processes that are killed: hostile ones end with a refusal."""
 
+import json
 import os
 import threading
 import time
@@ -371,3 +372,17 @@ def test_usual_patterns_of_white_space(admission, pattern):
         .matcher()
         .advance(list(b"[\x0b1]"))
     )
+
+
+def test_a_library_that_runs_out_of_memory_writes_nothing(capfd):
+    """Its process ends with a line of its own, which would stand before the plain refusal."""
+    pytest.importorskip("outlines_core")
+    processes = CompileProcesses(word_vocabulary, count=1, seconds=10.0, memory_bytes=64 << 20)
+    inner = {"type": "array", "minItems": 10**6, "items": {"type": "string", "maxLength": 10**6}}
+    schema = {"type": "array", "minItems": 10**7, "items": inner}
+    try:
+        with pytest.raises(RequestError, match="needed more than 64 MiB of memory to compile it"):
+            processes.compile(GrammarSpec("outlines", "json", json.dumps(schema)))
+    finally:
+        processes.close()
+    assert capfd.readouterr().err == ""
