@@ -386,3 +386,13 @@ def test_a_library_that_runs_out_of_memory_writes_nothing(capfd):
     finally:
         processes.close()
     assert capfd.readouterr().err == ""
+
+
+def test_white_space_is_optional_whatever_the_pattern():
+    """So the page says of guidance."""
+    backend = GuidanceBackend(word_vocabulary())
+    schema = json.dumps({"const": [1]})
+    grammar = backend.compile(GrammarSpec("guidance", "json", schema, whitespace_pattern="[ ]{2}"))
+    for text, whole in ((b"[1]", True), (b"[  1  ]", True), (b"[ 1]", False)):
+        matcher = grammar.matcher()
+        assert (matcher.advance(list(text)) and matcher.complete) is whole, text
