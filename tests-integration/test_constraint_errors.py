@@ -245,7 +245,7 @@ def with_xgrammar() -> Iterator[RunningServer]:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"grammar": 'root ::=\n  "é" |\n  "\\U0001F600"'}, ("é", "😀")),
+        ({"grammar": 'root ::=\n  (| "é" |\n  "\\U0001F600") "\\!"'}, ("!", "é!", "😀!")),
         ({"regex": r"^[[:alpha:]]\\$"}, None),
         ({"regex": "^[[:digit:]]{2}!$"}, None),
         ({"regex": r"\d{2}"}, None),
