@@ -67,6 +67,11 @@ _THINKER = ("audio_tower", "visual", "talker", "token2wav", "code2wav")
 _ROUTED = {"norm_topk_prob": True}
 """Setting of models whose routers always divide the chosen experts' weights by their sum."""
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_COSMOS = (
+    "visual", "blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list", "proj_in", "proj_out",
+    "time_embedder", "audio_proj_in", "audio_proj_out", "audio_modality_embed", "action_proj_in",
+    "action_proj_out", "action_modality_embed",
+)  # fmt: skip
 _HEARS = ("audio_tower", "multi_modal_projector")
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -93,19 +98,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Cosmos3OmniForConditionalGeneration",
             {"qwen3_vl_text": "Qwen3ForCausalLM"},
             "Cosmos 3 Omni, the reasoner",
-            (
-                *(
-                    "visual",
-                    "blocks",
-                    "merger",
-                    "patch_embed",
-                    "pos_embed",
-                    "deepstack_merger_list",
-                ),
-                *("proj_in", "proj_out", "time_embedder", "audio_proj_in", "audio_proj_out"),
-                *("audio_modality_embed", "action_proj_in", "action_proj_out"),
-                "action_modality_embed",
-            ),
+            _COSMOS,
             renames=(
                 (r"\.(add_[qkv]_proj|to_add_out|norm_added_[qk])\.|moe_gen", None),
                 (r"^(layers|embed_tokens|norm)\.", r"model.\1."),
