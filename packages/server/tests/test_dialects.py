@@ -265,48 +265,21 @@ async def test_gpt_oss_answers_by_what_was_asked(connect: Any) -> None:
 
 @pytest.mark.spec("API-HARMONY", "API-CHAT-TOOLS")
 @pytest.mark.parametrize("thinks", [True, False])
-@pytest.mark.parametrize("dialect", ["chat", "responses"])
-async def test_forced_calls_of_gpt_oss(connect: Any, dialect: str, thinks: bool) -> None:
-    """The constraint begins behind reasoning that the engine knows, and forces text."""
-    before = SAID.removesuffix("Hi!") if thinks else ""
-    names = {"chat": {"type": "function", "function": {"name": "add"}},
-             "responses": {"type": "function", "name": "add"}}  # fmt: skip
-    for choice, text in ((names[dialect], '{"a": 1}'),
-                         ("required", '[{"name": "add", "parameters": {"a": 1}}]')):  # fmt: skip
-        engine = FakeEngine(before + text, model=GPT_OSS, tokens_per_output=3)
-        client = connect(engine, reasoning_parser="openai_gptoss")
-        told = await ask(client, dialect, tools=TOOLS[dialect], tool_choice=choice)
-        constraint = engine.requests[0].params.structured_outputs
-        assert constraint is not None
-        assert constraint.structural_tag is None
-        if dialect == "chat":
-            message = told["choices"][0]["message"]
-            call = message["tool_calls"][0]["function"]
-            assert message["content"] is None
-            assert message["reasoning"] == ("Greet." if thinks else None)
-            streamed = await in_pieces(client, tools=TOOLS[dialect], tool_choice=choice)
-            assert list(streamed["calls"]) == [0]
-            assert json.loads(streamed["calls"][0][1]) == {"a": 1}
-        else:
-            call = told["output"][-1]
-            assert [i["type"] for i in told["output"]] == ["reasoning"] * thinks + ["function_call"]
-        assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
-
-
-@pytest.mark.spec("API-HARMONY", "API-CHAT-TOOLS")
-@pytest.mark.parametrize("thinks", [True, False])
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("reasoning_parser", ["", "openai_gptoss"])
 async def test_forced_calls_of_gpt_oss_in_its_channels(
-    connect: Any, dialect: str, thinks: bool
+    connect: Any, reasoning_parser: str, dialect: str, thinks: bool
 ) -> None:
+    """The form describes the reasoning, so that it holds from the first token on if the engine knows it."""
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
     thought = "<|channel|>analysis<|message|>Greet.<|end|><|start|>assistant"
     engine = FakeEngine(thought * thinks + call, model=GPT_OSS, tokens_per_output=3)
-    client = connect(engine)
+    client = connect(engine, **({"reasoning_parser": reasoning_parser} if reasoning_parser else {}))
     choice = {"type": "any"} if dialect == "messages" else "required"
     told = await ask(client, dialect, tools=TOOLS[dialect], tool_choice=choice)
     constraint = engine.requests[0].params.structured_outputs
     assert constraint is not None
+    assert constraint.enable_in_reasoning == bool(reasoning_parser)
     assert "to=functions.add" in json.dumps(constraint.structural_tag)
     if dialect == "messages":
         assert told["content"][-1]["input"] == {"a": 1}

@@ -96,7 +96,7 @@ def test_every_route_is_in_the_document(application: FastAPI) -> None:
     served = {r.path.replace(":path}", "}") for r in routes(application) if r.include_in_schema}
     assert set(paths) == served
     assert not refusing & served
-    assert application.state.headrace.paths - refusing <= {r.path for r in routes(application)}
+    assert application.state.headrace.paths - refusing <= served
 
 
 def test_bodies_and_errors_are_described(application: FastAPI) -> None:
