@@ -28,7 +28,10 @@ SENTENCE = re.compile(
     r"(\d+) tokens \((\d+) in the (messages|prompt)(?:, (\d+) in the completion)?\)\. "
 )
 MODEL = "headrace-demo"
-TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {}}}
+TOOLS = [
+    {"type": "function", "function": {"name": f"f{i}", "description": LONG, "parameters": {}}}
+    for i in range(40)
+]
 
 pytestmark = pytest.mark.spec("API-ERRORS")
 
@@ -87,7 +90,7 @@ def chat(content):
         ("/v1/chat/completions", {"messages": chat(LONG)}, 1),
         ("/v1/chat/completions", {"messages": chat("a"), "max_tokens": 300}, 300),
         ("/v1/chat/completions", {"messages": chat(HUGE)}, 0),
-        ("/v1/chat/completions", {"messages": chat("a"), "tools": [TOOL] * 40}, 0),
+        ("/v1/chat/completions", {"messages": chat("a"), "tools": TOOLS}, 0),
         ("/v1/chat/completions", {"messages": chat(HUGE), "n": 3, "max_tokens": 2}, 0),
         ("/v1/responses", {"input": LONG}, 1),
         ("/v1/responses", {"input": HUGE, "max_output_tokens": 3}, 0),

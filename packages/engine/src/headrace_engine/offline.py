@@ -560,7 +560,7 @@ def _of_core(called: Future[Result]) -> Result:
         return called.result(CONTROL_TIMEOUT)
     except TimeoutError:
         if called.done():
-            return called.result()
+            return called.result(0)  # its own error
         raise EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s") from None
 
 
@@ -579,7 +579,7 @@ def _of_workers(call: str, called: Future[Result], timeout: float | None) -> Res
         return called.result(seconds)
     except TimeoutError:
         if called.done():  # it is of what was called, or the answer has come now
-            return called.result()
+            return called.result(0)
         raise no_answer(call, seconds) from None
 
 
