@@ -185,7 +185,8 @@ async def test_lines_that_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "line 2"), ("[]", "line 2"), ('{"custom_id": 1}', "line 2"),
+        ("{", "line 2"), ("[]", "line 2: a request: must be an object, not a list"),
+        ('{"custom_id": 1}', "line 2: custom_id: must be text, not a number"),
         ('{"custom_id": "a", "method": "POST", "url": "x"}', "body"), ("\\xff", "line 2"),
         ("nonsense", "line 2"),
     ],

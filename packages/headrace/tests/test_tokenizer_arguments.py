@@ -237,6 +237,9 @@ def test_filling_up_what_was_tokenized(both: tuple[ModelTokenizer, Any], kind: s
                 continue
             assert plain(ours.pad(given, **call)) == plain(want), call
             assert plain(given) == plain(made), "the arguments were changed"
+    for flag in (None, True, False):
+        want = theirs.pad({"input_ids": []}, return_attention_mask=flag)
+        assert dict(ours.pad({"input_ids": []}, return_attention_mask=flag)) == dict(want)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -397,3 +397,15 @@ def test_media_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedFeature, match="image_url") as caught:
         render(CHATML, {"role": "user", "content": [image]})
     assert caught.value.param == "messages[0].content[0].type"
+
+
+@pytest.mark.parametrize("trust", ["isolated", "trusted"])
+def test_a_requests_own_template_that_fails_is_named(trust: Any) -> None:
+    with pytest.raises(RequestError, match=r"^chat_template: the chat template failed: ") as failed:
+        renderer("D", prompt_templates=trust).render(
+            ChatPrompt([USER], chat_template="{{ raise_exception('no') }}")
+        )
+    assert failed.value.param == "chat_template"
+    with pytest.raises(RequestError, match=r"^messages: the chat template failed: ") as failed:
+        renderer("{{ raise_exception('no') }}").render(ChatPrompt([USER]))
+    assert failed.value.param == "messages"

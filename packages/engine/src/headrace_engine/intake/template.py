@@ -130,7 +130,8 @@ class ChatRenderer:
         variables = self._variables(prompt, messages)
         if generation_marks is not None:
             variables[GENERATION_BEGIN], variables[GENERATION_END] = generation_marks
-        text = self._render(source, variables, isolated, "messages")
+        template = "chat_template" if prompt.chat_template is not None else ""
+        text = self._render(source, variables, isolated, "messages", template)
         if prompt.continue_final_message:
             text = _cut_after_final_message(text, messages[-1])
         return self._settle(text, guard)
@@ -253,7 +254,21 @@ class ChatRenderer:
             "add_generation_prompt": prompt.add_generation_prompt,
         }
 
-    def _render(self, source: str, variables: Mapping[str, Any], foreign: bool, param: str) -> str:
+    def _render(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        foreign: bool,
+        param: str,
+        template_param: str = "",
+    ) -> str:
+        """The text that a template writes.
+
+        Args:
+            foreign: a client wrote the template.
+            param: the field that is too long, if the text is.
+            template_param: the field that the template came in; "": it is the operator's or the model's.
+        """
         size, most = _size(variables), self._max_chars()
         # A template may leave out what it is given, an earlier turn's reasoning say, but not most.
         if size > _MOST_LEFT_OUT * most:
@@ -270,7 +285,8 @@ class ChatRenderer:
             reason = str(error)
         except Exception as error:  # whatever an expression in the template raises
             reason = describe_error(error)
-        raise RequestError(f"{param}: the chat template failed: {reason}", param=param)
+        blamed = template_param or param
+        raise RequestError(f"{blamed}: the chat template failed: {reason}", param=blamed)
 
     def _max_chars(self) -> int:
         """Most characters that a template may write."""

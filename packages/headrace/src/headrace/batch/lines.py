@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,12 @@ from headrace_core.errors import RequestError
 MAX_LINE = 64 << 20
 """Bytes of one line."""
 MAX_ID = 1024
+_OF_KIND = re.compile(r"^Expected `(\w+)`, got `(\w+)`(?: - at `\$\.(\w+)`)?")
+_KINDS = {
+    "str": "text", "int": "a number", "float": "a number", "bool": "true or false", "null": "null",
+    "object": "an object", "array": "a list",
+}  # fmt: skip
+"""The decoder's names of kinds -> ours."""
 BOM = b"\xef\xbb\xbf"
 """Byte order mark in UTF-8, which editors on Windows write at a file's beginning; ignored there."""
 
@@ -99,13 +106,22 @@ def read_line(number: int, raw: bytes) -> BatchLine:
     except RecursionError:
         raise RequestError(f"line {number}: {_too_deep(raw)}", param="input_file") from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        said = str(error) if isinstance(error, msgspec.DecodeError) else "is not valid JSON"
+        said = _plain(str(error)) if isinstance(error, msgspec.DecodeError) else "is not valid JSON"
         raise RequestError(f"line {number}: {said}", param="input_file") from None
     if len(line.custom_id) > MAX_ID:
         raise RequestError(
             f"line {number}: custom_id is longer than {MAX_ID} characters", param="input_file"
         )
     return line
+
+
+def _plain(message: str) -> str:
+    """The decoder's message; of a value of another kind, its field and what it must be."""
+    found = _OF_KIND.search(message)
+    if found is None:
+        return message
+    wanted, given, field = found.groups()
+    return f"{field or 'a request'}: must be {_KINDS.get(wanted, wanted)}, not {_KINDS.get(given, given)}"
 
 
 def _too_deep(raw: bytes) -> str:

@@ -208,7 +208,8 @@ class FillsUp(Vocabulary):
         if masks is None:
             masks = "attention_mask" in self.model_input_names
         if not ids:
-            return TokenizedText({**columns, "attention_mask": []} if masks else columns)
+            made = {"attention_mask": []} if options.return_attention_mask else {}
+            return TokenizedText({**columns, **made})
         one = not isinstance(ids[0], list)
         if one:
             columns = {name: [values] for name, values in columns.items()}
