@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.spec("SO-API")
 
 OTHERS = (XGrammarBackend, OutlinesBackend, EnforcerBackend)
 CHARACTERS = "éß٣日😀K\u2028\u00a0\u0085"
-TOKENS = [*(bytes([byte]) for byte in range(256)), *(c.encode() for c in CHARACTERS)]
+NAMED = sorted({*CHARACTERS, *map(chr, range(ord("à"), ord("ü") + 1))})
+TOKENS = [*(bytes([byte]) for byte in range(256)), *(c.encode() for c in NAMED)]
 ID_OF = {token: token_id for token_id, token in enumerate(TOKENS)}
 TEXTS = [
     "", "a", "b", "ab", "aa", "aab", "aaab", "abb", "abab", "ba", "a^b", "a$b", "^a$", "aZ", "abZ", "A", "1",
@@ -193,3 +195,64 @@ def test_a_tree_is_written_as_one_regex():
     assert as_regex(read_regex("^a(b|[^c])?$")) == "a(?:b|[^c]){0,1}"
     assert as_regex(read_regex(".")) == r"[^\x0a]"
     assert as_regex(read_regex(r"[\s\S]")) == r"(?:.|\n)"
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "named"),
+    [
+        ("regex", "é", "'é'"),
+        ("regex", "caf[eé]", "'é'"),
+        ("regex", r"a|(?:b\u{e9})?", "'é'"),
+        ("regex", "[é-ü日]{1,3}", "'é'"),
+        ("regex", "[a-zß]", "'ß'"),
+        ("regex", r"[\sé]", "'é'"),
+        ("regex", r"[^\x00-\x7f]", "none of a class that holds nearly all but ASCII"),
+        ("json", '{"enum": ["a", "é"]}', "'enum' at '#'"),
+        ("json", '{"type": "array", "items": {"enum": ["日"]}}', "'enum' at '#/items'"),
+        (
+            "json",
+            '{"type": "object", "properties": {"é": {"type": "string"}}, "required": ["é"]}',
+            "'properties' at '#'",
+        ),
+    ],
+)
+def test_the_enforcer_refuses_characters_that_are_not_a_token(kind, source, named):
+    pytest.importorskip(EnforcerBackend.library)
+    spec = GrammarSpec(EnforcerBackend.name, kind, source)
+    assert not EnforcerBackend.refuse(spec)
+    with pytest.raises(UnsupportedFeature) as caught:
+        EnforcerBackend(Vocabulary(BYTES)).compile(spec)
+    assert "it writes whole characters only" in str(caught.value)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "[^a]"),
+        ("regex", ".+"),
+        ("regex", r"a\sb\S"),
+        ("regex", r"\x07[ab]"),
+        ("json", '{"type": "string"}'),
+        ("json", '{"enum": ["a"]}'),
+        ("choice", '["é"]'),
+    ],
+)
+def test_the_enforcer_serves_what_ascii_can_begin(kind, source):
+    pytest.importorskip(EnforcerBackend.library)
+    backend = EnforcerBackend(Vocabulary(BYTES))
+    words = np.zeros((1, backend.vocabulary.num_words), np.int32)
+    backend.compile(GrammarSpec(EnforcerBackend.name, kind, source)).matcher().fill_bitmask(
+        words, 0
+    )
+    assert words.any()
+
+
+def test_a_null_character_has_its_escape():
+    with pytest.raises(NotRead, match=r"write \\x00"):
+        read_regex(r"a\0")
+    with pytest.raises(RequestError, match=r"\\x00"):
+        accepted(GuidanceBackend, r"a\0", [])

@@ -10,6 +10,7 @@ Source of the syntax: the page of Rust's crate ``regex``, which guidance and out
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NoReturn
 
 from headrace_engine.structured.gbnf import (
@@ -22,6 +23,7 @@ from headrace_engine.structured.gbnf import (
     Repeated,
     Text,
     characters,
+    children,
     others,
 )
 
@@ -42,6 +44,7 @@ _SETS = {
     "S": others(list(_SPACE)),
 }
 _UNEQUAL = {
+    "0": r"\0 is not one of the escapes; write \x00",
     "d": r"\d is any decimal digit of Unicode; write [0-9]",
     "D": r"\D is anything but a decimal digit of Unicode; write [^0-9]",
     "w": r"\w is any letter, digit or connector of Unicode; write [0-9A-Za-z_]",
@@ -72,6 +75,33 @@ def regex_refusals(pattern: str) -> list[str]:
     except NotRead as reason:
         return [str(reason)]
     return []
+
+
+def leaves(node: Node) -> Iterator[Text | Characters]:
+    """The texts and classes of a tree without references, in no order."""
+    pending = [node]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, (Text, Characters)):
+            yield found
+        else:
+            pending += children(found)
+
+
+def named_ranges(node: Text | Characters) -> list[tuple[int, int]]:
+    r"""The code points that a text or class names, as ranges with both ends.
+
+    Classes that hold the last character of Unicode (negated ones, ``.``, ``\S``) name none, and ``\s`` does
+    not name its own: they stand for whatever is there.
+    """
+    if isinstance(node, Text):
+        return [(ord(character), ord(character)) for character in node.text]
+    ranges = list(node.ranges)
+    if ranges[-1][1] == LAST_CHARACTER:
+        return []
+    if all(any(a <= low and high <= b for a, b in ranges) for low, high in _SPACE):
+        return [item for item in ranges if item not in _SPACE]
+    return ranges
 
 
 class _Reader:

@@ -25,7 +25,7 @@ _OURS: Mapping[str, str] = {
     "^look-around, including":
         "a regex must not hold look-ahead or look-behind, (?=...) for example",
     "^backreferences are not":
-        "a regex must not hold back-references (\\1)",
+        "a regex must not hold back-references (\\1) or octal escapes; \\0 is written \\x00",
     "^hexadecimal literal is not a Unicode scalar":
         "an escaped code point must be a character: at most 10FFFF, and not half of a surrogate pair",
     "^decimal literal invalid":

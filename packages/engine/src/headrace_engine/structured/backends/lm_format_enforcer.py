@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.errors import HeadraceError
-from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed
+from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed, refuse
 from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.backends.token_automaton import TokenAutomaton, TokenCharacters
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.regex import as_regex, read_regex, regex_refusals
+from headrace_engine.structured.gbnf import LAST_CHARACTER, Characters, Node
+from headrace_engine.structured.regex import (
+    as_regex,
+    leaves,
+    named_ranges,
+    read_regex,
+    regex_refusals,
+)
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 from headrace_engine.structured.state_matcher import StateMatcher, Words
 
@@ -34,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_MASKS = 256
 """States of one regex whose masks are kept."""
+_WHOLE = "it writes whole characters only, and the vocabulary has no token for"
 KEYWORDS = frozenset({"additionalProperties", "enum", "items", "properties", "required", "type"})
 
 
@@ -88,14 +97,59 @@ class EnforcerBackend(LibraryBackend):
             return self._choices(spec.source)
         try:
             if spec.kind == "regex":
-                return RegexGrammar(as_regex(read_regex(spec.source)), self)
-            return SchemaGrammar(parse_json(spec.source, spec.kind), self)
+                tree = read_regex(spec.source)
+                self._check(spec, self._regex_reasons(tree))
+                return RegexGrammar(as_regex(tree), self)
+            schema = parse_json(spec.source, spec.kind)
+            self._check(spec, self._schema_reasons(schema))
+            return SchemaGrammar(schema, self)
         except RecursionError:
             raise malformed(spec.kind, "nested too deep") from None
         except (MemoryError, HeadraceError):
             raise
         except Exception:  # of interegular: classes that share no base
             raise self._not_served(spec) from None
+
+    @cached_property
+    def _codes(self) -> list[int]:
+        """The code points that are a token each, sorted."""
+        return sorted({ord(text) for text in self.texts.values() if len(text) == 1})
+
+    def _check(self, spec: GrammarSpec, reasons: Iterable[str]) -> None:
+        """Raises UnsupportedFeature for the first reason, if there is one."""
+        for reason in reasons:
+            raise refuse(spec, [reason])
+
+    def _regex_reasons(self, tree: Node) -> Iterator[str]:
+        for leaf in leaves(tree):
+            yield from self._unwritten(named_ranges(leaf))
+            if isinstance(leaf, Characters) and leaf.ranges[-1][1] == LAST_CHARACTER:
+                codes = self._codes
+                starts = (bisect_left(codes, low) for low, _ in leaf.ranges)
+                if not any(
+                    at < len(codes) and codes[at] <= high
+                    for at, (_, high) in zip(starts, leaf.ranges)
+                ):
+                    yield f"{_WHOLE} none of a class that holds nearly all but ASCII"
+
+    def _schema_reasons(self, schema: Any) -> Iterator[str]:
+        for pointer, found in subschemas(schema):
+            if not isinstance(found, Mapping):
+                continue
+            for keyword in ("enum", "properties"):
+                for text in found.get(keyword, ()):
+                    for reason in self._unwritten([(ord(c), ord(c)) for c in text]):
+                        yield Refusal.of(keyword, pointer, reason)
+
+    def _unwritten(self, ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
+        """Why these characters cannot be written: the first of each range that is not a token."""
+        codes = self._codes
+        for low, high in ranges:
+            code, at = max(low, 0x80), bisect_left(codes, max(low, 0x80))
+            while code <= high and at < len(codes) and codes[at] == code:
+                code, at = code + 1, at + 1
+            if code <= high:
+                yield f"{_WHOLE} {chr(code)!r}"
 
     def regex_parser(self, pattern: str) -> RegexParser:
         """The library's parser of a regex."""
