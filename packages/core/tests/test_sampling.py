@@ -91,6 +91,12 @@ def test_structured_outputs_wants_exactly_one_constraint():
     with pytest.raises(RequestError, match="at least one"):
         StructuredOutputsParams(choice=[])
     assert StructuredOutputsParams(json=True).kind == "json"
+    assert StructuredOutputsParams(json=False).kind == "json"
+    assert StructuredOutputsParams(json_object=False, json=False).kind == "json"
+    with pytest.raises(RequestError, match="exactly one"):
+        StructuredOutputsParams(json=False, regex="a")
+    with pytest.raises(RequestError, match="exactly one"):
+        StructuredOutputsParams(json_object=False)
     assert StructuredOutputsParams(json_object=True, regex=None).kind == "json_object"
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.spec("API-STRUCT")
         (
             "response_format",
             {"type": "json_schema", "json_schema": {"name": "n", "schema": False}},
-            {"json": {"not": {}}},
+            {"json": False},
         ),
         (
             "response_format",
@@ -99,7 +99,9 @@ GBNF = 'root ::= "a" b-1{2,} # two\nb-1 ::= [^\\n]\n'
     ("fields", "expected"),
     [
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
-        ({"response_format": {"type": "json_object", "schema": False}}, {"json": {"not": {}}}),
+        ({"response_format": {"type": "json_object", "schema": False}}, {"json": False}),
+        ({"structured_outputs": {"json": False}}, {"json": False}),
+        ({"guided_json": False}, {"json": False}),
         (
             {"response_format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
             {"json": SCHEMA},

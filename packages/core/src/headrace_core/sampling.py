@@ -93,7 +93,7 @@ class StructuredOutputsParams:
             if type(value) not in (str, bool, type(None)):
                 with contextlib.suppress(RecursionError):  # it is refused later, by its depth
                     setattr(self, name, own_json(value))
-        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs: exactly one constraint must be given, not {given or 'none'}; "
@@ -134,7 +134,15 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """Which of :data:`CONSTRAINTS` is given."""
-        return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[str]:
+        """The kinds that are given; ``json = False`` is the schema that admits nothing."""
+        return [
+            name
+            for name in CONSTRAINTS
+            if getattr(self, name) not in (None, False) or (name == "json" and self.json is False)
+        ]
 
 
 @dataclass

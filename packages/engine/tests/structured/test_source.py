@@ -130,6 +130,21 @@ def test_a_schema_that_looks_like_a_wrapper_stays(schema):
     assert json.loads(source_of(params, StructuredOutputsConfig()).text) == schema
 
 
+@pytest.mark.parametrize("given", [False, "false", {"schema": False, "name": "n"}])
+def test_the_schema_false_admits_nothing(given):
+    with pytest.raises(RequestError) as caught:
+        source_of(StructuredOutputsParams(json=given), CONFIG)
+    assert str(caught.value) == "structured_outputs.json: 'false' at '#': no value satisfies it"
+
+
+@pytest.mark.parametrize("given", [{"not": {}}, {"not": True, "type": "string"}])
+def test_a_schema_that_excludes_everything_admits_nothing(given):
+    with pytest.raises(RequestError) as caught:
+        source_of(StructuredOutputsParams(json=given), CONFIG)
+    told = "'not' at '#': it excludes every value, so no value satisfies the schema"
+    assert told in str(caught.value)
+
+
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar", "outlines", "lm-format-enforcer"])
 @pytest.mark.parametrize("value", [True, False])
 def test_required_on_a_property_itself_demands_nothing(backend, value):

@@ -170,8 +170,7 @@ def _of_spelling(field: str, value: Any) -> StructuredOutputsParams:
         check_schema(field, value)
     if value == "":
         raise RequestError(f"{field} = '': must not be empty", param=field)
-    # False would be read as "no constraint given"; it is the schema that nothing satisfies.
-    values: dict[str, Any] = {kind: {"not": {}} if value is False else value}
+    values: dict[str, Any] = {kind: value}
     return StructuredOutputsParams(**values)
 
 
@@ -238,8 +237,7 @@ def _schema(given: ResponseFormat) -> dict[str, Any] | bool:
             f"{name}: must be given: the JSON schema itself, beside 'name' and 'strict'", param=name
         )
     check_schema(name, schema)
-    # False would be read as "no constraint given"; it is the schema that nothing satisfies.
-    return {"not": {}} if schema is False else schema
+    return schema
 
 
 def _tag(given: ResponseFormat) -> dict[str, Any]:
@@ -276,8 +274,6 @@ def constraint_of(given: StructuredOutputs) -> StructuredOutputsParams:
     for name in ("json", "structural_tag"):
         if values[name] is not None:
             check_schema(f"structured_outputs.{name}", values[name])
-    if values["json"] is False:
-        values["json"] = {"not": {}}
     for name in CONSTRAINTS:
         if values[name] == "":
             raise RequestError(

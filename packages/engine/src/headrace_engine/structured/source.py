@@ -60,6 +60,10 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
         _check_schema(schema, kind, config, home)
         if schema is False:
             raise malformed(kind, "'false' at '#': no value satisfies it")
+        if isinstance(schema, Mapping) and schema.get("not") in (True, {}):
+            raise malformed(
+                kind, "'not' at '#': it excludes every value, so no value satisfies the schema"
+            )
         text = _dump({} if schema is True else _plain_schema(schema, closed), kind)
     elif kind == "structural_tag":
         text = _json_text(given, kind, config)
