@@ -132,7 +132,7 @@ def references(node: Node) -> Iterator[str]:
         pending += children(found)
 
 
-def _endless(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
+def endless(rules: Mapping[str, Rule]) -> Iterator[tuple[str, Rule]]:
     """Rules that no text satisfies: whichever way is taken, it leads to one of them again."""
     left = dict(rules)
     used_by: dict[str, list[str]] = {name: [] for name in rules}
@@ -201,7 +201,7 @@ class _Reader:
                 self._fail(f"there is no rule {name_[:64]!r}", at)
         if ROOT not in found:
             raise malformed("grammar", f"there is no rule {ROOT!r}, with which a grammar begins")
-        for name_, rule in _endless(found):
+        for name_, rule in endless(found):
             raise malformed(
                 "grammar",
                 f"line {rule.line}: the rule {name_[:64]!r} never ends, as each of its alternatives needs it "

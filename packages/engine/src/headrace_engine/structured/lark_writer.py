@@ -21,6 +21,7 @@ from headrace_engine.structured.gbnf import (
     is_lark,
     read,
 )
+from headrace_engine.structured.lark_reader import check_end
 from headrace_engine.structured.lexemes import LexemePlan, lexeme_plan
 from headrace_engine.structured.recursion import with_loops
 
@@ -43,9 +44,12 @@ def as_lark(source: str, *, cut: bool = True) -> Lark:
         cut: cut lexemes where they would be too long; False: some texts of a grammar in GBNF may be refused.
 
     Raises:
-        RequestError: it is neither; names line and column.
+        RequestError: it is neither, or never ends; names line and column.
     """
-    return Lark(source, ()) if is_lark(source) else to_lark(read(source), cut=cut)
+    if is_lark(source):
+        check_end(source)
+        return Lark(source, ())
+    return to_lark(read(source), cut=cut)
 
 
 def to_lark(rules: Mapping[str, Rule], *, cut: bool = True) -> Lark:
