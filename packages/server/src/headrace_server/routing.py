@@ -188,6 +188,8 @@ class Call(Protocol):
         ...
 
 
+_FORM_FIELDS = "(structured_outputs, response_format or tools)"
+"""The fields of a chat that constrain the form, as the engine names them for an output that cannot go on."""
 _CONSTRAINT = re.compile(r"\bstructured_outputs(\.[a-z_]+)?\b")
 
 
@@ -217,7 +219,8 @@ def respell(error: RequestError, spelling: Mapping[str, str]) -> None:
     ours = error.param or ""
     theirs = spelling.get(ours)
     if not ours.startswith("structured_outputs"):
-        told = _CONSTRAINT.sub(lambda found: spelling.get(found[0], found[0]), str(error))
+        told = str(error).replace(_FORM_FIELDS, "(structured_outputs)")
+        told = _CONSTRAINT.sub(lambda found: spelling.get(found[0], found[0]), told)
         error.args = (told, *error.args[1:])
     if theirs is None:
         return
