@@ -41,7 +41,7 @@ async def test_a_byte_order_mark_is_ignored(connect: Any, url: str, body: Any) -
 async def test_a_mark_alone_is_not_json(connect: Any) -> None:
     answer = await connect().post(URL, content=BOM, headers=HEADERS)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the body is not valid JSON"
+    assert answer.json()["error"]["message"].startswith("the body is not valid JSON: it ends")
 
 
 def nested(depth: int, opening: bytes, closing: bytes) -> bytes:

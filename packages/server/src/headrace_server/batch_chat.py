@@ -85,7 +85,8 @@ class BatchChat:
         except RequestError as error:
             field = spelling.get(error.param or "", error.param or "")
             inside = field.startswith("messages") or field in ("prompt", "prompt_token_ids")
-            error.param = f"messages[{position}]" if inside else field or None
+            below = field.removeprefix("messages") if field.startswith("messages[") else ""
+            error.param = f"messages[{position}]{below}" if inside else field or None
             told = str(error)
             if told.startswith(("messages[", "messages:")):  # of this conversation
                 error.args = (f"messages[{position}]{told.removeprefix('messages')}",)

@@ -13,6 +13,7 @@ from fastapi import Request
 from msgspec import UNSET, UnsetType
 
 from headrace_core.engine import OutputStream
+from headrace_core.errors import RequestError
 from headrace_core.output import CompletionOutput, Logprobs, RequestOutput
 from headrace_core.request import Prompt
 from headrace_server import convert
@@ -31,6 +32,7 @@ from headrace_server.protocol.completions import (
 )
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
+from headrace_server.routing import respell
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
 from headrace_server.structured import asked_of, spelling_of
@@ -188,7 +190,17 @@ class Completion:
     def _outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs of all prompts, each with its prompt's position. Closing aborts."""
         streams = [self._generate(i, prompt) for i, prompt in enumerate(self._prompts)]
-        return Numbered(streams[0]) if len(streams) == 1 else merge(streams)
+        blame = self._name_prompt
+        return Numbered(streams[0], blame) if len(streams) == 1 else merge(streams, blame)
+
+    def _name_prompt(self, position: int, error: RequestError) -> None:
+        """Of several prompts, name the one that an error is about."""
+        given = self.body.prompt
+        if not isinstance(given, list) or isinstance(given[0], int):
+            return
+        index = position - (len(self._prompts) - len(given))  # embeddings come first
+        if index >= 0:
+            respell(error, dict.fromkeys(("prompt", "prompt_token_ids"), f"prompt[{index}]"))
 
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)

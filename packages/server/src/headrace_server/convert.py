@@ -322,10 +322,18 @@ def as_chat(values: dict[str, Any], spelling: Mapping[str, str]) -> ChatRequest:
         problems = []
         for problem in error.errors():
             place = place_in(values, problem["loc"], problem["type"]) or problem["loc"]
-            field, *rest = place
-            where = ("body", *spelling.get(str(field), str(field)).split("."), *rest)
+            where = ("body", *_respelled(place, spelling))
             problems.append({**problem, "loc": where})
         raise RequestValidationError(problems) from error
+
+
+def _respelled(place: Sequence[str | int], spelling: Mapping[str, str]) -> tuple[str | int, ...]:
+    """A place of the chat as the client spells it: by the longest of its beginnings that has a spelling."""
+    for end in range(len(place), 0, -1):
+        theirs = spelling.get(".".join(map(str, place[:end])))
+        if theirs is not None:
+            return (*theirs.split("."), *place[end:])
+    return tuple(place)
 
 
 def chat_params(
@@ -499,15 +507,14 @@ def _is_audio(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in MEDIA_PARTS
 
 
-def text_part(where: str, part: str | dict[str, Any], param: str = "messages") -> dict[str, str]:
+def text_part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
     """A part of a message in its one form.
 
     Args:
-        where: the part's place, for messages.
-        param: the field to blame.
+        where: the part's place.
 
     Raises:
-        RequestError: it is no text.
+        RequestError: it is no text; names the place.
     """
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -517,15 +524,15 @@ def text_part(where: str, part: str | dict[str, Any], param: str = "messages") -
     if kind in _MEDIA_KEYS:
         raise UnsupportedFeature(
             f"{where}: parts of type {kind!r} are not served; this model takes text only",
-            param=param,
+            param=f"{where}.type" if "type" in part else where,
         )
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise RequestError(
             f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXT_PARTS)}",
-            param=param,
+            param=f"{where}.type",
         )
     text = part.get(key)
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{key}: must be a string", param=param)
+        raise RequestError(f"{where}.{key}: must be a string", param=f"{where}.{key}")
     return {"type": "text", "text": text}

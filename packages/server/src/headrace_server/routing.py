@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError
+from headrace_server import json_faults
 from headrace_server.errors import BodyRefused, ClientGone, ErrorResponse
 from headrace_server.json_counts import Counts, exceeds, nesting
 from headrace_server.offload import pieces
@@ -115,7 +116,8 @@ class JsonRequest(Request):
         try:
             data = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
+            why = json_faults.reason(body, error)
+            raise BodyRefused("HR-REQ-006", f"the body is not valid JSON: {why}") from error
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
             raise BodyRefused("HR-REQ-006", f"the body has more than {MAX_FIELDS} fields")
         if self._field is None:

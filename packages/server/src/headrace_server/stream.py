@@ -16,7 +16,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace_core import failpoints
 from headrace_core.engine import OutputStream
+from headrace_core.errors import RequestError
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
 from headrace_server.http import DirectWrite, NumUntaken, direct_write, num_untaken
@@ -166,20 +167,35 @@ class Pour:
             await writer.write_large(data)
 
 
+Blame: TypeAlias = Callable[[int, RequestError], None]
+"""Is told of a refusal and the position of the stream that it came from, before anybody else."""
+
+
+def _nobody(position: int, error: RequestError) -> None:
+    """Leave an error as it is."""
+
+
 class Numbered(AsyncIterator[tuple[int, T]]):
     """The items of one stream as :func:`merge` would give them, at less cost."""
 
-    def __init__(self, stream: AsyncIterator[T]) -> None:
+    def __init__(self, stream: AsyncIterator[T], blame: Blame = _nobody) -> None:
         self.stream = stream
+        self._blame = blame
 
     async def __anext__(self) -> tuple[int, T]:
-        return 0, await self.stream.__anext__()
+        try:
+            return 0, await self.stream.__anext__()
+        except RequestError as error:
+            self._blame(0, error)
+            raise
 
     async def aclose(self) -> None:
         await close(self.stream)
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+async def merge(
+    streams: Sequence[AsyncIterator[T]], blame: Blame = _nobody
+) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several streams as they come, each with its stream's position.
 
     The first item comes once the engine has taken all requests in: if it refuses one, that error
@@ -187,7 +203,9 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
     """
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
     failures: list[Exception] = []
-    pumps = [asyncio.create_task(_pump(i, s, queue, failures)) for i, s in enumerate(streams)]
+    pumps = [
+        asyncio.create_task(_pump(i, s, queue, failures, blame)) for i, s in enumerate(streams)
+    ]
     try:
         given: Sequence[object] = streams
         await asyncio.gather(*(s.decided() for s in given if isinstance(s, OutputStream)))
@@ -211,11 +229,14 @@ async def _pump(
     stream: AsyncIterator[T],
     queue: asyncio.Queue[tuple[int, T] | BaseException | None],
     failures: list[Exception],
+    blame: Blame,
 ) -> None:
     try:
         async for item in stream:
             await queue.put((position, item))
     except Exception as error:
+        if isinstance(error, RequestError):
+            blame(position, error)
         failures.append(error)
         await queue.put(error)
     else:

@@ -20,6 +20,7 @@ from headrace_server import convert
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import LEAST, bytes_of, finite, prompt_logprobs
 from headrace_server.offload import cost_of, encoded
+from headrace_server.protocol.structured import StructuredOutputs
 from headrace_server.protocol.tokens import (
     ChunkGeneratedPosition,
     ChunkGeneratedToken,
@@ -34,12 +35,23 @@ from headrace_server.protocol.tokens import (
 )
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
+from headrace_server.routing import respell
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, Pour, close, event
 from headrace_server.structured import constraint_of
 
 _FEW = 32
 """Positions up to which log-probabilities are made of objects, which their reader encodes."""
+
+
+_SAMPLING_SPELLING: Mapping[str, str] = {
+    name: f"sampling_params.{name}"
+    for name in (
+        *TokenSampling.model_fields,
+        *(f"structured_outputs.{f.alias or n}" for n, f in StructuredOutputs.model_fields.items()),
+    )
+}
+"""The engine's names of sampling fields -> the client's."""
 
 
 class TokenGeneration:
@@ -49,7 +61,11 @@ class TokenGeneration:
         RequestError: naming the field.
     """
 
-    spelling: Mapping[str, str] = {"prompt": "token_ids", "prompt_token_ids": "token_ids"}
+    spelling: Mapping[str, str] = {
+        "prompt": "token_ids",
+        "prompt_token_ids": "token_ids",
+        **_SAMPLING_SPELLING,
+    }
     """The engine's names of fields -> the client's."""
 
     def __init__(self, body: GenerateRequest, request: Request, state: ServerState) -> None:
@@ -188,11 +204,21 @@ def _token(token_id: int, entry: Logprob | None) -> ChunkGeneratedToken:
 def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> SamplingParams:
     sampling = body.sampling_params
     sampling.check_fields(state, "sampling_params")
-    convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
     convert.check_priority(body.priority, model)
     convert.check_logprobs("sampling_params.logprobs", sampling.logprobs, model)
     convert.check_logprobs("sampling_params.prompt_logprobs", sampling.prompt_logprobs, model)
     _refuse_texts(sampling)
+    try:
+        return _sampling_params(body, model)
+    except RequestError as error:
+        respell(error, _SAMPLING_SPELLING)
+        raise
+
+
+def _sampling_params(body: GenerateRequest, model: ServedModel) -> SamplingParams:
+    """The parameters by the names that the engine has for them."""
+    sampling = body.sampling_params
+    convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
     return convert.sampling_params(
         sampling,
         model,

@@ -39,6 +39,9 @@ MAX_FORCED_CALLS = 16
 """Calls of one answer that must call: more than models are trained to make at once, and an end for
 those that would go on until ``max_tokens``."""
 
+_MAX_SHOWN = 100
+"""Characters of a value that a message quotes."""
+
 MAX_FORM = 1_000_000
 """Characters of a form of forced calls; formats that would need more have them as JSON, whose form
 is shorter. Engines take a constraint of 1 MiB by default."""
@@ -107,7 +110,7 @@ def plan_tools(
     if choice == "none":
         return ToolPlan()
     if not tools:
-        raise RequestError(f"tool_choice = {_shown(choice)}: needs tools", param="tool_choice")
+        raise RequestError(f"tool_choice = {shown(choice)}: needs tools", param="tool_choice")
     if choice == "auto":
         return _auto(tools, chosen, parallel, paths)
     forced = chosen if forces_own else None
@@ -218,17 +221,13 @@ def check_tools(tools: Sequence[Tool], paths: Sequence[str] = ()) -> None:
     paths = paths or [schema_path(index) for index in range(len(tools))]
     for index, tool in enumerate(tools):
         function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
+        if tool.get("type") != "function" or not isinstance(function, dict):
             where = paths[index].removesuffix(".function.parameters")
             raise RequestError(
                 f"{where}: must be {{'type': 'function', 'function': {{'name': ...}}}}",
-                param="tools",
+                param=where,
             )
-        check_name(_name_path(paths[index]), function["name"])
+        check_name(_name_path(paths[index]), function.get("name"))
         _check_parameters(paths[index], function.get("parameters"))
     check_distinct(tools, paths)
 
@@ -247,7 +246,7 @@ def check_name(field: str, name: object) -> str:
         raise RequestError(
             f"{field}{shown}: must be a string of 1 to {MAX_NAME} printable characters, without "
             f"spaces and without any of {NOT_IN_NAMES}",
-            param="tools",
+            param=field,
         )
     return name
 
@@ -269,7 +268,7 @@ def check_distinct(tools: Sequence[Tool], paths: Sequence[str]) -> None:
             raise RequestError(
                 f"{places[name]} and {where} are both {name[:64]!r}: each tool must have a name of "
                 "its own",
-                param="tools",
+                param=where,
             )
         places[name] = where
 
@@ -283,12 +282,12 @@ def _name_path(path: str) -> str:
 def _check_parameters(field: str, schema: object) -> None:
     """Raises RequestError unless it is None or a schema of objects, as a call's arguments are."""
     if not isinstance(schema, (dict, bool, type(None))):
-        raise RequestError(f"{field}: must be a JSON schema", param="tools")
+        raise RequestError(f"{field}: must be a JSON schema", param=field)
     kind = schema.get("type", "object") if isinstance(schema, dict) else "object"
     if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise RequestError(
             f"{field}.type = {kind!r:.100}: must be 'object': a call's arguments are one",
-            param="tools",
+            param=f"{field}.type",
         )
 
 
@@ -511,12 +510,14 @@ def _named(choice: Any) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or choice.get("type") != "function":
         raise RequestError(
-            f"tool_choice = {_shown(choice)}: must be 'none', 'auto', 'required' or "
+            f"tool_choice = {shown(choice)}: must be 'none', 'auto', 'required' or "
             "{'type': 'function', 'function': {'name': ...}}",
             param="tool_choice",
         )
     return name
 
 
-def _shown(choice: Any) -> str:
-    return json.dumps(choice, ensure_ascii=True)[:100]
+def shown(choice: Any) -> str:
+    """A ``tool_choice`` as messages quote it: JSON, of which so much as a line holds."""
+    text = json.dumps(choice, ensure_ascii=True)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

@@ -20,7 +20,7 @@ from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.protocol.sampling import CHAT_EXTENSIONS
 from headrace_server.structured import check_one_form, constrained_by, spelling_of
-from headrace_server.tool_calls import check_name, function_tool
+from headrace_server.tool_calls import check_name, function_tool, shown
 
 _COPIED = frozenset({*CHAT_EXTENSIONS, "stream", "temperature", "top_p"}) - {"chat_template_kwargs"}
 _LEAST_BUDGET = 1024
@@ -28,6 +28,8 @@ SPELLING: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
@@ -153,6 +155,9 @@ def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> 
     choice = body.tool_choice
     if choice is None or (not tools and choice.type == "auto"):
         return paths
+    if not tools and choice.type != "none":
+        sent = choice.model_dump(exclude_unset=True)
+        raise RequestError(f"tool_choice = {shown(sent)}: needs tools", param="tool_choice")
     if choice.disable_parallel_tool_use:
         values["parallel_tool_calls"] = False
     match choice.type:
@@ -173,14 +178,16 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedFeature(
             f"{where}: tools of type {str(kind)[:64]!r} are not known; functions have the type "
             "'custom', or none",
-            param="tools",
+            param=f"{where}.type",
         )
     name, schema = check_name(f"{where}.name", tool.get("name")), tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise RequestError(f"{where}.input_schema: must be an object", param="tools")
+        raise RequestError(
+            f"{where}.input_schema: must be an object", param=f"{where}.input_schema"
+        )
     about = tool.get("description")
     if about is not None and not isinstance(about, str):
-        raise RequestError(f"{where}.description: must be a string", param="tools")
+        raise RequestError(f"{where}.description: must be a string", param=f"{where}.description")
     parameters = schema if "type" in schema else {"type": "object", **schema}
     return function_tool(name, about, parameters, tool.get("strict"))
 

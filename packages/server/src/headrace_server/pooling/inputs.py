@@ -63,7 +63,7 @@ def texts_of(
     """
     if isinstance(given, ContentObject):
         parts = enumerate(given.content)
-        return [text_part(f"{field}.content[{i}]", part, field)["text"] for i, part in parts]
+        return [text_part(f"{field}.content[{i}]", part)["text"] for i, part in parts]
     several = given if isinstance(given, list) else [given]
     return [one if isinstance(one, str) else one.text for one in several]
 

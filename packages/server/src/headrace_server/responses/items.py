@@ -103,7 +103,7 @@ class _Conversation:
         if name is None:
             raise RequestError(
                 f"{where}.call_id = {call_id[:64]!r}: no call of that id comes before",
-                param="input",
+                param=f"{where}.call_id",
             )
         self.messages.append(
             {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
@@ -174,7 +174,8 @@ def _add(
             pass  # its result is in the answer that followed; the item holds none
         case OtherItem():
             raise UnsupportedFeature(
-                f"{where}: items of type {str(item.type)[:64]!r} are not served", param="input"
+                f"{where}: items of type {str(item.type)[:64]!r} are not served",
+                param=f"{where}.type",
             )
 
 
@@ -223,16 +224,17 @@ def _text(where: str, part: dict[str, Any]) -> str:
     if kind in _MEDIA:
         raise UnsupportedFeature(
             f"{where}: parts of type {kind!r} are not served; this model takes text only",
-            param="input",
+            param=f"{where}.type",
         )
     key = _TEXTS.get(kind) if isinstance(kind, str) else None
     text = None if key is None else part.get(key)
     if key is None:
         raise RequestError(
-            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXTS)}", param="input"
+            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXTS)}",
+            param=f"{where}.type",
         )
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{key}: must be a string", param="input")
+        raise RequestError(f"{where}.{key}: must be a string", param=f"{where}.{key}")
     return text
 
 

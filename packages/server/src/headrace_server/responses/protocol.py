@@ -272,6 +272,9 @@ class ResponseStreamOptions(RequestObject):
     """What a stream holds besides the answer."""
 
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
+    include_usage: bool = Field(
+        True, description="As in chats. The last event has the whole response, usage included."
+    )
 
 
 class ResponsesRequest(

@@ -20,6 +20,9 @@ SPELLING: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
@@ -137,5 +140,5 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         case other:
             raise RequestError(
                 f"text.format.type = {str(other)[:64]!r}: must be text, json_object or json_schema",
-                param="text.format",
+                param="text.format.type",
             )

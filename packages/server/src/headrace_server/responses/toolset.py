@@ -12,7 +12,7 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.foreign import without_foreign
 from headrace_server.harmony.messages import BUILTIN_TOOLS, split_recipient, tool_kind
 from headrace_server.protocol.base import check_size
-from headrace_server.tool_calls import check_distinct, check_name, function_tool
+from headrace_server.tool_calls import check_distinct, check_name, function_tool, shown
 from headrace_server.tools.base import Namespace, ToolServer, ToolServerUnreachable
 
 Family = Literal["mcp_call", "web_search_call", "code_interpreter_call"]
@@ -106,7 +106,7 @@ async def resolve_tools(
             raise UnsupportedFeature(
                 f"{where}: tools of type {str(kind)[:64]!r} are not served; served: function, mcp, "
                 + ", ".join(sorted(BUILTIN_TOOLS)),
-                param="tools",
+                param=f"{where}.type",
             )
     check_distinct(result.functions, result.paths)  # allowed_tools may leave one of them out
     result.client_names = frozenset(f["function"]["name"] for f in result.functions)
@@ -125,18 +125,18 @@ def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 async def _mcp(where: str, tool: Mapping[str, Any], server: ToolServer | None) -> Namespace:
     label = tool.get("server_label")
     if not isinstance(label, str):
-        raise RequestError(f"{where}.server_label: must be a string", param="tools")
+        raise RequestError(f"{where}.server_label: must be a string", param=f"{where}.server_label")
     for name in _REFUSED_MCP:
         if tool.get(name) is not None:
             raise UnsupportedFeature(
                 f"{where}.{name}: only the tool servers that the operator named are called "
                 "(--tool-server); leave it out",
-                param="tools",
+                param=f"{where}.{name}",
             )
     if tool.get("require_approval") not in (None, "never"):
         raise UnsupportedFeature(
             f"{where}.require_approval: must be 'never'; calls are made without asking",
-            param="tools",
+            param=f"{where}.require_approval",
         )
     return await _namespace(where, label, _allowed(where, tool.get("allowed_tools")), server)
 
@@ -146,11 +146,14 @@ def _allowed(where: str, given: Any) -> list[str] | None:
     if names is None:
         if given:
             raise UnsupportedFeature(
-                f"{where}.allowed_tools: must be a list of names, or hold tool_names", param="tools"
+                f"{where}.allowed_tools: must be a list of names, or hold tool_names",
+                param=f"{where}.allowed_tools",
             )
         return None
     if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise RequestError(f"{where}.allowed_tools: must be a list of names", param="tools")
+        raise RequestError(
+            f"{where}.allowed_tools: must be a list of names", param=f"{where}.allowed_tools"
+        )
     return names
 
 
@@ -159,7 +162,7 @@ async def _namespace(
 ) -> Namespace:
     if server is None:
         raise UnsupportedFeature(
-            f"{where}: this server calls no tools (--tool-server is not set)", param="tools"
+            f"{where}: this server calls no tools (--tool-server is not set)", param=where
         )
     try:
         space = await server.describe(label, names)
@@ -170,7 +173,7 @@ async def _namespace(
         raise RequestError(
             f"{where}: tool server {label[:64]!r} is not known; known: "
             + (", ".join(known) or "none"),
-            param="tools",
+            param=where,
         )
     return space
 
@@ -185,7 +188,7 @@ def _offer(result: ToolSet, where: str, space: Namespace, family: Family, harmon
         else:
             name = tool.name if tool.name not in taken else f"{space.label}_{tool.name}"
         if name in taken:
-            raise RequestError(f"{where}: two tools are called {name[:64]!r}", param="tools")
+            raise RequestError(f"{where}: two tools are called {name[:64]!r}", param=where)
         result.builtin[name] = BuiltinTool(space.label, tool.name, family)
         if not harmony:
             result.functions.append(function_tool(name, tool.description, tool.schema))
@@ -196,13 +199,15 @@ def _choose(result: ToolSet, choice: str | Mapping[str, Any]) -> None:
     if isinstance(choice, str):
         result.choice = _word(result, choice)
     elif choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        if not result.functions:
+            raise RequestError(f"tool_choice = {shown(choice)}: needs tools", param="tool_choice")
         result.choice = {"type": "function", "function": {"name": choice["name"]}}
     elif choice.get("type") == "allowed_tools":
         _allow(result, choice)
     else:
         raise UnsupportedFeature(
-            f"tool_choice = {str(dict(choice))[:100]!r}: must be auto, none, required, a function's "
-            "name or allowed_tools",
+            f"tool_choice = {shown(choice)}: must be 'auto', 'none', 'required', "
+            "{'type': 'function', 'name': ...} or {'type': 'allowed_tools', ...}",
             param="tool_choice",
         )
 
