@@ -46,7 +46,7 @@ async def test_an_error_names_the_conversation_and_ends_all(connect: Any) -> Non
     engine = FakeEngine()
     wrong = [*CHATS, [{"role": "user", "content": [{"type": "image_url"}]}]]
     told = await post(connect(engine), 400, messages=wrong)
-    assert told["error"]["param"] == "messages[3]"
+    assert told["error"]["param"] == "messages[3][0].content[0].type"
     begun = {request.request_id for request in engine.requests}
     assert begun <= {*engine.finished, *engine.aborted}
 

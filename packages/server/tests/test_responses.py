@@ -506,7 +506,9 @@ async def test_an_id_is_used_once(connect: Any, background: bool) -> None:
     assert (await client.get(f"{URL}/resp_mine")).status_code == 200
     await client.delete(f"{URL}/resp_mine")
     for _ in range(2):
-        assert (await refused(client, request_id="mine", tools=[{"type": "x"}]))["param"] == "tools"
+        assert (await refused(client, request_id="mine", tools=[{"type": "x"}]))[
+            "param"
+        ] == "tools[0].type"
     engine.reject = GenerateError("x")
     failed = await client.post(URL, json={"input": "Hi", "request_id": "mine"})
     assert failed.status_code == 500

@@ -129,7 +129,7 @@ async def test_pairs(connect: Any, body: Any, scores: list[float]) -> None:
         ({"text_1": "a", "queries": "a", "text_2": "a"}, "text_1"),
         ({"text_1": 1, "text_2": "a"}, "text_1"),
         ({"text_1": [[1]], "text_2": "a"}, "text_1[0]"),
-        ({"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}}, "text_2"),
+        ({"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}}, "text_2.content[0].type"),
         ({"text_1": "a", "text_2": {"content": []}}, "text_2.content"),
         ({"text_1": {"text": 1}, "text_2": "a"}, "text_1.text"),
         ({"text_1": {"image": "a"}, "text_2": "a"}, "text_1"),

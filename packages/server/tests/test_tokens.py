@@ -99,7 +99,10 @@ async def test_sampling_params_arrive(connect: Any) -> None:
         ({"sampling_params": {"logits_processors": []}}, "sampling_params.logits_processors"),
         ({"sampling_params": {"flat_logprobs": True}}, "sampling_params.flat_logprobs"),
         ({"sampling_params": {"extra_args": {"a": {"b": 1}}}}, "sampling_params.extra_args.a"),
-        ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "prompt_logprobs"),
+        (
+            {"sampling_params": {"prompt_logprobs": 1}, "stream": True},
+            "sampling_params.prompt_logprobs",
+        ),
         ({"sampling_params": {"max_tokens": 5000}}, "token_ids"),
     ],
 )

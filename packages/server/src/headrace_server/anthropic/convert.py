@@ -155,6 +155,8 @@ def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> 
     choice = body.tool_choice
     if choice is None or (not tools and choice.type == "auto"):
         return paths
+    if choice.type == "tool" and choice.name is None:
+        raise RequestError("tool_choice: type 'tool' needs a name", param="tool_choice")
     if not tools and choice.type != "none":
         sent = choice.model_dump(exclude_unset=True)
         raise RequestError(f"tool_choice = {shown(sent)}: needs tools", param="tool_choice")
@@ -162,8 +164,6 @@ def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> 
         values["parallel_tool_calls"] = False
     match choice.type:
         case "tool":
-            if choice.name is None:
-                raise RequestError("tool_choice: type 'tool' needs a name", param="tool_choice")
             values["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         case "any":
             values["tool_choice"] = "required"
