@@ -123,6 +123,24 @@ def test_an_empty_prompt_is_not_rendered(server):
         assert told["error"]["message"] == "prompt: must hold at least one token"
 
 
+@pytest.mark.spec("API-ERRORS")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_engine_s_errors_name_places_of_the_request(server, stream):
+    several = {"prompt": ["a", ""], "add_special_tokens": False, "stream": stream}
+    regex = {"token_ids": [5], "sampling_params": {"structured_outputs": {"regex": "("}}}
+    for path, body, place in (
+        ("/v1/completions", several, "prompt[1]"),
+        (
+            "/inference/v1/generate",
+            {**regex, "stream": stream},
+            "sampling_params.structured_outputs.regex",
+        ),
+    ):
+        status, told = post(server, path, body)
+        assert (status, told["error"]["param"]) == (400, place), told
+        assert told["error"]["message"].startswith(place)
+
+
 @pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize(
     "grammar", ['root ::= <think> "a"', 'root ::= "a" (="b")', "no grammar", r"root ::= [\d]"]
