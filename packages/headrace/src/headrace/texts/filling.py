@@ -208,7 +208,7 @@ class FillsUp(Vocabulary):
         if masks is None:
             masks = "attention_mask" in self.model_input_names
         if not ids:
-            made = {"attention_mask": []} if options.return_attention_mask else {}
+            made: dict[str, Any] = {"attention_mask": []} if options.return_attention_mask else {}
             return TokenizedText({**columns, **made})
         one = not isinstance(ids[0], list)
         if one:
