@@ -233,7 +233,10 @@ async def test_sparse(connect: Any) -> None:
         ({"input": "a", "endianness": "big"}, "endianness"),
         ({"input": "a", "mm_processor_kwargs": {"x": 1}}, "mm_processor_kwargs"),
         ({"input": "a", "request_id": "a b"}, "request_id"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": CHAT, "chat_template": "x"}, "chat_template"),
     ],
 )
