@@ -255,7 +255,7 @@ def with_xgrammar() -> Iterator[RunningServer]:
 def test_a_constraint_means_the_same_with_xgrammar(
     with_xgrammar: RunningServer, fields: dict[str, Any], text: tuple[str, ...] | None
 ) -> None:
-    """What xgrammar would read otherwise is served by another backend."""
+    """Another backend serves the regexes that xgrammar would read otherwise."""
     body = {"messages": HI, "max_tokens": 60, "temperature": 1.0, "seed": 1, **fields}
     status, answer = post(with_xgrammar, "/v1/chat/completions", body)
     assert status == 200, answer

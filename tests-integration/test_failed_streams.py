@@ -88,7 +88,7 @@ def test_a_call_that_was_being_written_is_not_completed(client, name):
 @pytest.mark.spec("API-RESPONSES-STREAM")
 @pytest.mark.spec("API-ANTHROPIC")
 def test_a_call_that_is_cut_anywhere(server, client):
-    """What Anthropic's client makes of a stream is the whole answer's input: the members that are
+    """Anthropic's client makes the whole answer's input of a stream: the members that are
     complete. What a response says of the call is as far as it came, and whether that is all."""
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
         seen = set()

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import constrained
-import httpx2
 import jsonschema
 import numpy as np
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from posted import post, stream
 from servers import serving
 
 from headrace import EngineArgs
@@ -461,20 +461,6 @@ def test_the_other_protocols(servers: Servers, parser: str, limit: int) -> None:
         if event["type"] == "content_block_start"
     ]
     assert set(kinds) <= {"tool_use"}
-
-
-def post(url: str, body: Any) -> Any:
-    answer = httpx2.post(url, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def stream(url: str, body: Any) -> list[Any]:
-    """The events of a streamed answer."""
-    answer = httpx2.post(url, json={**body, "stream": True}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 # The demo model, which was trained to call in the Hermes manner

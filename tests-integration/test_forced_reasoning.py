@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import constrained
-import httpx2
 import pytest
+from posted import post, stream
 
 from headrace import EngineArgs
 from headrace.assembly import connect
@@ -78,7 +78,7 @@ class Case(NamedTuple):
     text: str
     """The answer, marks included."""
     opening: str = ""
-    """What the template writes behind the head of the answer."""
+    """The text that the template writes behind the head of the answer."""
     thought: str = "why"
     switches: dict[str, Any] = {}  # noqa: RUF012
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -274,20 +274,6 @@ def _common(url: str, case: Case) -> dict[str, Any]:
         "chat_template_kwargs": {"opening": case.opening, **case.switches},
         "headrace_xargs": {"script": [*script, constrained.EOS]},
     }
-
-
-def post(url: str, body: Any) -> Any:
-    answer = httpx2.post(url, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def stream(url: str, body: Any) -> list[Any]:
-    """The events of a streamed answer."""
-    answer = httpx2.post(url, json={**body, "stream": True}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def test_forced_calls_behind_the_reasoning(served: tuple[Served, list[Case]]) -> None:

@@ -137,7 +137,7 @@ async def test_a_byte_order_mark_begins_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("depth", [1500, 600])
 async def test_a_line_that_is_nested_too_deeply(tmp_path: Path, depth: int) -> None:
-    """What cannot be decoded is refused with the file, what a body may not have alone."""
+    """The file is refused for a line that cannot be decoded; a body that is too deep is refused alone."""
     deep = "[" * depth + "]" * depth
     text = json.dumps(line(0)).replace('"body": {', f'"body": {{"x": {deep}, ')
     source = write(tmp_path / "in", [line(1)])

@@ -183,7 +183,7 @@ def test_sampling_options_that_do_not_exist(
 
 
 def test_hints_cover_the_server_s_spellings() -> None:
-    """Of constraints: what a client may write in a request is known here by the same names."""
+    """The names that a client may give a constraint are known here, too."""
     from headrace_server.structured import SPELLINGS
 
     assert SPELLINGS.items() <= CONSTRAINT_NAMES.items()

@@ -57,7 +57,8 @@ def test_nothing_is_suggested_where_nothing_is_near(flags: list[str], typed: str
 
 def test_suggestions_are_few_and_the_nearest_come_first(flags: list[str]) -> None:
     found = near_names("--max-num", flags)
-    assert 1 <= len(found) <= 3
+    assert len(found) == 3
+    assert found[0] == "--max-num-seqs"
     assert near_names("x" * 100_000, flags) == []
     assert near_names("", flags) == []
 

@@ -112,7 +112,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 """Further values of towers' configs, by the whole's class."""
 ADAPTOR = {"hidden_size": 64, "intermediate_size": 16}
-"""Of what makes a language model's vectors of sound."""
+"""Config of the part that makes a language model's vectors of sound."""
 OTHERS: dict[str, dict[str, Any]] = {
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 130}},
     "Granite4VisionForConditionalGeneration": {

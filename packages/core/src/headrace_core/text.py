@@ -172,7 +172,7 @@ class ToolCallParser(ABC):
     needs_special_tokens: ClassVar[bool] = False
     """Whether the format's marks are special tokens, which output texts otherwise leave out."""
     forms_include_reasoning: ClassVar[bool] = False
-    """Whether :meth:`strict_form` and :meth:`forced_form` describe the reasoning, too. Beside a
+    """True: :meth:`strict_form` and :meth:`forced_form` describe the reasoning, too. Beside a
     reasoning format with :attr:`ReasoningParser.calls_before_end` they hold from the first token on."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -282,7 +282,7 @@ class ReasoningParser(ABC):
 
     @classmethod
     def may_reason(cls, chat_template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether an answer may begin with reasoning that its prompt has neither begun nor ended.
+        """True if an answer may begin with reasoning that its prompt has neither begun nor ended.
 
         Args:
             chat_template_kwargs: as in :class:`AnswerContext`.

@@ -194,7 +194,7 @@ class Completion:
         return Numbered(streams[0], blame) if len(streams) == 1 else merge(streams, blame)
 
     def _name_prompt(self, position: int, error: RequestError) -> None:
-        """Of several prompts, name the one that an error is about."""
+        """Name the prompt that an error is about, where a request has several."""
         given = self.body.prompt
         if not isinstance(given, list) or isinstance(given[0], int):
             return

@@ -23,7 +23,7 @@ ABSENT: Mapping[str, str] = {
     "prepare_seq2seq_batch": "give text_target to a call",
     "parse_response": "LLM.chat() and the server parse answers",
     "response_schema": "the server's tool and reasoning parsers read answers",
-    "slow_tokenizer_class": "there is no slow form of it",
+    "slow_tokenizer_class": "it has one form, the fast one",
     "vocab_file": "it is read from tokenizer.json",
     "sp_model": "it is read from tokenizer.json",
     "vocab_files_names": "it is read from tokenizer.json",
