@@ -7,6 +7,8 @@ the same way, so that the native library is compiled by the first session and fo
 others; the session ``wheels`` builds in isolation, as a user's pip does.
 
 Environment variables: ``HEADRACE_DISCARD=1`` removes a session's environment as soon as it has run.
+``HEADRACE_TESTS=full`` runs tests of many cases whole, which else run a sample of them; so does
+``nox -s full``. ``HEADRACE_TEST_SEED`` repeats a sample.
 ``HEADRACE_TORCH`` and ``HEADRACE_TRITON`` are the requirements installed for these two.
 ``HEADRACE_TORCH_INDEX`` is the package index that is asked for torch besides pip's own; empty for none.
 """
@@ -34,13 +36,19 @@ TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
 BACKENDS = ("hatchling>=1.27", "scikit-build-core[hatchling]>=1.1", "editables")
 LAYERS = ROOT / ".nox" / "layers"
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
+TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "sampled")
+"""``full`` or ``sampled``; ``nox -s full`` is known by its name, before any session begins."""
+RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.6"
+STUBS = ("types-PyYAML", "types-tqdm")
 PACKAGES = (
-    "core", "kernels", "attention", "quant", "models", "distributed", "multimodal", "engine",
-    "server", "demo", "headrace",
+    "core", "reference", "testing", "kernels", "attention", "quant", "models", "multimodal",
+    "engine", "server", "demo", "headrace",
 )  # fmt: skip
 LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
-"""Packages that know core and nothing else of headrace."""
-WITHOUT_TORCH = ("server", "demo", "multimodal")
+"""Packages that know core and nothing else of headrace; their tests may use reference and testing."""
+BASE = ("core", "reference", "testing")
+"""Installed first and without their extras, which name each other: pip before 23.1 finds no way in."""
+WITHOUT_TORCH = ("core", "server", "demo", "multimodal")
 WITH_TRITON = ("kernels", "engine")
 
 CLIENTS = {
@@ -51,8 +59,8 @@ CLIENTS = {
 }
 """Environment -> what it holds, and the files of tests-clients that run in it."""
 OLDEST = (
-    "packages/core/tests", "--ignore=packages/core/tests/reference",  # msgspec, numpy
-    "packages/engine/tests/intake",  # tokenizers, jinja2
+    "packages/core/tests",  # msgspec
+    "packages/engine/tests/input_processing",  # tokenizers, jinja2
     "packages/engine/tests/structured",  # llguidance
     "--ignore=packages/engine/tests/structured/test_numbers.py",  # needs xgrammar and outlines
     "packages/engine/tests/clients",  # pyzmq
@@ -132,37 +140,39 @@ def _path(package: str, extra: str = "") -> str:
     return f"./packages/{package}{f'[{extra}]' if extra else ''}"
 
 
-def _install_from_tree(session: nox.Session, *paths: str, constraints: Path | None = None) -> None:
-    """Install packages of the tree so that edits are seen, built by what all sessions share."""
+def _install_from_tree(
+    session: nox.Session, *paths: str, more: tuple[str, ...] = (), constraints: Path | None = None
+) -> None:
+    """Install packages of the tree so that edits are seen, built by what all sessions share; and more."""
     tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
     _layer(session, *BACKENDS, *tools)
     words = ["-c", str(constraints)] if constraints else []
     for path in paths:
         words += ["-e", path]
-    session.install("--quiet", "--no-build-isolation", *words)
+    session.install("--quiet", "--no-build-isolation", *words, *more)
 
 
 def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None:
-    """Install packages from the tree, core first, nothing of headrace from an index."""
-    core = _path("core", "testing" if extra else "")
-    others = (_path(package, extra) for package in packages if package != "core")
-    _install_from_tree(session, core, *others)
+    """Install packages from the tree, and nothing of headrace from an index."""
+    _install_from_tree(session, *map(_path, BASE))
+    _install_from_tree(session, *(_path(package, extra) for package in packages))
 
 
-def _everything(session: nox.Session) -> None:
+def _everything(session: nox.Session, *more: str) -> None:
+    """All packages with what their tests need, and requirements besides."""
     _install_torch(session, triton=True)
     _editable(session, *LIBRARIES)
-    _install_from_tree(session, _path("headrace", "test"))
+    _install_from_tree(session, _path("headrace", "test"), more=more)
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
     """Run pytest in two processes of one thread each: what two cores can carry.
 
     ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
+    ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py).
     """
-    session.install("--quiet", "pytest-xdist>=3.6")
     session.run("pytest", "-n", "2", "--dist", "loadfile", *words, *session.posargs,
-                env={"OMP_NUM_THREADS": "1", "CI": "true"})  # fmt: skip
+                env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS})  # fmt: skip
 
 
 @nox.session
@@ -175,17 +185,30 @@ def serve(session: nox.Session) -> None:
 
 
 @nox.session
+def dev(session: nox.Session) -> None:
+    """Make one environment for working on headrace: every package from the tree, pytest, ruff, mypy."""
+    _everything(session)
+    session.install("--quiet", XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
+    session.log("ready: source %s", Path(session.virtualenv.location) / "bin" / "activate")
+
+
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """Everything that CI runs, with no test shortened to a sample of its cases: hours."""
+    for name in nox.options.sessions:
+        session.notify(name)
+
+
+@nox.session
 @nox.parametrize("package", LIBRARIES, ids=LIBRARIES)
 @_tidy
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with core and itself only."""
     if package not in WITHOUT_TORCH:
         _install_torch(session, triton=package in WITH_TRITON)
-    if package == "core":
-        _editable(session)
-    else:
-        core = "" if package in WITHOUT_TORCH else "testing"
-        _install_from_tree(session, _path("core", core), _path(package, "test"))
+    base = ["core", "testing"] if package in WITHOUT_TORCH else ["core", "reference", "testing"]
+    _install_from_tree(session, *map(_path, base))
+    _install_from_tree(session, _path(package, "test"), more=(XDIST,))
     _pytest(session, f"packages/{package}/tests")
 
 
@@ -193,7 +216,7 @@ def tests(session: nox.Session, package: str) -> None:
 @_tidy
 def everything(session: nox.Session) -> None:
     """The meta-package's tests, with all packages together."""
-    _everything(session)
+    _everything(session, XDIST)
     _pytest(session, "packages/headrace/tests")
 
 
@@ -201,8 +224,7 @@ def everything(session: nox.Session) -> None:
 @_tidy
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
-    _everything(session)
-    session.install("--quiet", "schemathesis>=4.3")
+    _everything(session, XDIST, "schemathesis>=4.3")
     _pytest(session, "tests-integration")
 
 
@@ -231,10 +253,10 @@ def clients(session: nox.Session) -> None:
     folder, words = Path(session.create_tmp()), list[str]()
     for name, (wanted, files) in CLIENTS.items():
         home = folder / name
-        session.run("python", "-m", "venv", str(home), silent=True)
+        session.run("python", "-m", "venv", "--without-pip", str(home), silent=True)
         python = str(home / "bin" / "python")
-        session.run(python, "-m", "pip", "install", "--quiet", "pytest>=8", "jsonschema", *wanted,
-                    external=True)  # fmt: skip
+        session.run("python", "-m", "pip", "--python", python, "install", "--quiet", "pytest>=8.4",
+                    "jsonschema", *wanted)  # fmt: skip
         words += [python, "-m", "pytest", "-c", "tests-clients/pytest.ini",
                   *(f"tests-clients/{file}" for file in files), "--"]  # fmt: skip
     if _npm_install(session, "tests-clients/node"):
@@ -255,9 +277,9 @@ def oldest(session: nox.Session) -> None:
     constraints.write_text("\n".join(pins) + "\n")
     session.log("lowest versions: %s", ", ".join(pins))
     _install_from_tree(session, *(_path(package) for package in PACKAGES), constraints=constraints)
-    session.install("--quiet", "-c", str(constraints), "pytest>=8", "pytest-asyncio", "pytest-timeout",
-                    "hypothesis", "openai", "cohere", "ijson", "jsonschema", "mcp", "opentelemetry-sdk",
-                    "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
+    session.install("--quiet", "-c", str(constraints), "pytest>=8.4", "pytest-asyncio", "pytest-timeout",
+                    XDIST, "hypothesis", "openai", "cohere", "ijson", "jsonschema", "mcp",
+                    "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
     _pytest(session, *OLDEST)
     session.run("headrace", "generate", "--prompt", "Hello", "--max-tokens", "4", silent=True)
 
@@ -284,10 +306,22 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 @nox.session
+def changelogs(session: nox.Session) -> None:
+    """Fold the fragments of every package into its changelog, for a release: nox -s changelogs -- 0.2.0."""
+    (version,) = session.posargs
+    session.install("--quiet", "towncrier>=24.8")
+    for package in PACKAGES:
+        if any((ROOT / "packages" / package / "changelog.d").glob("*.md")):
+            session.run("towncrier", "build", "--yes", "--config", "towncrier.toml",
+                        "--dir", f"packages/{package}", "--version", version,
+                        "--name", f"headrace-{package}")  # fmt: skip
+
+
+@nox.session
 @_tidy
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
-    session.install("--quiet", "ruff==0.17.6")
+    session.install("--quiet", RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", "--quiet", ".")
 
@@ -296,10 +330,8 @@ def lint(session: nox.Session) -> None:
 @_tidy
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
-    _everything(session)
-    session.install("--quiet", "mypy==2.4.1", "types-PyYAML", "types-tqdm")
-    paths = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
-    session.run("mypy", *paths, env={"MYPYPATH": os.pathsep.join(paths)})
+    _everything(session, MYPY, *STUBS)
+    session.run("mypy", *(str(ROOT / "packages" / package / "src") for package in PACKAGES))
 
 
 @nox.session

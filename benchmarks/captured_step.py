@@ -20,7 +20,8 @@ from headrace.assembly import resolve_engine, worker_factory
 from headrace.engine_args import EngineArgs
 from headrace_core.kv import KVCacheConfig
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.sampling import SamplingParams
+from headrace_core.request import CoreRequest
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
@@ -57,16 +58,15 @@ def add_requests(worker: ModelWorker, batch: int, context: int, groups: int, siz
             list(range(first + g * per_request, first + (g + 1) * per_request))
             for g in range(groups)
         )
-        new = NewRequest(
+        request = CoreRequest(
             request_id=str(number),
-            token_ids=[3 + (7 * i + number) % 250 for i in range(context)],
-            num_prompt_tokens=context,
+            prompt_token_ids=[3 + (7 * i + number) % 250 for i in range(context)],
             params=SamplingParams(temperature=0, max_tokens=context),
             stop_token_ids=frozenset(),
-            bad_words_token_ids=[],
-            block_ids=blocks,
-            num_computed_tokens=0,
+            max_tokens=context,
+            arrival_time=0.0,
         )
+        new = NewRequest(request, request.prompt_token_ids, blocks)
         worker.execute(ScheduledStep(number, {str(number): context}, new_requests=[new]))
 
 

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_core.attention import KVViews
 from headrace_core.ops import KernelNeed
-from headrace_core.paired import paired
+from headrace_core.ops.vnni import vnni_packed
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.provider import PROVIDER
 
@@ -64,7 +64,7 @@ FULL = [
 
 
 class Data(NamedTuple):
-    """One layer's inputs: query [T, Hq, D], plain or paired caches, tables, dense [B, Hk, L, D]."""
+    """One layer's inputs: query [T, Hq, D], plain or VNNI-packed caches, tables, dense [B, Hk, L, D]."""
 
     query: Tensor
     caches: KVViews
@@ -94,7 +94,7 @@ def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: boo
         result.append(
             Data(
                 torch.randn(case.requests * case.new, q_heads, dim).to(dtype),
-                paired(caches) if pairs else caches,
+                vnni_packed(caches) if pairs else caches,
                 table,
                 torch.arange(case.requests + 1, dtype=torch.int32) * case.new,
                 torch.full((case.requests,), case.context, dtype=torch.int32),
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument(
-        "--plain", action="store_true", help="a plain cache where paired ones serve"
+        "--plain", action="store_true", help="a plain cache where VNNI-packed ones serve"
     )
     parser.add_argument("--no-torch", action="store_true", help="do not time torch")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
@@ -166,8 +166,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     limit = limits.measure()
-    pairs = PROVIDER.pairs_caches(KernelNeed("cpu", args.dtype)) and not args.plain
-    order = "paired" if pairs else "plain"
+    pairs = PROVIDER.vnni_packed(KernelNeed("cpu", args.dtype)) and not args.plain
+    order = "VNNI-packed" if pairs else "plain"
     print(f"# {args.shape} {args.dtype}, {order} caches; limits: {json.dumps(limit._asdict())}")
     peak = limit.fp32_gflop_s if args.dtype == "float32" else limit.bf16_gflop_s
     for case in QUICK if args.quick else FULL:

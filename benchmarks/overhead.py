@@ -106,11 +106,11 @@ class Probe:
         return found
 
     def _install(self) -> None:
-        from headrace_engine.emission.output import RequestState
-        from headrace_engine.emission.processor import OutputProcessor
         from headrace_engine.execution import runner
         from headrace_engine.loop import EngineLoop
-        from headrace_engine.scheduling.scheduler import Scheduler
+        from headrace_engine.output_processing.output import RequestState
+        from headrace_engine.output_processing.output_processor import OutputProcessor
+        from headrace_engine.scheduler.scheduler import Scheduler
 
         put = self.watches.put
         put(runner.ModelRunner, "execute", "worker: rest")
@@ -198,7 +198,8 @@ def run_served(
     """The HTTP server and the engine in this process, the client in another."""
     from headrace.assembly import connect
     from headrace.engine_args import EngineArgs
-    from headrace_server import ServerSettings, completions, create_app
+    from headrace_server import ServerSettings, create_app
+    from headrace_server.protocols.openai import completions
     from headrace_server.run import serve
 
     probe, found = Probe(pause), {}
@@ -236,18 +237,18 @@ def run_served(
 def run_client(url: str, batch: int, salt: int) -> None:
     """The client's process: all requests at once, as ``headrace bench serve`` sends them."""
     from headrace.bench.backends import BACKENDS
-    from headrace.bench.datasets import Sample
+    from headrace.bench.datasets import SampleRequest
     from headrace.bench.http import Client
-    from headrace.bench.load import Call, Load
+    from headrace.bench.load import LoadGenerator, PreparedRequest
 
     async def drive() -> float:
         client = Client(url)
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         backend = BACKENDS["openai"]()
-        samples = [Sample(r.prompt, OUTPUT, PROMPT) for r in requests(batch, salt)]
+        samples = [SampleRequest(r.prompt, OUTPUT, PROMPT) for r in requests(batch, salt)]
         options = {"temperature": 0.0, "ignore_eos": True}
-        calls = [Call(s, backend.body(s, model, options), {}) for s in samples]
-        run = await Load(client, backend, backend.endpoint, calls, [0.0] * batch).run()
+        calls = [PreparedRequest(s, backend.body(s, model, options), {}) for s in samples]
+        run = await LoadGenerator(client, backend, backend.endpoint, calls, [0.0] * batch).run()
         client.close()
         assert all(outcome.num_output_tokens == OUTPUT for outcome in run.outcomes)
         return run.duration

@@ -101,8 +101,8 @@ def _logits(
     """Of every sequence [T, V] in float32, and what loading cost."""
     from headrace.assembly import build_model, choose_ops, cpu_threads, resolve_engine
     from headrace.engine_args import EngineArgs
-    from headrace_core.testing.model import PagedDriver
     from headrace_engine.startup import StartupTimeline
+    from headrace_testing.model.decoders import PagedDriver
 
     kind, _, measured = cache.partition("+")
     args = EngineArgs(

@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 
 from headrace_core.config import LoadConfig
+from headrace_models.checkpoint.source import fetch
 from headrace_models.formats.tensorized import serialize
-from headrace_models.loader import choose_format
-from headrace_models.source import fetch
+from headrace_models.loading.loader import choose_format
 
 
 def main() -> None:

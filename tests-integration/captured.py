@@ -10,12 +10,12 @@ from headrace.assembly import resolve_engine, worker_factory
 from headrace.engine_args import EngineArgs
 from headrace_core.batch import GroupBatch
 from headrace_core.kv import KVCacheConfig
-from headrace_core.testing.graph import make_batch
-from headrace_core.testing.ops import bits_equal
 from headrace_engine.execution.cache import state_groups
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.startup import StartupTimeline
+from headrace_testing.graphs.steps import make_batch
+from headrace_testing.ops import bits_equal
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 80
 SETTINGS = {

@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from servers import PATIENCE, RunningServer, children_of, serving, wait_for
+from servers import PATIENCE, RunningServer, children_of, serving
 from soak import Stream, quantile, run_stream, watch_livez
+
+from headrace_testing.waiting import wait_until
 
 QUIET = ("--disable-uvicorn-access-log",)
 SIM = ("--device", "sim", "--sim-step-ms", "1", "--sim-token-us", "0", *QUIET)
@@ -470,7 +472,7 @@ async def run_readers(
 
     until = time.monotonic() + seconds
     # Until they are behind they cost steps, as any request does; from then on they are only slow.
-    await asyncio.to_thread(wait_for, are_behind)
+    await asyncio.to_thread(wait_until, are_behind)
     times: list[float] = []
     while len(times) < 5 or time.monotonic() < until:
         for reader in readers:
@@ -533,7 +535,7 @@ def _run(name: str, scale: float) -> tuple[str, bool]:
     if name == "soak":
         with serving(*SIM, "--max-num-seqs", "64") as server:
             soaked = asyncio.run(run_soak(server, int(100_000 * scale)))
-            wait_for(lambda: blocks_are_free(server), what="blocks are not free at idle")
+            wait_until(lambda: blocks_are_free(server), what="blocks are not free at idle")
             _, slope = soaked.growth()
             fine = not soaked.wrong and slope < 1.0 and soaked.slowing() < 1.10
             return soaked.describe(), fine and server.stop() == 0
@@ -554,7 +556,7 @@ def _run(name: str, scale: float) -> tuple[str, bool]:
 def _burst(server: RunningServer, number: int) -> tuple[str, bool]:
     before = resident(server.process.pid)
     burst = asyncio.run(run_burst(server.url, number))
-    wait_for(lambda: blocks_are_free(server), what="work goes on")
+    wait_until(lambda: blocks_are_free(server), what="work goes on")
     begin = time.monotonic()
     while (grown := resident(server.process.pid) - before) > KEPT_MOST:
         if time.monotonic() - begin > KEPT_SECONDS:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headrace_core.io_processor import IOProcessor, IOProcessorResponse
+from headrace_core.pooling.io_processor import IOProcessor, IOProcessorResponse
 
 
 class Products(IOProcessor):

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from headrace_testing.waiting import wait_until
 
 START_SECONDS = 120.0
 PATIENCE = 60.0
@@ -122,19 +123,19 @@ def _read(server: RunningServer) -> None:
 
 
 def _wait_until_ready(server: RunningServer, reader: threading.Thread) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         if server.process.poll() is not None:
             reader.join(PATIENCE)  # its last words
             raise RuntimeError("the server ended:\n" + "".join(server.log))
-        if server.url:
-            try:
-                if server.status("/health") == 200:
-                    return
-            except OSError:
-                pass
-        time.sleep(0.05)
-    raise RuntimeError("the server did not answer:\n" + "".join(server.log))
+        try:
+            return bool(server.url) and server.status("/health") == 200
+        except OSError:
+            return False
+
+    try:
+        wait_until(is_ready, START_SECONDS)
+    except AssertionError:
+        raise RuntimeError("the server did not answer:\n" + "".join(server.log)) from None
 
 
 @contextmanager
@@ -165,11 +166,3 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def wait_for(condition, seconds: float = PATIENCE, what: str = "") -> None:
-    """Poll until true; fails with ``what``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what or "the condition did not come true in time"
-        time.sleep(0.05)

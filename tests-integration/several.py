@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from listening import save_whisper, sound, wav
 from pooling_checkpoints import bert, qwen3, text
+from speech_checkpoints import save_whisper, sound, wav
 
 from headrace import demo
 

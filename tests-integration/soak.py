@@ -24,7 +24,7 @@ from servers import serving
 
 from headrace import demo
 from headrace_core.text import Tokenizer
-from headrace_engine.intake.tokenizer import load_tokenizer
+from headrace_engine.input_processing.tokenizer import load_tokenizer
 from headrace_engine.sim.tokens import expected_tokens
 
 VOCAB_SIZE, EOS = 1408, (2, 0)

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from servers import WatchedCommand, wait_for
+from servers import WatchedCommand
+
+from headrace_testing.waiting import wait_until
 
 # The child takes the pty as its controlling terminal, so that Ctrl-C becomes SIGINT.
 _START = (
@@ -51,11 +53,11 @@ class Terminal(WatchedCommand):
         would be seen with the next key only.
         """
         stat = Path(f"/proc/{self.process.pid}/stat")
-        wait_for(lambda: self.has_ended or stat.read_text().rpartition(")")[2].split()[0] == "S")
+        wait_until(lambda: self.has_ended or stat.read_text().rpartition(")")[2].split()[0] == "S")
 
     def shows(self, text: str) -> str:
         """Wait until a text is shown, after the one waited for before; returns all that came up to it."""
-        wait_for(
+        wait_until(
             lambda: text in self.text[self._seen :] or self.has_ended,
             what=f"{text!r} is not in {self.text[self._seen :]!r}",
         )

@@ -10,15 +10,17 @@ import numpy as np
 import openai
 import pytest
 import torch
-from listening import features, save_qwen2_audio, sound, token_ids, wav
 from servers import serving
+from speech_checkpoints import features, save_qwen2_audio, sound, token_ids, wav
 from together import together
 
 from headrace import LLM, EngineArgs, SamplingParams
 from headrace.assembly.inspection import inspect_model
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.speech import AudioClip, SpeechToTextConfig
-from headrace_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration as Family
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
+from headrace_models.families.audio_language.qwen2_audio import (
+    Qwen2AudioForConditionalGeneration as Family,
+)
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
@@ -106,7 +108,6 @@ MODES = {
 }
 
 
-@pytest.mark.spec("MM-OFFLINE", "MODEL-MM")
 @pytest.mark.parametrize("mode", MODES)
 def test_it_equals_transformers_in_every_mode(listener, wanted, mode):
     folder = listener[1]
@@ -127,7 +128,6 @@ def test_it_equals_transformers_in_every_mode(listener, wanted, mode):
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.spec("APC")
 def test_equal_placeholders_with_other_audio_share_nothing(listener):
     one, other = sound(7, 2.0), sound(8, 2.0)
     with LLM(str(listener[1]), **SETTINGS) as llm:
@@ -148,7 +148,6 @@ def test_equal_placeholders_with_other_audio_share_nothing(listener):
         assert 8 <= run(other, long).num_cached_tokens < 40
 
 
-@pytest.mark.spec("MM-ONLINE")
 def test_a_chat_that_brings_files_equals_the_prompt(listener):
     pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
     pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
@@ -189,7 +188,6 @@ def test_what_is_refused_by_name(listener):
             llm.generate(asked("<|AUDIO|>", "a"), cut, use_tqdm=False)
 
 
-@pytest.mark.spec("API-STT")
 def test_recordings_are_written_down_without_times(listener):
     samples = clip("c")
     with LLM(str(listener[1]), **SETTINGS) as llm:
@@ -213,7 +211,6 @@ def test_recordings_are_written_down_without_times(listener):
                 llm.transcribe((samples, 16000), timestamp_granularities=wanted)
 
 
-@pytest.mark.spec("MM-ONLINE")
 def test_the_openai_client_sends_audio(listener):
     pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
     pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
@@ -250,7 +247,6 @@ def test_the_openai_client_sends_audio(listener):
         assert ask(chat).choices[0].message.content == answer.choices[0].message.content
 
 
-@pytest.mark.spec("POOL-MM", "POOL-CONVERT")
 @pytest.mark.parametrize("mode", [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 4}])
 def test_what_is_heard_is_embedded(listener, mode):
     oracle, folder = listener
@@ -276,7 +272,6 @@ def test_what_is_heard_is_embedded(listener, mode):
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.spec("POOL-MM", "HTTP-POOLING")
 def test_what_conversations_bring_is_embedded_over_http(listener):
     pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
     pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
@@ -321,7 +316,6 @@ def test_what_conversations_bring_is_embedded_over_http(listener):
         assert client.post("/v1/audio/transcriptions").status_code in (400, 404)
 
 
-@pytest.mark.spec("MODEL-INSPECT")
 @pytest.mark.parametrize(("limit", "taken"), [({}, ("audio",)), ({"audio": 0}, ())])
 def test_inspecting_tells_of_the_media_that_are_taken(listener, limit, taken):
     args = EngineArgs(model=str(listener[1]), limit_mm_per_prompt=limit)

@@ -7,16 +7,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from servers import serving
 
 QUESTIONS = ["What is 12 + 7?", "What is 5 + 6?", "Hello!", "What is 30 - 4?"]
 GREEDY = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as running:
-        yield running
 
 
 def post(server, path, body):
@@ -30,7 +23,6 @@ def chat(text):
     return [{"role": "user", "content": text}]
 
 
-@pytest.mark.spec("API-CHAT-BATCH")
 def test_a_batch_is_its_chats(server):
     many = {"messages": [chat(text) for text in QUESTIONS], **GREEDY}
     answer = post(server, "/v1/chat/completions/batch", many)
@@ -53,7 +45,6 @@ def test_a_batch_is_its_chats(server):
     assert (told["param"], told["code"]) == ("messages[4]", "context_length_exceeded")
 
 
-@pytest.mark.spec("API-RENDER")
 @pytest.mark.parametrize(
     "asked",
     [
@@ -73,7 +64,6 @@ def test_a_rendered_chat_gives_the_same_tokens(server, asked):
     assert [c["token_ids"] for c in answer["choices"]] == [c["token_ids"] for c in same["choices"]]
 
 
-@pytest.mark.spec("API-RENDER")
 def test_rendered_prompts_give_the_same_tokens(server):
     body = {"prompt": ["Hello", "One two", [5, 6, 7]], **GREEDY}
     rendered = post(server, "/v1/completions/render", body)

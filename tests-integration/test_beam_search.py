@@ -12,6 +12,7 @@ from families import make_model
 from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headrace.sampling_params import BeamSearchParams
 from headrace_core.errors import PromptTooLong, RequestError
+from headrace_testing.waiting import until
 
 NUM_TOKENS = 10
 PROMPTS = [[5, 9, 200, 31], [77, 3, 3, 140, 8, 61, 19, 250, 4], [300]]
@@ -59,7 +60,6 @@ def _theirs(oracle, prompt, width, penalty, stopping):
     return result
 
 
-@pytest.mark.spec("GEN-BEAM", "ENGINE-LLM-BEAM")
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -1.0])
 @pytest.mark.parametrize("stopping", [False, True, "never"])
@@ -84,7 +84,6 @@ def test_the_end_tokens_of_the_fixture_come_up(pair):
         assert any(tokens[-1] in ends for tokens, _ in itertools.chain(*found))
 
 
-@pytest.mark.spec("ENGINE-LLM-BEAM")
 def test_width_one_is_greedy_and_ends_can_be_ignored(pair):
     _, _, llm = pair
     [output] = llm.beam_search(PROMPTS[1], BeamSearchParams(1, NUM_TOKENS))
@@ -96,7 +95,6 @@ def test_width_one_is_greedy_and_ends_can_be_ignored(pair):
     assert {s.finish_reason for s in output.sequences} == {"length"}
 
 
-@pytest.mark.spec("ENGINE-LLM-BEAM")
 def test_limits_and_prefixes():
     with LLM(max_model_len=256, max_num_seqs=16, num_threads=1) as llm:
         prompts = ["The sky is", "What is 2 + 3?", {"prompt": "One two three four five"}]
@@ -126,7 +124,6 @@ def test_limits_and_prefixes():
         assert not llm.engine.has_unfinished_requests()
 
 
-@pytest.mark.spec("GEN-BEAM")
 def test_many_at_once_over_the_streaming_engine_and_cancelled():
     async def run():
         engine = AsyncLLM.from_engine_args(
@@ -143,18 +140,20 @@ def test_many_at_once_over_the_streaming_engine_and_cancelled():
             long = BeamSearchParams(4, 200, ignore_eos=True)
             before = (await engine.stats()).generation_tokens
             task = asyncio.create_task(engine.beam_search("Hello", long, "long"))
-            async with asyncio.timeout(60):
-                while (await engine.stats()).generation_tokens <= before:
-                    await asyncio.sleep(0.005)
+
+            async def has_begun():
+                return (await engine.stats()).generation_tokens > before
+
+            await until(has_begun)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            for _ in range(3000):
+
+            async def is_idle():
                 stats = await engine.stats()
-                if not stats.num_requests_running + stats.num_requests_waiting:
-                    return
-                await asyncio.sleep(0.02)
-            raise AssertionError("requests of a cancelled search still run")
+                return not stats.num_requests_running + stats.num_requests_waiting
+
+            await until(is_idle, what="requests of a cancelled search still run")
         finally:
             await engine.shutdown()
 

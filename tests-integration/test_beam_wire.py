@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import openai
-import pytest
-from servers import serving
 
 from headrace import LLM
-from headrace_core.sampling import BeamSearchParams
+from headrace_core.sampling.params import BeamSearchParams
 
 PROMPT = "The red box is in the"
 
 
-@pytest.mark.spec("GEN-BEAM")
-def test_beams_over_http_equal_those_offline():
+def test_beams_over_http_equal_those_offline(server):
     with LLM() as llm:
         params = BeamSearchParams(beam_width=3, max_tokens=12, length_penalty=1.5)
         (found,) = llm.beam_search([{"prompt": PROMPT}], params)
         offline = [sequence.output_token_ids for sequence in found.sequences]
-    with (
-        serving() as running,
-        openai.OpenAI(base_url=running.api, api_key="none", max_retries=0) as client,
-    ):
+    with openai.OpenAI(base_url=server.api, api_key="none", max_retries=0) as client:
         asked = {
             "model": "headrace-demo", "prompt": PROMPT, "n": 3, "max_tokens": 12, "temperature": 0,
             "extra_body": {

@@ -13,10 +13,7 @@ from every_causal_lm import SERVED
 
 from headrace import LLM
 
-pytestmark = [
-    pytest.mark.spec("MODEL-TRANSFORMERS-BACKEND"),
-    pytest.mark.filterwarnings("ignore"),  # of model code that is not ours
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
 
 
 @pytest.fixture(scope="module")

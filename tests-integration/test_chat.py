@@ -12,7 +12,6 @@ import pytest
 from servers import PATIENCE, serving, slow_steps
 from terminal import CTRL_C, CTRL_D, CTRL_P, Terminal
 
-pytestmark = pytest.mark.spec("CLI-CHAT")
 LONG = "Hello, hello, hello, hello, hello, hello, hello, hello!"
 
 
@@ -156,7 +155,6 @@ def _slow_server(where, slow):
     return started()
 
 
-@pytest.mark.spec("CLI-COMPLETE")
 def test_complete_with_the_demo_model_says_something_sensible(server):
     for words in ([], ["--url", server.api]):
         done = _run("complete", "-q", "What is 2 + 3?", "--temperature", "0", *words)

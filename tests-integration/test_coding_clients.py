@@ -26,8 +26,6 @@ TRUNCATED = [
     "[1",
 ]
 
-pytestmark = [pytest.mark.spec("API-CHAT-TOOLS"), pytest.mark.spec("API-RESPONSES")]
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -193,7 +191,6 @@ def test_reasoning_that_others_encrypted_is_left_out(server):
     assert post(server, "/v1/responses", body)[0] == 200
 
 
-@pytest.mark.spec("API-ANTHROPIC")
 @pytest.mark.parametrize(
     ("edit", "status"),
     [
@@ -225,7 +222,6 @@ def test_edits_of_the_context(server, edit, status):
     assert got == 200 or "context_management" in text
 
 
-@pytest.mark.spec("API-ANTHROPIC")
 def test_old_thoughts_are_dropped_as_asked(server):
     """No more is counted than without the edit, however many turns keep their thoughts."""
     thought = {"type": "thinking", "thinking": "Well, well, well.", "signature": ""}

@@ -12,13 +12,11 @@ import pytest
 from servers import RunningServer, serving
 
 from headrace_core import plugins
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
 from headrace_core.grammar import Vocabulary
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.admission import Admission
-from headrace_server.tool_calls import plan_tools
-
-pytestmark = [pytest.mark.spec("SO-API"), pytest.mark.spec("TOOL-CHOICE")]
+from headrace_server.chat.tool_choice import plan_tools
 
 HI = [{"role": "user", "content": "Hi"}]
 PARSERS = sorted(plugins.installed("headrace.tool_parsers"))

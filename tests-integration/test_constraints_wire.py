@@ -79,7 +79,6 @@ def checked(calls) -> list[tuple[str, dict]]:
     return found
 
 
-@pytest.mark.spec("TOOL-CHOICE")
 @pytest.mark.parametrize("tools", [[WALK, WEATHER], [WALK]])
 def test_a_required_call_follows_its_schema(client, tools):
     answer = ask(
@@ -91,7 +90,6 @@ def test_a_required_call_follows_its_schema(client, tools):
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
 
 
-@pytest.mark.spec("TOOL-CHOICE")
 def test_required_calls_are_many_at_most(client):
     """A model that never wants to end ends after sixteen calls, all of them whole."""
     (choice,) = ask(
@@ -102,7 +100,6 @@ def test_required_calls_are_many_at_most(client):
     assert len(checked(choice.message.tool_calls)) == 16
 
 
-@pytest.mark.spec("TOOL-CHOICE")
 @pytest.mark.parametrize("name", ["walk", "get_weather"])
 def test_named_calls_follow_their_schema(client, name):
     choice = {"type": "function", "function": {"name": name}}
@@ -133,7 +130,6 @@ def test_streamed_calls_equal_the_whole(client, choice):
     ]
 
 
-@pytest.mark.spec("API-STRUCT")
 def test_a_form_beside_free_calls(client):
     """The model calls where it would have called, and otherwise answers in the form."""
     form = {
@@ -162,7 +158,6 @@ def test_a_form_beside_free_calls(client):
             assert json.loads(choice.message.content)["kind"] in ("greeting", "answer")
 
 
-@pytest.mark.spec("API-STRUCT")
 def test_strict_tools_in_free_calls(client):
     strict = tool("get_weather", SCHEMAS["get_weather"], strict=True)
     weather = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -172,7 +167,6 @@ def test_strict_tools_in_free_calls(client):
     assert json.loads(held[0].function.arguments)["city"] in ("Oslo", "Rome")
 
 
-@pytest.mark.spec("API-ERRORS")
 def test_a_schema_that_cannot_be_served_names_the_field(client):
     bad = {"type": "object", "properties": {"a": {"type": "strnig"}}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -186,7 +180,6 @@ def test_a_schema_that_cannot_be_served_names_the_field(client):
     assert caught.value.param == "tools"
 
 
-@pytest.mark.spec("SO-REASONING")
 @pytest.mark.parametrize("own", [True, False])
 def test_forced_calls_come_after_the_reasoning(own):
     """In the model's own format, and as JSON where the server knows no format."""

@@ -79,8 +79,6 @@ def length(llm: LLM) -> int:
 
 
 class TestYarn:
-    pytestmark = pytest.mark.spec("EX-CONTEXT-EXT")
-
     @pytest.mark.parametrize(
         "overrides",
         [
@@ -99,7 +97,6 @@ class TestYarn:
             assert length(llm) == 256
             assert answer(llm) == scaled
 
-    @pytest.mark.spec("MODEL-RESOLVE")
     @pytest.mark.parametrize("engine_process", [False, True])
     def test_a_function_extends_it_too(
         self, checkpoint: Path, scaled: list[int], engine_process: bool
@@ -163,8 +160,6 @@ class TestYarn:
 
 
 class TestLongerThanDerived:
-    pytestmark = pytest.mark.spec("EX-LONG")
-
     def test_an_error_that_names_the_way(self, checkpoint: Path) -> None:
         with pytest.raises(ConfigError, match=r"256: must be at most 64.*ALLOW_LONG"):
             engine(checkpoint, max_model_len=256)

@@ -33,8 +33,6 @@ TOOLS = [
     for i in range(40)
 ]
 
-pytestmark = pytest.mark.spec("API-ERRORS")
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -180,7 +178,6 @@ def test_offline():
         assert caught.value.limit == LIMIT < caught.value.num_prompt_tokens
 
 
-@pytest.mark.spec("API-BATCH")
 def test_a_batch(tmp_path):
     body = {"model": MODEL, "messages": chat(LONG)}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}

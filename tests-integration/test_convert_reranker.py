@@ -14,8 +14,6 @@ import torch
 
 from headrace_core.errors import ConfigError
 
-pytestmark = pytest.mark.spec("POOL-LLM-RERANKER")
-
 ROOT = Path(__file__).parents[1]
 PROMPTS = [[5, 6, 7, 8, 9], [10], [30, 20, 10]]
 VOCABULARY = {"no": 11, "yes": 12, "Yes": 13, "<pad>": 3}
@@ -36,7 +34,7 @@ def tool() -> ModuleType:
 def make_model(folder: Path, *, tied: bool, shard: str = "1GB") -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from headrace_core.testing.model import randomise
+    from headrace_testing.model.decoders import randomise
 
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -94,9 +92,9 @@ def scores(folder: Path, prompt: list[int]) -> torch.Tensor:
     from headrace_core.model import PoolingBatch
     from headrace_core.platform import CpuPlatform
     from headrace_core.pooling import PoolingParams
-    from headrace_core.testing.model import PagedDriver, build_context
-    from headrace_models.loader import load_model
+    from headrace_models.loading.loader import load_model
     from headrace_models.resolve import resolve
+    from headrace_testing.model.decoders import PagedDriver, build_context
 
     info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
     assert info.tasks == ("classify", "score", "token_classify")

@@ -13,7 +13,7 @@ from servers import serving
 
 MODEL = "headrace-demo"
 HELLO = [{"role": "user", "content": "Hello!"}]
-FORM = "the constraint on the form (structured_outputs, response_format or tools)"
+FORM = "the constraint on the form (structured_outputs)"
 ONE = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
        "additionalProperties": False}  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "f", "parameters": ONE}}
@@ -96,7 +96,6 @@ DEAD_ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.spec("API-ERRORS")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, completion])
 @pytest.mark.parametrize("case", DEAD_ENDS)
@@ -107,7 +106,6 @@ def test_a_dead_end_is_an_answer_that_says_why(http, ask, case, stream):
     assert why in told
 
 
-@pytest.mark.spec("TOOL-CHOICE")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_and_min_tokens(http, stream):
     answer = chat(http, tools=[TOOL], tool_choice=NAMED, min_tokens=50, stream=stream)
@@ -116,7 +114,6 @@ def test_a_forced_call_and_min_tokens(http, stream):
     assert "arguments" in answer.text
 
 
-@pytest.mark.spec("API-ERRORS")
 def test_one_of_several_choices_ends_alone(http):
     wanted = {"regex": "x|[a-c]{300}"}
     for seed in range(30):
@@ -129,7 +126,6 @@ def test_one_of_several_choices_ends_alone(http):
     pytest.fail("no seed gave both")
 
 
-@pytest.mark.spec("API-RESPONSES")
 def test_a_response_fails_with_its_reason(http):
     form = {"format": {"type": "json_schema", "name": "x", "schema": LATE}}
     body = {"model": MODEL, "input": "Hello", "text": form, "temperature": 0}
@@ -142,6 +138,53 @@ def test_a_response_fails_with_its_reason(http):
     *_, last = events(http.post("/v1/responses", json=body | {"stream": True}))
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == answer["error"]
+
+
+LONG = {"type": "object", "properties": {"a": {"const": "abc"}}, "required": ["a"],
+        "additionalProperties": False}  # fmt: skip
+TEXT = {"format": {"type": "json_schema", "name": "n", "schema": LONG}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": LONG}}
+CALLED = {"name": "f", "parameters": LONG}
+WIRES = {
+    "/v1/chat/completions": ({"messages": HELLO, "max_tokens": 400}, {
+        "response_format": {"response_format": FORMAT},
+        "tools": {"tools": [{"type": "function", "function": CALLED}], "tool_choice": NAMED,
+                  "response_format": FORMAT},
+    }),
+    "/v1/completions": ({"prompt": "Hi", "max_tokens": 400}, {
+        "response_format": {"response_format": FORMAT},
+    }),
+    "/v1/responses": ({"input": "Hello!", "max_output_tokens": 400}, {
+        "text.format": {"text": TEXT},
+        "tools": {"tools": [{"type": "function", **CALLED}], "text": TEXT,
+                  "tool_choice": {"type": "function", "name": "f"}},
+    }),
+    "/v1/messages": ({"messages": HELLO, "max_tokens": 400}, {
+        "output_config.format": {"output_config": {"format": {"type": "json_schema", "schema": LONG}}},
+        "tools": {"tools": [{"name": "f", "input_schema": LONG}],
+                  "tool_choice": {"type": "tool", "name": "f"}},
+    }),
+}  # fmt: skip
+SHARED = {
+    "structured_outputs": {"structured_outputs": {"regex": "a{3}"}}, "regex": {"regex": "a{3}"},
+    "guided_json": {"guided_json": LONG}, "ebnf": {"ebnf": 'root ::= "aaa"'},
+    "guided_grammar": {"guided_grammar": 'root ::= "aaa"'}, "json_schema": {"json_schema": LONG},
+}  # fmt: skip
+NAMED_FIELDS = [
+    (path, field, fields)
+    for path, (_, own) in WIRES.items()
+    for field, fields in (own | SHARED).items()
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "field", "fields"), NAMED_FIELDS)
+def test_a_dead_end_names_the_client_s_field(http, path, field, fields, stream):
+    body = {"model": MODEL, "temperature": 0, "min_tokens": 300, "stream": stream, **WIRES[path][0]}
+    answer = http.post(path, json={**body, **fields})
+    assert f"no token is possible with the constraint on the form ({field}) and min_tokens" in (
+        answer.text
+    )
 
 
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(600)}}
@@ -174,7 +217,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.spec("API-ERRORS")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_known_to_be_impossible_is_refused_by_name(http, case, stream):
@@ -186,7 +228,6 @@ def test_what_is_known_to_be_impossible_is_refused_by_name(http, case, stream):
     assert why in error["message"]
 
 
-@pytest.mark.spec("API-ERRORS")
 def test_bad_words_that_leave_no_allowed_token(http):
     (token,) = http.post("/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()[
         "tokens"
@@ -197,7 +238,6 @@ def test_bad_words_that_leave_no_allowed_token(http):
     assert answer.json()["error"]["param"] == "allowed_token_ids"
 
 
-@pytest.mark.spec("SO-API")
 def test_many_choices_and_long_ones(http):
     texts = [f"text {i * 7919 % 100003}" for i in range(10_000)]
     for seed in range(3):
@@ -211,7 +251,6 @@ def test_many_choices_and_long_ones(http):
     assert ("ab" * 500).startswith(choice["message"]["content"])
 
 
-@pytest.mark.spec("SO-API")
 def test_integers_up_to_a_wide_bound(http):
     schema = {"type": "integer", "minimum": 10**17, "maximum": 1e30}
     for seed in range(10):
@@ -221,7 +260,6 @@ def test_integers_up_to_a_wide_bound(http):
         assert 10**17 <= int(choice["message"]["content"]) <= 10**30
 
 
-@pytest.mark.spec("SO-API")
 def test_an_ambiguous_grammar_ends_alone(http, server):
     """Over sockets: it ends with its reason, and each of its neighbours gets all of its tokens."""
     others = [None] * 3
@@ -267,7 +305,6 @@ class Watched(threading.Thread):
                     self.begun.set()
 
 
-@pytest.mark.spec("SO-API")
 def test_neighbours_of_an_ambiguous_grammar_take_more_steps_than_it(server):
     """Masks that take long are computed beside the steps: its neighbour goes on meanwhile, where both
     got a token from each step before. Steps are counted, not timed."""
@@ -317,7 +354,6 @@ CHAT_ONLY = [
 ]  # fmt: skip
 
 
-@pytest.mark.spec("API-ERRORS")
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_pair_of_fields_is_the_servers_failure(http, stream):
     """Each pair of fields that restrict the output, on both wires: an answer, or a refusal that names a

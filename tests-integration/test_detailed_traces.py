@@ -52,8 +52,6 @@ def spans_of(bodies: list[bytes]) -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.spec("OBS-TRACE")
-@pytest.mark.spec("CFG-OBS")
 @pytest.mark.parametrize(
     ("words", "names"),
     [

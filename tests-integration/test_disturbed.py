@@ -16,8 +16,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from endurance import MIB, SIM, post, resident
-from servers import PATIENCE, serving, wait_for
+from servers import PATIENCE, serving
 from soak import Stream, run_stream
+
+from headrace_testing.waiting import wait_until
 
 CLOCK = Path(__file__).parent / "data" / "jumping_clock.c"
 DAY = 86_400
@@ -55,7 +57,7 @@ def test_a_clock_that_jumps(jumping, words):
             streams = [Stream(seed, 60) for seed in range(8)]
             tasks = [asyncio.create_task(run_stream(server.url, stream)) for stream in streams]
             await asyncio.to_thread(
-                wait_for, lambda: all(len(stream.token_ids) > 5 for stream in streams)
+                wait_until, lambda: all(len(stream.token_ids) > 5 for stream in streams)
             )
             jump(seconds)
             await asyncio.gather(*tasks)
@@ -100,7 +102,7 @@ def test_a_collector_that_takes_and_never_answers():
 
                 asyncio.run(all_of(streams))
                 assert [stream.wrong for stream in streams if stream.wrong] == []
-            wait_for(lambda: len(taken) > 0, what="nothing was ever sent to the collector")
+            wait_until(lambda: len(taken) > 0, what="nothing was ever sent to the collector")
             assert server.stop() == 0
         hole.shutdown(socket.SHUT_RDWR)
         for connection in taken:

@@ -16,7 +16,6 @@ from servers import serving
 import headrace_demo
 
 TEXT = "The red box is in the kitchen. The"
-pytestmark = pytest.mark.spec("PROMPT-EMBEDS")
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from listening import features, save_whisper, sound, token_ids
+from speech_checkpoints import features, save_whisper, sound, token_ids
 from together import together
 
 from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_models.layers.alignment import AlignmentHeads
+from headrace_models.families.speech.whisper_alignment import AlignmentHeads
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
@@ -74,7 +74,6 @@ MODES = {
 }
 
 
-@pytest.mark.spec("ENCDEC-PROMPT", "MODEL-ASR")
 @pytest.mark.parametrize("mode", MODES)
 def test_whisper_equals_generate_of_transformers(whisper, wanted, mode):
     with LLM(str(whisper[1]), **{**SETTINGS, **MODES[mode]}) as llm:
@@ -114,7 +113,6 @@ async def last_output(stream):
     return last
 
 
-@pytest.mark.spec("MODEL-ASR")
 @pytest.mark.parametrize("engine_process", [False, True])
 async def test_alignment_beside_requests_that_generate(whisper, wanted, engine_process):
     oracle, folder = whisper
@@ -143,7 +141,6 @@ async def test_alignment_beside_requests_that_generate(whisper, wanted, engine_p
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.spec("MODEL-ASR")
 def test_alignment_and_times_of_words_offline(whisper):
     oracle, folder = whisper
     clips = [0, 2, 3]
@@ -223,7 +220,6 @@ def bits(outputs):
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 
-@pytest.mark.spec("BATCH-INVARIANCE", "ENCDEC-PROMPT")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_do_not_depend_on_the_batch_by_one_bit(whisper, dtype):
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)

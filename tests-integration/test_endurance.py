@@ -20,8 +20,10 @@ from endurance import (
     run_readers,
     run_soak,
 )
-from servers import SLACK, serving, wait_for
+from servers import SLACK, serving
 from soak import quantile
+
+from headrace_testing.waiting import wait_until
 
 FULL = os.environ.get("HEADRACE_ENDURANCE") == "full"
 pytestmark = pytest.mark.timeout(3600 if FULL else 300)
@@ -47,8 +49,8 @@ def test_a_burst_is_answered_or_refused():
         assert found.statuses[200] >= 256
         assert found.unhelpful == 0
         assert quantile(found.livez, 0.5) < 1.0 * SLACK
-        wait_for(lambda: blocks_are_free(server), what="work goes on")
-        wait_for(lambda: resident(server.process.pid) < before + KEPT_MOST, what="memory stays")
+        wait_until(lambda: blocks_are_free(server), what="work goes on")
+        wait_until(lambda: resident(server.process.pid) < before + KEPT_MOST, what="memory stays")
 
 
 @pytest.mark.req("L4")
@@ -62,7 +64,7 @@ def test_a_soak_of_mixed_requests():
         assert found.wrong == []
         grown, slope = found.growth()
         assert slope < 1.0 if FULL else grown < 20.0
-        wait_for(lambda: blocks_are_free(server), what="blocks are not free at idle")
+        wait_until(lambda: blocks_are_free(server), what="blocks are not free at idle")
         assert server.stop() == 0
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from servers import serving
 
-pytestmark = pytest.mark.spec("MODEL-TEST-KIT")
 PAGE = Path(__file__).parents[1] / "docs" / "extending" / "add-a-model.md"
 BLOCK = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 

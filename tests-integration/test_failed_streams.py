@@ -22,7 +22,7 @@ FAULTS = {
     f"{point}={kind}": (point, kind, after)
     for after, (point, kind) in enumerate(
         [("engine.step.forward", "memory"), ("engine.step.sample", "nan"), ("engine.update", "raise"),
-         ("emission.update", "raise")], 14,
+         ("output.update", "raise")], 14,
     )
 }  # fmt: skip
 """Faults that end one request each, once so many of its tokens are out: within the arguments."""
@@ -68,7 +68,6 @@ def check_items(events):
     return response
 
 
-@pytest.mark.spec("API-RESPONSES-STREAM")
 @pytest.mark.req("REL-01")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_call_that_was_being_written_is_not_completed(client, name):
@@ -85,8 +84,6 @@ def test_a_call_that_was_being_written_is_not_completed(client, name):
     assert kept == response
 
 
-@pytest.mark.spec("API-RESPONSES-STREAM")
-@pytest.mark.spec("API-ANTHROPIC")
 def test_a_call_that_is_cut_anywhere(server, client):
     """Anthropic's client makes the whole answer's input of a stream: the members that are
     complete. What a response says of the call is as far as it came, and whether that is all."""

@@ -10,13 +10,14 @@ import sys
 
 import httpx2
 import pytest
-from servers import serving, wait_for
+from servers import serving
 
 from headrace_core import failpoints
 from headrace_engine.sim.tokens import expected_tokens
+from headrace_testing.waiting import wait_until
 
 KINDS = {
-    "intake.prepare": "raise",
+    "input.prepare": "raise",
     "engine.add": "raise",
     "kv.match": "raise",
     "kv.alloc": "memory",
@@ -24,13 +25,13 @@ KINDS = {
     "engine.step.forward": "memory",
     "engine.step.sample": "nan",
     "engine.update": "raise",
-    "emission.update": "raise",
+    "output.update": "raise",
     "server.answer": "raise",
     "stream.write": "raise",
 }
 """What is tried at each point that a request passes; the rest are tested below."""
 AFTER = {"kv.alloc": 1, "engine.step.forward": 3, "engine.step.sample": 4, "engine.update": 2,
-         "emission.update": 5, "engine.step.prepare": 2}  # fmt: skip
+         "output.update": 5, "engine.step.prepare": 2}  # fmt: skip
 """So that a part of the answer is out already."""
 VOCAB_SIZE, EOS, NUM_TOKENS = 1408, (2, 0), 24
 SIM = ("--device", "sim", "--sim-step-ms", "4", "--sim-token-us", "0")
@@ -109,7 +110,7 @@ def test_a_failpoint_ends_its_request_alone(failing, point, stream):
         assert tokens == expected_tokens(seed, NUM_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     assert failing.status("/health") == 200
     # A server that fails to write has the request ended: a moment later.
-    wait_for(lambda: failing.metric("num_requests_running") == 0)
+    wait_until(lambda: failing.metric("num_requests_running") == 0)
     assert failing.metric("num_requests_waiting") == 0
     assert failing.metric("kv_cache_usage_perc") == 0
 
@@ -132,7 +133,7 @@ def test_a_real_model_s_step_fails_one_request_alone():
             assert '"error"' in text
             assert "canary" not in text
             assert {seed: tokens for seed, (_, tokens, _) in others} == wanted
-        wait_for(lambda: server.metric("kv_cache_usage_perc") == 0)
+        wait_until(lambda: server.metric("kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.req("REL-11")

@@ -12,7 +12,9 @@ import threading
 import urllib.request
 
 import pytest
-from servers import PATIENCE, SLACK, alive, children_of, serving, slow_steps, wait_for
+from servers import PATIENCE, SLACK, alive, children_of, serving, slow_steps
+
+from headrace_testing.waiting import wait_until
 
 
 class _Stream(threading.Thread):
@@ -31,7 +33,7 @@ class _Stream(threading.Thread):
         )
         self.lines: list[str] = []
         self.start()
-        wait_for(lambda: len(self.lines) > 3, what="the stream did not begin")
+        wait_until(lambda: len(self.lines) > 3, what="the stream did not begin")
 
     def run(self) -> None:
         try:
@@ -59,7 +61,7 @@ def test_a_killed_server_takes_its_engine_process_along():
     with serving("--engine-process") as server:
         [child] = children_of(server.process.pid)
         server.stop(signal.SIGKILL)
-        wait_for(lambda: not alive(child), 5 * SLACK, "the engine process lives on")
+        wait_until(lambda: not alive(child), 5 * SLACK, "the engine process lives on")
 
 
 @pytest.mark.req("REL-09")
@@ -87,7 +89,6 @@ def test_past_the_drain_timeout_streams_get_an_error_event():
         assert any('"error"' in line for line in stream.lines), stream.lines[-3:]
 
 
-@pytest.mark.spec("API-BIND")
 def test_a_used_port_fails_before_anything_is_loaded():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -104,13 +105,12 @@ def test_a_used_port_fails_before_anything_is_loaded():
     assert "load model" not in done.stderr
 
 
-@pytest.mark.spec("API-BIND")
 def test_unix_socket(tmp_path):
     path = str(tmp_path / "s")
     process = subprocess.Popen([sys.executable, "-m", "headrace", "serve", "--uds", path],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
-        wait_for(lambda: os.path.exists(path), 2 * PATIENCE)
+        wait_until(lambda: os.path.exists(path), 2 * PATIENCE)
 
         def healthy() -> bool:
             with socket.socket(socket.AF_UNIX) as client:
@@ -122,7 +122,7 @@ def test_unix_socket(tmp_path):
                 except OSError:
                     return False
 
-        wait_for(healthy, 2 * PATIENCE)
+        wait_until(healthy, 2 * PATIENCE)
     finally:
         process.terminate()
         assert process.wait(PATIENCE) == 0

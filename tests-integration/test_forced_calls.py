@@ -28,9 +28,7 @@ from headrace_core.grammar import Grammar, GrammarBackend, GrammarSpec, Vocabula
 from headrace_core.text import ToolCallParser
 from headrace_engine.structured.backend_loading import backend_class
 from headrace_server import ServerSettings, bind, create_app, serve
-from headrace_server.tool_calls import MAX_FORCED_CALLS, calls_schema
-
-pytestmark = [pytest.mark.spec("TOOL-CHOICE"), pytest.mark.spec("SO-API")]
+from headrace_server.chat.tool_choice import MAX_FORCED_CALLS, calls_schema
 
 NAMES = sorted(plugins.installed("headrace.tool_parsers"))
 ONE = {"openai"}
@@ -166,7 +164,7 @@ def test_what_is_forced_is_read_as_valid_calls(name: str) -> None:
     def one(first: Any, second: Any, most: int, seed: int, special: bool) -> None:
         tools = {"get_weather": first, "other": second}
         try:
-            form = load(name).forced_form(tools, most=most)
+            form = load(name).forced_structural_tag(tools, most=most)
         except UnsupportedFeature:
             return
         assert form is not None, "every format has one"
@@ -188,12 +186,12 @@ PLAIN: dict[str, Any] = {
 def test_the_last_call_is_the_end(name: str) -> None:
     """Behind it comes at most a little white space: a model that would go on cannot."""
     words = vocabulary(special=False)
-    form = load(name).forced_form({"f": {"type": "object", "properties": {}}}, most=1)
+    form = load(name).forced_structural_tag({"f": {"type": "object", "properties": {}}}, most=1)
     if name == "openai":
         pytest.skip("a mark may follow, which ends the output")
     for seed in range(3):
         schema = {"f": {"type": "object", "properties": {}, "additionalProperties": False}}
-        form = load(name).forced_form(schema, most=1)
+        form = load(name).forced_structural_tag(schema, most=1)
         grammar = compiled(backend("guidance", False), form)
         text, ended = walk(grammar, words, seed)
         assert ended
@@ -206,7 +204,7 @@ def test_the_last_call_is_the_end(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_xgrammar_takes_the_forms(name: str) -> None:
-    form = load(name).forced_form({"get_weather": PLAIN, "other": PLAIN}, most=3)
+    form = load(name).forced_structural_tag({"get_weather": PLAIN, "other": PLAIN}, most=3)
     which, words = backend("xgrammar", False), vocabulary(special=False)
     found = 0
     given = [{"function": {"name": "get_weather", "parameters": PLAIN}}]

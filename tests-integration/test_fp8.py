@@ -18,20 +18,18 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import (
+from headrace_models.loading.loader import Built, load_model
+from headrace_models.loading.sharded_state import save_sharded_state
+from headrace_models.quantization import quant_method
+from headrace_models.resolve import resolve
+from headrace_models.weight_bytes import kept_bytes
+from headrace_testing.model.decoders import (
     Checkpoint,
     ModelConformance,
     PagedDriver,
     build_context,
     run_ranks,
 )
-from headrace_models.footprint import kept_bytes
-from headrace_models.loader import Built, load_model
-from headrace_models.quantization import quant_method
-from headrace_models.resolve import resolve
-from headrace_models.sharded_state import save_sharded_state
-
-pytestmark = pytest.mark.spec("QUANT-CORE")
 
 TINY: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3,
@@ -88,12 +86,13 @@ class Fp8Conformance(ModelConformance):
         )
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
-        size = None if self.block is None else list(self.block)
-        config["quantization_config"] = {
-            "quant_method": "fp8", "weight_block_size": size, **self.quantization
-        }  # fmt: skip
+        config["quantization_config"] = self.block_of_config()
         (folder / "config.json").write_text(json.dumps(config))
         return Checkpoint(reference.eval(), folder)
+
+    def block_of_config(self) -> dict[str, Any]:
+        size = None if self.block is None else list(self.block)
+        return {"quant_method": "fp8", "weight_block_size": size, **self.quantization}
 
     def quantize(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The checkpoint, and the floats that it means."""
@@ -121,7 +120,7 @@ class Fp8Conformance(ModelConformance):
         """In floats of the activations' dtype, which is what the footprint says."""
         info = self.resolve(checkpoint.path, max_model_len=self.max_model_len, dtype="bfloat16")
         context = with_method(info, build_context(info))
-        assert context.quant.name == "fp8"
+        assert context.quant.name == self.block_of_config()["quant_method"]
         plain = Built.of(info, build_context(info))
         assert kept_bytes(Built.of(info, context).model, info.dtype) == kept_bytes(
             plain.model, info.dtype
@@ -188,6 +187,76 @@ class TestDeepseekV3(Fp8Conformance):
         last = [name for name in stored if "layers.2." in name and "scale_inv" not in name]
         extra = {name.replace("layers.2.", "layers.3."): stored[name].clone() for name in last}
         return {**stored, **extra}, floats
+
+
+class CompressedTensors(Fp8Conformance):
+    """FP8 as llm-compressor writes it, with activations that are dynamic or static."""
+
+    scale_name = "weight_scale"
+    strategy: ClassVar[str]
+    activations: ClassVar[dict[str, Any]] = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True,
+    }  # fmt: skip
+
+    def hf_class(self) -> Any:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**{**TINY, **overrides})
+
+    def block_of_config(self) -> dict[str, Any]:
+        weights = {
+            "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False,
+            "strategy": self.strategy, "block_structure": list(self.block or ()) or None,
+        }  # fmt: skip
+        return {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "quantization_status": "compressed", "kv_cache_scheme": None,
+            "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": weights, "input_activations": self.activations,
+                "output_activations": None,
+            }},
+        }  # fmt: skip
+
+    def test_ignored_layer_in_fp8(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        """Its scale belongs to no layer then."""
+        self._rewrite(checkpoint, tmp_path, lambda tensors, _: None)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"]["ignore"] = ["lm_head", "re:.*o_proj"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        self._assert_refused(tmp_path, "o_proj.weight", "float8_e4m3fn")
+
+
+class TestCompressedBlocks(CompressedTensors):
+    strategy = "block"
+
+
+class TestCompressedTensor(CompressedTensors):
+    """One scale, and those of static activations beside it."""
+
+    strategy = "tensor"
+    block = None
+    activations: ClassVar = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    quantization: ClassVar = {"activation_scheme": "static"}
+
+
+class TestCompressedChannels(CompressedTensors):
+    """FP8_DYNAMIC: a scale for each output, in bfloat16."""
+
+    strategy = "channel"
+    block = (1, 4096)
+    scale_dtype = torch.bfloat16
+
+    def block_of_config(self) -> dict[str, Any]:
+        config = super().block_of_config()
+        config["config_groups"]["group_0"]["weights"]["block_structure"] = None
+        return config
 
 
 class TestDeepseekV3Blocks128(TestDeepseekV3):

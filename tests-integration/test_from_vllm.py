@@ -17,12 +17,11 @@ from headrace_core import plugins
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import PluginError, WeightsError
 from headrace_core.platform import CpuPlatform
-from headrace_core.registry import ModelRegistry
-from headrace_core.testing.model import PagedDriver, build_context, randomise
-from headrace_models.loader import load_model
+from headrace_core.plugins import ModelRegistry
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
-pytestmark = pytest.mark.spec("MODEL-OOT")
 PAGE = Path(__file__).parents[1] / "docs" / "extending" / "from-vllm.md"
 ROW = re.compile(r"^\| (.*?) \| `([\w.]+)` \| (.*?) ?\|$", re.MULTILINE)
 THEIRS = (

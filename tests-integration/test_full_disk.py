@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import PATIENCE, free_port, serving, wait_for
+from servers import PATIENCE, free_port, serving
 
 from headrace import demo
+from headrace_testing.waiting import wait_until
 
 SIM = ("--device", "sim", "--sim-step-ms", "1")
 
@@ -54,7 +55,7 @@ def test_a_log_that_cannot_be_written(words):
             stdout=full, stderr=full,
         )  # fmt: skip
         try:
-            wait_for(lambda: process.poll() is not None or _answers(url), 2 * PATIENCE)
+            wait_until(lambda: process.poll() is not None or _answers(url), 2 * PATIENCE)
             assert process.poll() is None, f"it left with status {process.returncode}"
             for number in range(50):
                 assert _ask(url, {"prompt": "x", "max_tokens": 5, f"unknown_{number}": 1}) == 200

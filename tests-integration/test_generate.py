@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from servers import PATIENCE, slow_steps, wait_for
+from servers import PATIENCE, slow_steps
+
+from headrace_testing.waiting import wait_until
 
 SHORT = ("--max-tokens", "3", "--temperature", "0", "--max-model-len", "128")
 
@@ -44,7 +46,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
              "0", "--max-num-seqs", "1")  # fmt: skip
     process = start(*words, environment=slow_steps(0.01))
     try:
-        wait_for(
+        wait_until(
             lambda: partial.exists() and partial.read_bytes().count(b"\n") > 3,
             2 * PATIENCE,
             "no answers came",

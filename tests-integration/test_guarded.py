@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace_core.testing.guards.fixtures import no_leaks, no_network, no_pickles  # noqa: F401
+from headrace_testing.guards.fixtures import no_leaks, no_network, no_pickles  # noqa: F401
 
 
 @pytest.mark.req("REL-18")

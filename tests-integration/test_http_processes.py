@@ -10,7 +10,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import PATIENCE, SLACK, RunningServer, alive, children_of, serving, wait_for
+from servers import PATIENCE, SLACK, RunningServer, alive, children_of, serving
 from soak import Stream, run_stream
 
-pytestmark = pytest.mark.spec("CLI-SERVE")
+from headrace_testing.waiting import wait_until
+
 SIM = ("--device", "sim", "--sim-step-ms", "10", "--api-server-count", "2")
 NUM_STREAMS, NUM_KEPT = 24, 8
 
@@ -43,7 +43,7 @@ class Load(threading.Thread):
         self._url = url
         self.streams = [Stream(seed, length) for seed in range(count)]
         self.start()
-        wait_for(lambda: all(len(s.token_ids) > 3 for s in self.streams), what="no load")
+        wait_until(lambda: all(len(s.token_ids) > 3 for s in self.streams), what="no load")
 
     def run(self) -> None:
         asyncio.run(self._run_all())
@@ -60,7 +60,7 @@ class Load(threading.Thread):
 
 def wait_for_all(server: RunningServer, times: int = 1) -> None:
     """Until all HTTP processes serve, for the first or a further time."""
-    wait_for(
+    wait_until(
         lambda: sum("HTTP processes serve" in line for line in server.log) == times,
         what="not ready",
     )
@@ -88,7 +88,7 @@ def only(taking: int, processes: list[int]) -> Iterator[None]:
     try:
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: all(map(stopped, others)))
+        wait_until(lambda: all(map(stopped, others)))
         yield
     finally:
         for pid in others:
@@ -101,14 +101,18 @@ def stopped(pid: int) -> bool:
 
 def patiently(ask: Callable[[], Any]) -> Any:
     """What all processes together tell; again while one of them is too slow to answer another."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
+    answers: list[Any] = []
+
+    def answered() -> bool:
         try:
-            return ask()
+            answers.append(ask())
         except urllib.error.HTTPError as error:
-            if error.code != 503 or time.monotonic() > deadline:
+            if error.code != 503:
                 raise
-            time.sleep(0.1)
+        return bool(answers)
+
+    wait_until(answered, what="one of them answers no other")
+    return answers[0]
 
 
 def metric(server: RunningServer, name: str) -> float:
@@ -159,12 +163,12 @@ def test_several_processes_are_one_server():
             with only(process, processes):
                 answers += ask_at_once(server, 10)
         assert len(set(answers)) == 1
-        wait_for(lambda: ranks_that_served(server) == {"http 0", "http 1"})
-        wait_for(lambda: metric(server, "request_success_total") >= 30)
+        wait_until(lambda: ranks_that_served(server) == {"http 0", "http 1"})
+        wait_until(lambda: metric(server, "request_success_total") >= 30)
         for _ in range(6):  # whomever one asks
             assert metric(server, "request_success_total") == 30
             assert metric(server, "request_params_n_count") == 30
-        wait_for(lambda: patiently(lambda: load_of(server)) == 0)
+        wait_until(lambda: patiently(lambda: load_of(server)) == 0)
         assert server.stop() == 0
     assert not any(map(alive, [engine, *processes]))
 
@@ -181,13 +185,15 @@ def test_kill_9_of_an_http_process_harms_nobody_else(private):
             kept = Load(server.url, 200, NUM_KEPT)
         os.kill(victim, signal.SIGKILL)
         # What it had asked for ends at once, and not when it would have ended; the rest goes on.
-        wait_for(lambda: metric(server, "num_requests_running") <= NUM_KEPT, 5 * SLACK, "not freed")
+        wait_until(
+            lambda: metric(server, "num_requests_running") <= NUM_KEPT, 5 * SLACK, "not freed"
+        )
         kept.join(PATIENCE)
         cut.join(PATIENCE)
         assert [s.wrong for s in kept.streams if s.wrong] == []
         assert all(s.wrong for s in cut.streams)
         assert all(b"[DONE]" not in s.events for s in cut.streams)
-        wait_for(lambda: metric(server, "num_requests_running") == 0)
+        wait_until(lambda: metric(server, "num_requests_running") == 0)
         assert metric(server, "kv_cache_usage_perc") == 0
         wait_for_all(server, times=2)
         again = Load(server.url, 20)
@@ -205,10 +211,8 @@ def test_kill_9_of_the_engine_ends_every_stream_of_every_process(private):
         load = Load(server.url, 1500)
         engine, processes = parts_of(server)
         os.kill(engine, signal.SIGKILL)
-        killed = time.monotonic()
-        load.join(PATIENCE)
+        load.join(5 * SLACK)
         assert not load.is_alive()
-        assert time.monotonic() - killed < 5 * SLACK
         assert server.process.wait(PATIENCE) == 1
     for stream in load.streams:
         assert b'"error"' in stream.events[0], (stream.seed, stream.events[-2:])
@@ -225,10 +229,10 @@ def test_kill_9_of_the_supervisor_leaves_nothing_behind(private):
         load = Load(server.url, 1500)
         server.process.kill()
         server.process.wait(PATIENCE)
-        wait_for(lambda: not any(map(alive, [engine, *processes])), what="somebody lives on")
+        wait_until(lambda: not any(map(alive, [engine, *processes])), what="somebody lives on")
         load.join(PATIENCE)
         assert not load.is_alive()
-    wait_for(lambda: not list(Path(private["TMPDIR"]).iterdir()), what="sockets were left")
+    wait_until(lambda: not list(Path(private["TMPDIR"]).iterdir()), what="sockets were left")
 
 
 @pytest.mark.req("REL-09")
@@ -242,7 +246,6 @@ def test_a_signal_lets_all_finish(number):
     assert [s.wrong for s in load.streams if s.wrong] == []
 
 
-@pytest.mark.spec("API-PAUSE")
 def test_a_pause_holds_everybody():
     words = ("--api-key", "k", "--enable-control-routes", "--enable-server-load-tracking")
     with serving(*SIM, *words) as server:

@@ -55,7 +55,6 @@ def pairs(output):
     return [(token, entry[token].logprob) for token, entry in entries]
 
 
-@pytest.mark.spec("APC", "ATTN-KV-SPEC")
 @pytest.mark.parametrize("mode", MODES)
 def test_who_begins_from_a_state_says_the_same(bamba, cold, mode):
     with LLM(str(bamba), **SETTINGS, **MODES[mode]) as llm:

@@ -13,7 +13,6 @@ from pooling_checkpoints import bert
 from headrace.cli.main import run
 from headrace_engine.execution.memory import readable
 
-pytestmark = pytest.mark.spec("MODEL-INSPECT")
 F32 = 4
 TABLE = 256 * 16 * F32  # rotary: 16 cosines and sines for each of 256 positions
 

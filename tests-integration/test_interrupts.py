@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from servers import PATIENCE, WatchedCommand, children_of, wait_for
+from servers import PATIENCE, WatchedCommand, children_of
 
 from headrace import demo
+from headrace_testing.waiting import wait_until
 
 STUCK = 600
 """Seconds that opening a weights file takes here, once its header was read: far more than the test waits."""
@@ -28,7 +29,6 @@ COMMANDS = {
 }
 
 
-@pytest.mark.spec("CLI-MAIN")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_while_it_reads_weights(name, tmp_path):
     (tmp_path / "models.yaml").write_text(
@@ -46,7 +46,9 @@ def test_interrupted_while_it_reads_weights(name, tmp_path):
     assert "Traceback" not in command.text
     assert "HR-" not in command.text
     for pid in children:
-        wait_for(lambda pid=pid: not _runs_headrace(pid), what=f"child {pid} outlives the command")
+        wait_until(
+            lambda pid=pid: not _runs_headrace(pid), what=f"child {pid} outlives the command"
+        )
 
 
 def test_a_library_that_swallows_the_exception_stops_nothing():
@@ -82,7 +84,7 @@ class _Command(WatchedCommand):
         super().__init__(process, process.stdout)
 
     def wait_until_logged(self, text: str) -> None:
-        wait_for(lambda: text in self.text or self.process.poll() is not None, what=self.text)
+        wait_until(lambda: text in self.text or self.process.poll() is not None, what=self.text)
         assert text in self.text, self.text
 
 

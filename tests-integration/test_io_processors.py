@@ -13,8 +13,9 @@ from pooling_checkpoints import bert, qwen3, text
 
 from headrace import LLM, AsyncLLM, EngineArgs, PoolingParams
 from headrace.assembly.inspection import inspect_model
-from headrace_core import io_processor, plugins
+from headrace_core import plugins
 from headrace_core.errors import ConfigError, PluginNotFound, UnsupportedFeature
+from headrace_core.pooling import io_processor
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "use_tqdm_on_load": False}
 
@@ -32,7 +33,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "installed", entries)
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 def test_fifty_requests_online_and_the_same_offline(tmp_path: Path) -> None:
     bert(tmp_path)
     texts = [text(3 + i % 9, i) for i in range(50)]
@@ -68,7 +68,6 @@ def test_fifty_requests_online_and_the_same_offline(tmp_path: Path) -> None:
     assert [o.outputs for o in online] == [pytest.approx(o[0].outputs) for o in offline]
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 def test_who_names_it_and_who_may_not(tmp_path: Path) -> None:
     encoder, decoder = tmp_path / "encoder", tmp_path / "decoder"
     for folder, make in ((encoder, bert), (decoder, qwen3)):

@@ -19,8 +19,6 @@ from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.startup import StartupTimeline
 from headrace_kernels.cpu import library
 
-pytestmark = pytest.mark.spec("KV-QUANT")
-
 FAMILIES = ("llama3", "qwen3", "gemma2", "gemma3", "gpt2")
 """Head norms, windows beside full layers, a soft cap, learned positions."""
 
@@ -47,7 +45,6 @@ def measured(request, checkpoints):
     return checkpoints[family], settings, run(checkpoints[family], alone=True, **settings)
 
 
-@pytest.mark.spec("APC")
 @pytest.mark.skipif(library.path() is None, reason="the native library is not built")
 @pytest.mark.parametrize(
     "mode", ["batched", "prefix-hits", "chunked", "preempted", "engine-process", "eager"]

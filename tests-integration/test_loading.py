@@ -80,7 +80,6 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.spec("QUANT-GGUF", "EX-BASIC")
 class TestGGUF:
     def test_alone(self, gguf_file: Path, expected: Any) -> None:
         assert answer(model=str(gguf_file), dtype="float32") == expected
@@ -114,7 +113,6 @@ class TestGGUF:
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.spec("CFG-LOAD")
 def test_pytorchs_own_file(tmp_path: Path, expected: Any) -> None:
     folder = shutil.copytree(demo.path(), tmp_path / "m")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -122,7 +120,6 @@ def test_pytorchs_own_file(tmp_path: Path, expected: Any) -> None:
     assert answer(model=str(folder), dtype="float32") == expected
 
 
-@pytest.mark.spec("EX-SHARDED")
 class TestShardedState:
     def test_saved_and_loaded(self, tmp_path: Path, expected: Any) -> None:
         config = EngineArgs(model=str(demo.path()), dtype="float32", **SMALL).create_engine_config()
@@ -152,7 +149,6 @@ class TestShardedState:
         assert said.startswith("Format: sharded_state\nTensor-parallel size: 1\nText: ")
 
 
-@pytest.mark.spec("EX-DUMMY-RELOAD")
 @pytest.mark.parametrize("process", [False, True])
 def test_weights_that_come_later(process: bool, expected: Any) -> None:
     settings = {**SMALL, "model": str(demo.path()), "dtype": "float32"}
@@ -179,7 +175,6 @@ def test_a_tensor_that_is_missing_is_named_before_a_port_opens(tmp_path: Path) -
         LLM(model=str(folder), **SMALL)
 
 
-@pytest.mark.spec("EX-CONTEXT-EXT")
 def test_a_context_that_yarn_extends(tmp_path: Path) -> None:
     folder = shutil.copytree(demo.path(), tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
@@ -196,7 +191,6 @@ def test_a_context_that_yarn_extends(tmp_path: Path) -> None:
         assert len(output.outputs[0].token_ids) > 0
 
 
-@pytest.mark.spec("EX-LONG")
 def test_a_length_above_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"num_threads": 1, "max_num_seqs": 4, "max_model_len": 4096, "dtype": "float32"}
     prompt = {"prompt_token_ids": [5 + number % 900 for number in range(640)]}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from servers import serving
+from servers import RunningServer
 
 ASKED = {
     "prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
@@ -16,22 +16,21 @@ ASKED = {
 Post = Callable[[str], tuple[int, Any]]
 
 
-@pytest.fixture(scope="module")
-def post() -> Iterator[Post]:
-    with serving() as running:
-        address = running.api.split("//")[1].split("/")[0]
+@pytest.fixture
+def post(server: RunningServer) -> Post:
+    address = server.api.split("//")[1].split("/")[0]
 
-        def send(bias: str) -> tuple[int, Any]:
-            body = json.dumps(ASKED)[:-1] + f', "logit_bias": {bias}}}'
-            connection = http.client.HTTPConnection(address, timeout=60)
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", body, headers)
-            answer = connection.getresponse()
-            found = json.loads(answer.read())
-            connection.close()
-            return answer.status, found
+    def send(bias: str) -> tuple[int, Any]:
+        body = json.dumps(ASKED)[:-1] + f', "logit_bias": {bias}}}'
+        connection = http.client.HTTPConnection(address, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        connection.close()
+        return answer.status, found
 
-        yield send
+    return send
 
 
 def test_a_bias_beyond_a_hundred_counts_as_a_hundred(post: Post) -> None:

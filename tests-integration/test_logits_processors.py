@@ -35,7 +35,6 @@ def plain():
         return ids(llm, params(None))
 
 
-@pytest.mark.spec("EX-LOGITS", "LOGITSPROC-LOAD", "LOGITSPROC-ADAPTER")
 @pytest.mark.parametrize("given", [TargetToken, AdaptedTargetToken, "processors:TargetToken"])
 @pytest.mark.parametrize("engine_process", [False, True])
 def test_targets_are_forced_and_neighbours_are_as_without(
@@ -53,7 +52,6 @@ def test_targets_are_forced_and_neighbours_are_as_without(
     assert got == [[128] * 12, plain[1], [0] * 12, plain[3]]
 
 
-@pytest.mark.spec("LOGITSPROC-BATCHUPDATE")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_recording_processor_under_the_real_scheduler(tmp_path, seed):
     """Arrivals, chunked prompts, finishes, aborts and preemption; tokens are as without it."""
@@ -101,14 +99,12 @@ def test_a_recording_processor_under_the_real_scheduler(tmp_path, seed):
         assert recorder.outputs[name][: len(tokens)] == tokens
 
 
-@pytest.mark.spec("LOGITSPROC-LOAD")
 def test_what_cannot_be_loaded_stops_the_start():
     for name in ("no.such.module:Thing", "processors:Missing", "processors:torch"):
         with pytest.raises(ConfigError, match=name):
             LLM(**SMALL, logits_processors=[name])
 
 
-@pytest.mark.spec("CUSTOM-ARGS", "LOGITSPROC-LOAD")
 def test_over_http(plain, monkeypatch):
     import os
 

@@ -98,7 +98,6 @@ def check_entries(entries: list[dict[str, Any]]) -> None:
     assert any(t["token"] == "�" and len(t["bytes"]) == 1 for t in rivals)
 
 
-@pytest.mark.spec("HTTP-CHAT")
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(server: RunningServer, stream: bool) -> None:
     text, entries = chat(server, stream)
@@ -138,7 +137,6 @@ def completion(
     return "".join(part["text"] for part in parts), block
 
 
-@pytest.mark.spec("HTTP-COMPLETIONS")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", [None, "👧 e"])
 @pytest.mark.parametrize("echo", [False, True])
@@ -175,7 +173,6 @@ def post_tokenize(server: RunningServer, text: str) -> list[int]:
     return found
 
 
-@pytest.mark.spec("HTTP-RESPONSES")
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses(server: RunningServer, stream: bool) -> None:
     schema = {"type": "string", "enum": [TEXT]}
@@ -197,7 +194,6 @@ def test_responses(server: RunningServer, stream: bool) -> None:
     check_entries(part["logprobs"])
 
 
-@pytest.mark.spec("HTTP-GENERATE")
 def test_tokens_in_tokens_out(server: RunningServer) -> None:
     request = urllib.request.Request(
         server.url + "/inference/v1/generate", json.dumps({

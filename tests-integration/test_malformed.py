@@ -15,7 +15,9 @@ from fuzz import SERVER, Fuzz
 from malformed import RAW, Client, bodies, exchange, mutations
 from mutated import BODIES
 from mutated import SERVER as WITH_TOOLS
-from servers import serving, wait_for
+from servers import serving
+
+from headrace_testing.waiting import wait_until
 
 ALL = os.environ.get("HEADRACE_FUZZ") == "all"
 NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 300)
@@ -29,7 +31,7 @@ def server():
         yield running
         assert running.process.poll() is None
         assert running.status("/health") == 200
-        wait_for(lambda: running.metric("num_requests_running") == 0)
+        wait_until(lambda: running.metric("num_requests_running") == 0)
         assert running.metric("kv_cache_usage_perc") == 0
 
 
@@ -83,7 +85,7 @@ def with_tools():
     with serving(*WITH_TOOLS) as running:
         yield running
         assert running.process.poll() is None
-        wait_for(lambda: running.metric("num_requests_running") == 0)
+        wait_until(lambda: running.metric("num_requests_running") == 0)
 
 
 def test_bodies_that_are_nearly_right(with_tools):

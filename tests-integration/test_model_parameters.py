@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import LLM
-from headrace_core.testing.model import randomise
+from headrace_testing.model.decoders import randomise
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -38,7 +38,6 @@ def total(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.spec("ENGINE-LLM-CONTROL")
 @pytest.mark.parametrize("implementation", ["headrace", "transformers"])
 def test_parameters_of_a_plain_model(llama: tuple[Path, Any], implementation: str) -> None:
     folder, reference = llama

@@ -20,7 +20,6 @@ from headrace.engine_args import EngineArgs
 from headrace_core import plugins
 from headrace_core.errors import PluginConflict, PluginError, PluginLoadError, UnsupportedModel
 
-pytestmark = pytest.mark.spec("MODEL-OOT")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "model_plugin"
 NAME = "LanternForCausalLM"
 MULTIPLIER = 3.5
@@ -194,7 +193,7 @@ def test_a_script_registers_a_class_of_its_own(checkpoint: Path, install: Instal
     install()
     expected = answer(checkpoint)
     forget("lantern")
-    from headrace_models.families.llama import LlamaForCausalLM
+    from headrace_models.families.decoder.llama import LlamaForCausalLM
 
     class Mine(LlamaForCausalLM):
         def token_vectors(self, ids: Any) -> Any:

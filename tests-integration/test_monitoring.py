@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from servers import serving, wait_for
+from servers import serving
+
+from headrace_testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs/serving" / name for name in ("operations.md", "metrics.md")]
@@ -52,7 +54,6 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-@pytest.mark.spec("OBS-METRICS")
 def test_the_page_lists_what_is_served(families):
     served = {
         name.removeprefix("headrace:"): family
@@ -71,7 +72,6 @@ def test_the_page_lists_what_is_served(families):
     assert all(name.startswith("process_") for name in others)
 
 
-@pytest.mark.spec("API-METRICS")
 def test_counts_are_right(server):
     before = server.metric("generation_tokens_total")
     prompts = server.metric("prompt_tokens_total")
@@ -81,7 +81,7 @@ def test_counts_are_right(server):
         {"Content-Type": "application/json"},
     )  # fmt: skip
     urllib.request.urlopen(request, timeout=60).read()
-    wait_for(lambda: server.metric("generation_tokens_total") - before >= 7)
+    wait_until(lambda: server.metric("generation_tokens_total") - before >= 7)
     assert server.metric("generation_tokens_total") - before == 7
     assert server.metric("prompt_tokens_total") - prompts == 4
     assert server.metric("engine_healthy") == 1

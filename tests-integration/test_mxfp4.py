@@ -13,11 +13,11 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context, randomise, run_ranks
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.quantization import quant_method
 from headrace_models.resolve import resolve
 from headrace_quant.mxfp4 import dequantize
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise, run_ranks
 
 PROMPT = [5, 9, 77, 3, 41, 8, 100, 64, 31]
 
@@ -57,7 +57,6 @@ def make_checkpoints(folder: Path) -> tuple[Path, Path]:
     return plain, packed
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-MOE")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_load_as_the_floats(tmp_path: Path, ranks: int) -> None:
     def logits(path: Path, communicator: Communicator | None = None) -> torch.Tensor:

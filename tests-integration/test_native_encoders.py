@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.attention import choose_backend
+from headrace_attention.selection import choose_backend
 from headrace_core.batch import ForwardBatch
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.graph import GraphNeed
@@ -21,12 +21,12 @@ from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import SingleProcess
 from headrace_core.platform import CpuPlatform
 from headrace_core.pooling import PoolingParams
-from headrace_core.testing.model import randomise
-from headrace_core.testing.pooling_model import flat_batch, pooling_batch
 from headrace_kernels.cpu import library
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.quantization import quant_method
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import randomise
+from headrace_testing.model.pooling import flat_batch, pooling_batch
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -144,7 +144,6 @@ def results(
         return pooled
 
 
-@pytest.mark.spec("POOL-VARLEN")
 def test_a_prompt_does_not_notice_its_batch(opened: tuple[Any, BuildContext]) -> None:
     model, _ = opened
     everyone, wanted = prompts(), params_of(model)
@@ -156,7 +155,6 @@ def test_a_prompt_does_not_notice_its_batch(opened: tuple[Any, BuildContext]) ->
         assert torch.equal(other, alone), (len(prompt), params)
 
 
-@pytest.mark.spec("POOL-GRAPH")
 @pytest.mark.parametrize("all_rows", [True, False])
 def test_captured_steps(opened: tuple[Any, BuildContext], all_rows: bool) -> None:
     model, context = opened

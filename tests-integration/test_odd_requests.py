@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 from fuzz import SERVER
 from malformed import Client, exchange
-from servers import PATIENCE, serving, wait_for
+from servers import PATIENCE, serving
+
+from headrace_testing.waiting import wait_until
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 NEXT = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -122,7 +124,7 @@ def test_keys_in_an_address_reach_no_log(words):
                 assert SECRET.encode() not in answer.body
         exchange(server.url, b"GET /version?key=%b HTTP/1.1\r\nA b\r\n\r\n" % SECRET.encode())
         exchange(server.url, b"GET /x y?key=%b HTTP/1.1\r\nHost: x\r\n\r\n" % SECRET.encode())
-        wait_for(lambda: sum("limit=3" in line for line in server.log) >= 28)
+        wait_until(lambda: sum("limit=3" in line for line in server.log) >= 28)
     text = "".join(server.log)
     assert SECRET not in text, next(line for line in server.log if SECRET in line)
     assert "/v1/models?limit=3&api_key=***&x=1" in text

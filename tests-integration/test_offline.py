@@ -14,6 +14,7 @@ import pytest
 
 from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from headrace_core.errors import CapacityError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_testing.waiting import until
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SMALL = {"max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
@@ -29,7 +30,6 @@ def _questions(count: int) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": f"What is {i} + {i + 3}?"}] for i in range(count)]
 
 
-@pytest.mark.spec("GEN-GENERATE")
 def test_many_prompts_come_back_in_order_and_equal_single_ones(llm):
     prompts = [f"Say {word}" for word in ("one", "two words", "three more words here")] * 12
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
@@ -39,7 +39,6 @@ def test_many_prompts_come_back_in_order_and_equal_single_ones(llm):
         assert single.outputs[0].token_ids == output.outputs[0].token_ids
 
 
-@pytest.mark.spec("KV-QUANT")
 def test_a_cache_of_one_byte_holds_twice_the_tokens(llm, caplog):
     """And rounds: close to the full cache, equal to itself in any batch."""
     caplog.set_level("INFO")
@@ -60,7 +59,6 @@ def test_a_cache_of_one_byte_holds_twice_the_tokens(llm, caplog):
     assert all(0 <= b - 2 * blocks[0] <= 2 for b in blocks[1:])  # rounding, and the null block
 
 
-@pytest.mark.spec("ENGINE-PROMPTS")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for memory")
 def test_a_whole_cache_is_made_resident_before_the_first_request(caplog):
     whole = {"kv_cache_ahead_bytes": -1, "kv_cache_memory_bytes": 64 << 20}
@@ -78,7 +76,6 @@ def test_every_form_of_a_prompt_gives_the_same(llm):
     assert one.outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-@pytest.mark.spec("ENGINE-LLM-CHAT")
 def test_chat_equals_generate_on_the_rendered_template(llm):
     chats = _questions(3)
     rendered = llm.preprocess_chat(chats)
@@ -137,7 +134,6 @@ def test_params_per_prompt_and_wrong_lengths(llm):
         llm.generate(["a", "b"], [SamplingParams()], use_tqdm=False)
 
 
-@pytest.mark.spec("ENGINE-SAMPLING")
 def test_seeds_repeat_in_any_batch(llm):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=12, n=2, ignore_eos=True)
     alone = llm.generate("Once upon", params, use_tqdm=False)[0]
@@ -202,7 +198,6 @@ def test_what_is_not_served_says_so(llm):
         llm.generate("x", lora_request=object())
 
 
-@pytest.mark.spec("ENGINE-LLM-INIT")
 def test_a_second_engine_after_the_first_and_no_thread_left():
     before = {thread.name for thread in threading.enumerate()}
     for _ in range(2):
@@ -221,7 +216,6 @@ def test_what_cannot_fit_is_refused_with_numbers():
         LLM(max_model_len=512, kv_cache_memory_bytes=1 << 16)
 
 
-@pytest.mark.spec("ENGINE-CORE")
 def test_the_engine_step_by_step():
     with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
         for i in range(4):
@@ -241,7 +235,6 @@ def test_the_engine_step_by_step():
         }
 
 
-@pytest.mark.spec("ENGINE-ASYNC")
 def test_the_async_engine_streams_and_cancels():
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
@@ -252,12 +245,11 @@ def test_the_async_engine_streams_and_cancels():
             assert lengths == sorted(lengths)
             assert lengths[-1] >= 5
             await outputs.aclose()
-            for _ in range(1200):
-                stats = await engine.stats()
-                if stats.num_requests_running == 0:
-                    break
-                await asyncio.sleep(0.05)
-            assert stats.num_requests_running == 0
+
+            async def is_idle():
+                return (await engine.stats()).num_requests_running == 0
+
+            await until(is_idle)
             assert await engine.reset_prefix_cache()
             await engine.check_health()
         finally:
@@ -267,7 +259,6 @@ def test_the_async_engine_streams_and_cancels():
     asyncio.run(run())
 
 
-@pytest.mark.spec("CLI-CHAT")
 def test_piped_chat_answers_each_line():
     done = subprocess.run(
         [sys.executable, "-m", "headrace", "chat", "--temperature", "0", "--max-model-len", "512"],
@@ -292,7 +283,6 @@ def test_generate_command_writes_json_lines(tmp_path):
     assert "8" in lines[0]["outputs"][0]["text"]
 
 
-@pytest.mark.spec("CFG-MODEL")
 @pytest.mark.parametrize("engine_process", [False, True], ids=["one-process", "engine-process"])
 def test_minus_one_shortens_the_context_to_what_fits(engine_process):
     settings = {

@@ -25,7 +25,6 @@ def llm():
         yield llm
 
 
-@pytest.mark.spec("ENGINE-PROMPTS")
 def test_prompts_of_arrays(llm):
     ids = llm.get_tokenizer().encode("Hello there")
     array, tensor = np.array(ids), torch.tensor(ids)
@@ -49,7 +48,6 @@ def test_prompts_of_arrays(llm):
     assert len(beams.sequences) == 2
 
 
-@pytest.mark.spec("ENGINE-SAMPLING")
 def test_parameters_of_arrays_and_a_ban(llm):
     params = SamplingParams(
         temperature=np.float32(0), max_tokens=np.int64(6), seed=np.int64(3), ignore_eos=np.True_
@@ -140,7 +138,6 @@ def test_the_engine_step_by_step():
         assert len(outputs[-1].outputs[0].token_ids) == 6
 
 
-@pytest.mark.spec("ENGINE-ASYNC")
 def test_the_async_engine():
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
@@ -162,7 +159,6 @@ def test_the_async_engine():
     asyncio.run(run())
 
 
-@pytest.mark.spec("ENGINE-LLM-CHAT")
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [

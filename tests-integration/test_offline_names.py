@@ -42,8 +42,6 @@ def found(metrics: list[Any]) -> dict[str, Any]:
     return by_name
 
 
-@pytest.mark.spec("EX-METRICS")
-@pytest.mark.spec("ENGINE-LLM-METRICS")
 def test_metrics_count_what_was_generated():
     prompts = ["Hello there", "Say one", "Count to three, please", "Why?"]
     with LLM(**SMALL, disable_log_stats=False) as llm:
@@ -74,9 +72,8 @@ def test_metrics_count_what_was_generated():
         assert found(llm.get_metrics())["request_success:length"].value == 5
 
 
-@pytest.mark.spec("ENGINE-LLM-METRICS")
 def test_metrics_are_those_of_a_server():
-    from headrace_server.metrics import Metrics
+    from headrace_server.observability.metrics import Metrics
 
     with LLM(**SMALL, disable_log_stats=False) as llm:
         registry = Metrics("headrace:", llm.engine.model).registry
@@ -84,7 +81,6 @@ def test_metrics_are_those_of_a_server():
         assert served < {metric.name for metric in llm.get_metrics()}
 
 
-@pytest.mark.spec("ENGINE-LLM-METRICS")
 def test_metrics_need_statistics(llm):
     for make in (llm.get_metrics, llm.llm_engine.get_metrics):
         with pytest.raises(RequestError, match=r"disable_log_stats=False"):
@@ -95,7 +91,6 @@ def test_metrics_need_statistics(llm):
         LLM(**SMALL, disable_log_stats="no")
 
 
-@pytest.mark.spec("ENGINE-LLM-METRICS")
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_metrics_of_the_step_loop(kind):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, n=1, output_kind=kind)
@@ -113,7 +108,6 @@ def test_metrics_of_the_step_loop(kind):
     assert of["request_params_max_tokens"].count == 3
 
 
-@pytest.mark.spec("ENGINE-LLM-INIT")
 def test_the_engine_of_an_llm_is_the_same_engine(llm):
     engine = llm.llm_engine
     assert isinstance(engine, LLMEngine)
@@ -132,7 +126,6 @@ def test_the_engine_of_an_llm_is_the_same_engine(llm):
         engine.add_request("r", "Hello", GREEDY, lora_request=object())
 
 
-@pytest.mark.spec("ENGINE-LLM-INIT")
 def test_an_engine_outlives_its_llm_and_is_freed_with_it():
     before = {thread.name for thread in threading.enumerate()}
     engine = LLM(**SMALL).llm_engine
@@ -238,7 +231,6 @@ def test_functions_do_not_cross_to_an_engine_s_process():
         assert llm.model_config.max_model_len == 512
 
 
-@pytest.mark.spec("ENGINE-ASYNC")
 def test_the_async_engine_has_the_same_names():
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
@@ -402,3 +394,28 @@ def test_without_a_tokenizer():
                 engine.get_tokenizer()
         ids = llm.enqueue([[5, 6]], GREEDY, use_tqdm=False)
         assert [o.request_id for o in llm.wait_for_completion(use_tqdm=False)] == ids
+
+
+def test_aborting_takes_ids_and_lists_of_them():
+    wrong = [None, 3, ["one", None]]
+    with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+        for given in wrong:
+            with pytest.raises(RequestError, match=r"^request_ids.*: must be text, or a list of"):
+                engine.abort_request(given)
+        engine.abort_request("unknown")
+        engine.abort_request(["unknown", "other"])
+
+    async def run() -> None:
+        engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
+        try:
+            for given in wrong:
+                with pytest.raises(
+                    RequestError, match=r"^request_id\b.*: must be text, or a list of"
+                ):
+                    await engine.abort(given)
+            await engine.abort("unknown")
+            await engine.abort(["unknown", "other"])
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(run())

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from headrace.tokenizer import ModelTokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +39,6 @@ def test_every_name_of_the_tokenizer_exists() -> None:
     assert missing == []
 
 
-@pytest.mark.spec("EX-ENGINE-LOOP")
-@pytest.mark.spec("EX-METRICS")
 def test_the_example_program() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "offline_metrics.py"), "--max-model-len", "512"],

@@ -133,7 +133,6 @@ def test_options_of_another_kind(embedder: LLM) -> None:
     assert "embed" in embedder.get_supported_tasks()
 
 
-@pytest.mark.spec("ENGINE-LLM-POOL")
 def test_calls_of_several_threads_get_their_own_results(embedder: LLM, reranker: LLM) -> None:
     work = [[text(3 + 5 * i + j, 7 * i + j) for j in range(1 + i)] for i in range(6)]
     alone = [embedder.embed(texts, **QUIET) for texts in work]
@@ -178,7 +177,6 @@ def test_a_refused_call_leaves_those_of_other_threads_alone(embedder: LLM) -> No
     nothing_runs(embedder)
 
 
-@pytest.mark.spec("ENGINE-LLM-METRICS")
 def test_metrics_of_what_was_pooled(tmp_path: Path) -> None:
     def counted(llm: Any, name: str, task: str) -> int:
         (found,) = [

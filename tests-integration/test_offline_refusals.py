@@ -34,7 +34,6 @@ def interrupt(_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.spec("ENGINE-LLM-CONTROL")
 def test_a_function_that_exits_fails_alone(llm):
     first = llm.generate("Hello", GREEDY, **QUIET)[0].outputs[0].text
     queued = llm.enqueue("Hello", GREEDY, **QUIET)
@@ -49,7 +48,6 @@ def test_a_function_that_exits_fails_alone(llm):
     assert [output.request_id for output in llm.wait_for_completion(**QUIET)] == queued
 
 
-@pytest.mark.spec("ENGINE-LLM-CONTROL")
 def test_a_function_that_uses_its_llm_is_refused(llm):
     queued = llm.enqueue("Hello", GREEDY, **QUIET)
     engine = llm.llm_engine
@@ -82,7 +80,6 @@ def test_a_function_that_uses_its_llm_is_refused(llm):
     assert [output.request_id for output in llm.wait_for_completion(**QUIET)] == queued
 
 
-@pytest.mark.spec("ENGINE-ASYNC")
 def test_the_async_engine_outlives_a_function_that_exits():
     import asyncio
 

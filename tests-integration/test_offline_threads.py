@@ -27,7 +27,6 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-@pytest.mark.spec("ENGINE-LLM-GENERATE")
 def test_calls_of_several_threads_get_their_own_outputs(llm):
     """Lengths differ, so that each call ends while others still run."""
     work = [([f"Say {i}", f"Count to {i}"], _greedy(3 + 5 * i)) for i in range(6)]

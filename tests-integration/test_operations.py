@@ -11,16 +11,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from servers import PATIENCE, alive, children_of, free_port, serving, slow_steps, wait_for
+from servers import PATIENCE, alive, children_of, free_port, serving, slow_steps
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
+from headrace_testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 LONG = {"prompt": "Once", "max_tokens": 250, "ignore_eos": True}
@@ -79,36 +79,32 @@ def running(server) -> float:
     return server.metric("num_requests_running")
 
 
-@pytest.mark.spec("API-PAUSE")
 def test_pause_aborts_and_holds(server):
     first = Asking(server, LONG, SLOW)
-    wait_for(lambda: running(server) == 1)
+    wait_until(lambda: running(server) == 1)
     assert post(server.control + "/pause")[0] == 200
     assert first.reason == "abort"
     assert running(server) == 0
     assert server.status("/health") == 200
     assert server.status("/readyz") == 503
     held = Asking(server, {"prompt": "Once", "max_tokens": 3})
-    wait_for(lambda: server.metric("num_requests_waiting") == 1)
-    time.sleep(0.3)
-    assert held.answer is None
+    wait_until(lambda: server.metric("num_requests_waiting") == 1)
     assert server.metric("engine_paused") == 1
     assert post(server.api + "/completions", {"prompt": "a", "temperature": -1})[0] == 400
+    assert held.answer is None
     assert post(server.control + "/resume")[0] == 200
     assert held.reason == "length"
     assert server.status("/readyz") == 200
 
 
-@pytest.mark.spec("API-PAUSE")
 def test_pause_waits(server):
     first = Asking(server, {**LONG, "max_tokens": 100}, SLOW)
-    wait_for(lambda: running(server) > 0)
+    wait_until(lambda: running(server) > 0)
     assert post(server.control + "/pause?wait_for_inflight_requests=true")[0] == 200
     assert first.reason == "length"
     assert post(server.control + "/resume")[0] == 200
 
 
-@pytest.mark.spec("API-CACHE-RESET")
 def test_a_repeated_prompt_is_computed_again(server):
     body = {"prompt": "word " * 60, "max_tokens": 1}
 
@@ -121,15 +117,13 @@ def test_a_repeated_prompt_is_computed_again(server):
     assert post(server.control + "/reset_prefix_cache")[0] == 200
     assert cached() == 0
     long = Asking(server, LONG, SLOW)
-    wait_for(lambda: running(server) == 1)
+    wait_until(lambda: running(server) == 1)
     assert post(server.control + "/reset_prefix_cache")[0] == 409
     assert post(server.control + "/reset_prefix_cache?reset_running_requests=true")[0] == 200
     assert long.reason == "length"
     assert server.metric("num_preemptions_total") >= 1
 
 
-@pytest.mark.spec("API-PROFILE")
-@pytest.mark.spec("CFG-PROF")
 def test_a_profile_holds_the_steps_asked_for(server):
     assert post(server.control + "/start_profile")[0] == 200
     assert post(server.control + "/start_profile")[0] == 400
@@ -146,7 +140,6 @@ def test_a_profile_holds_the_steps_asked_for(server):
     assert list(server.traces.glob("*.txt"))
 
 
-@pytest.mark.spec("API-DEV")
 def test_workers_and_settings_can_be_asked(server):
     status, text = post(server.control + "/collective_rpc", {"method": "report"})
     [report] = json.loads(text)["results"]
@@ -162,7 +155,6 @@ def test_workers_and_settings_can_be_asked(server):
         assert post(server.url + path)[0] == 404
 
 
-@pytest.mark.spec("OBS-LOG")
 def test_log_lines_are_json(server):
     lines = [json.loads(line) for line in server.log if line.startswith("{")]
     assert len(lines) > 10
@@ -173,7 +165,6 @@ def test_log_lines_are_json(server):
     assert any("memory plan" in line["message"] for line in lines)
 
 
-@pytest.mark.spec("API-DEMO")
 def test_the_minimal_server():
     with free_port() as port:
         process = subprocess.Popen(
@@ -196,7 +187,7 @@ def _ask_the_minimal_server(process, url):
         except OSError:
             return False
 
-    wait_for(answers, 2 * PATIENCE, "it did not answer")
+    wait_until(answers, 2 * PATIENCE, "it did not answer")
     _, whole = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0})
     _, lines = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "stream": True})
     assert json.loads(lines.splitlines()[-1]) == json.loads(whole)
@@ -237,7 +228,7 @@ def test_hardened(tmp_path):
         status, answer = ask(first, {**prompt, "temprature": 0})
         assert (status, "temperature" in answer["error"]["message"]) == (400, True)
         file.write_text(f"b {second}\n")
-        wait_for(lambda: ask(first)[0] == 401, what="the key that was taken away still works")
+        wait_until(lambda: ask(first)[0] == 401, what="the key that was taken away still works")
         assert ask(second)[0] == 200
         log = "".join(server.log)
         assert first not in log
@@ -245,7 +236,6 @@ def test_hardened(tmp_path):
         assert "open settings" not in log
 
 
-@pytest.mark.spec("ENGINE-LLM-CONTROL")
 def test_offline_control(tmp_path):
     config = {
         "profiler": "torch",
@@ -274,7 +264,7 @@ def test_a_server_whose_log_nobody_reads():
     )  # fmt: skip
     try:
         url = _read_until_it_serves(process.stderr.fileno())
-        wait_for(lambda: _status(url + "/health") == 200)
+        wait_until(lambda: _status(url + "/health") == 200)
         for _ in range(1500):  # 64 KiB of access log and more
             assert _status(url + "/v1/models") == 200
         process.send_signal(signal.SIGTERM)
@@ -306,7 +296,7 @@ def noise():
 
 def always():
     while True:
-        time.sleep(0.1)
+        time.sleep(0.1)  # noise all along, without filling the disk
         noise()
 
 threading.Thread(target=always, daemon=True).start()
@@ -328,14 +318,14 @@ def test_a_server_stops_whoever_writes_to_full_pipes(tmp_path, words):
     )  # fmt: skip
     try:
         url = _read_until_it_serves(reading)
-        wait_for(lambda: _status(url + "/health") == 200)
-        wait_for(lambda: not select.select([], [writing], [], 0)[1], what="the pipe is not full")
+        wait_until(lambda: _status(url + "/health") == 200)
+        wait_until(lambda: not select.select([], [writing], [], 0)[1], what="the pipe is not full")
         for _ in range(50):
             assert _status(url + "/v1/models") == 200
         children = children_of(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE) == 0
-        wait_for(lambda: not any(map(alive, children)))
+        wait_until(lambda: not any(map(alive, children)))
     finally:
         process.kill()
         process.wait(PATIENCE)

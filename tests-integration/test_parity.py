@@ -44,7 +44,6 @@ def test_tokens_equal_and_logprobs_agree_with_transformers(family):
 
 
 @pytest.mark.req("REL-15")
-@pytest.mark.spec("APC")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_every_mode_gives_the_same_bits(family, mode):
     folder, _, alone = family

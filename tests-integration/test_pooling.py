@@ -71,7 +71,6 @@ def vectors(outputs: Any) -> torch.Tensor:
     return torch.tensor([output.outputs.embedding for output in outputs])
 
 
-@pytest.mark.spec("POOL-VARLEN")
 def test_an_encoder_s_batch_is_each_text_alone(encoder: Any, embedder: LLM) -> None:
     outputs = embedder.embed(TEXTS, use_tqdm=False)
     check(encoder, outputs)
@@ -80,7 +79,6 @@ def test_an_encoder_s_batch_is_each_text_alone(encoder: Any, embedder: LLM) -> N
     assert {output.num_cached_tokens for output in outputs} == {0}
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
 def test_rows_of_an_encoder_s_tokens(encoder: Any, embedder: LLM) -> None:
     for output in embedder.encode(TEXTS, pooling_task="token_embed", use_tqdm=False):
         want = normal(states(encoder[1], output.prompt_token_ids))
@@ -88,9 +86,8 @@ def test_rows_of_an_encoder_s_tokens(encoder: Any, embedder: LLM) -> None:
         torch.testing.assert_close(output.outputs.data, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.spec("POOL-VARLEN")
 def test_rows_fed_are_the_prompts_tokens(encoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace_models.families.bert import BertModel
+    from headrace_models.families.encoder.bert import BertModel
 
     with make(encoder[0], enforce_eager=True) as llm:
         fed: list[int] = []
@@ -105,7 +102,6 @@ def test_rows_fed_are_the_prompts_tokens(encoder: Any, monkeypatch: pytest.Monke
     assert sum(fed) == sum(len(output.prompt_token_ids) for output in outputs)
 
 
-@pytest.mark.spec("POOL-GRAPH")
 @pytest.mark.parametrize(
     ("labels", "pooling"),
     [(None, {"pooling_type": "MEAN"}), (None, {"pooling_type": "CLS"}), (3, None)],
@@ -168,7 +164,6 @@ def test_a_decoder_in_every_mode(mode: str, decoder: Any) -> None:
     check(decoder, outputs)
 
 
-@pytest.mark.spec("POOL-PREFIXCACHE")
 def test_a_cached_beginning_changes_nothing(decoder: Any) -> None:
     texts = [f"{SHARED} {text(5, seed)}" for seed in range(4)]
     with make(decoder[0]) as llm:
@@ -221,7 +216,6 @@ def test_64_requests_of_all_kinds_at_once(decoder: Any) -> None:
         torch.testing.assert_close(data, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.spec("POOL-SCORE")
 def test_pairs_of_a_cross_encoder(tmp_path: Path) -> None:
     model = bert(tmp_path, labels=1)
     query, documents = text(5, 1), [text(9, 2), text(30, 3), text(5, 1)]
@@ -262,7 +256,6 @@ def test_classes(tmp_path: Path) -> None:
         torch.testing.assert_close(probs, want.softmax(-1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.spec("POOL-LONGTEXT")
 @pytest.mark.parametrize("process", [False, True])
 def test_long_texts(process: bool, encoder: Any) -> None:
     config = {"enable_chunked_processing": True, "max_embed_len": 3_072_000}
@@ -277,7 +270,6 @@ def test_long_texts(process: bool, encoder: Any) -> None:
     torch.testing.assert_close(vectors(outputs[1:])[0], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.spec("MODEL-RUNNER")
 def test_calls_of_the_other_runner_name_it(encoder: Any, embedder: LLM, decoder: Any) -> None:
     for call in (lambda: embedder.generate("text"), lambda: embedder.chat([{"role": "user"}])):
         with pytest.raises(ValueError, match=r"LLM\..*runner pooling.*--runner generate"):
@@ -367,7 +359,6 @@ def test_progress_is_shown(embedder: LLM) -> None:
     assert shown == [1] * len(TEXTS) + [-len(TEXTS)]
 
 
-@pytest.mark.spec("POOL-INPUT-IDS")
 def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedder: LLM) -> None:
     from transformers import AutoTokenizer
 
@@ -391,7 +382,6 @@ def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedd
 PLAIN = {"add_special_tokens": False, "truncate_prompt_tokens": 5}
 
 
-@pytest.mark.spec("ENGINE-LLM-POOL")
 def test_how_texts_are_tokenized_for_an_embedder(embedder: LLM) -> None:
     words = {"tokenization_kwargs": PLAIN, "use_tqdm": False}
     tokenizer: Any = embedder.get_tokenizer()
@@ -404,7 +394,6 @@ def test_how_texts_are_tokenized_for_an_embedder(embedder: LLM) -> None:
         embedder.embed("text", tokenization_kwargs={"max_length": 5})
 
 
-@pytest.mark.spec("ENGINE-LLM-POOL")
 def test_how_texts_are_tokenized_for_a_classifier(tmp_path: Path) -> None:
     bert(tmp_path, labels=1)
     words = {"tokenization_kwargs": PLAIN, "use_tqdm": False}
@@ -424,7 +413,6 @@ def test_how_texts_are_tokenized_for_a_classifier(tmp_path: Path) -> None:
             llm.score("a", "b", tokenization_kwargs="x")
 
 
-@pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 def test_a_prompt_that_is_not_pooled(mode: str, encoder: Any, tmp_path: Path) -> None:
     """``include_prompt: false``, as Sentence Transformers itself computes it."""

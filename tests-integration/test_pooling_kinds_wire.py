@@ -23,7 +23,6 @@ def ask(url, path, **body):
         return json.load(answer)
 
 
-@pytest.mark.spec("HTTP-EMBEDDINGS")
 def test_sparse_vectors(tmp_path):
     import transformers
 
@@ -51,9 +50,6 @@ def test_sparse_vectors(tmp_path):
     assert sparse["values"] == [full["embedding"][i] for i in sparse["indices"]]
 
 
-@pytest.mark.spec("POOL-LLM-RERANKER")
-@pytest.mark.spec("POOL-SCORE-TEMPLATE")
-@pytest.mark.spec("POOL-PREFIXCACHE")
 def test_a_decoder_reranks(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -94,7 +90,6 @@ def _rendered(document):
     return f"{QUERY} a {document} the"
 
 
-@pytest.mark.spec("HTTP-POOL-ROUTES")
 def test_several_http_processes(tmp_path):
     model = bert(tmp_path)
     words = (str(tmp_path), "--dtype", "float32", "--api-server-count", "2")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace_core import io_processor, plugins
+from headrace_core import plugins
+from headrace_core.pooling import io_processor
 
 PAGE = Path(__file__).parents[1] / "docs" / "pooling.md"
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 def test_the_examples_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     names: dict[str, Any] = {"__name__": "example"}
     load = plugins.load
@@ -23,7 +23,7 @@ def test_the_examples_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, c
         wanted = (group, name) == (io_processor.GROUP, "products")
         return names["Products"] if wanted else load(group, name)
 
-    monkeypatch.setattr(io_processor.plugins, "load", installed)
+    monkeypatch.setattr(plugins, "load", installed)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     for block in blocks:

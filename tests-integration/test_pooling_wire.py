@@ -16,7 +16,9 @@ import pytest
 import torch
 from malformed import Client, bodies
 from pooling_checkpoints import bert, text
-from servers import serving, wait_for
+from servers import serving
+
+from headrace_testing.waiting import wait_until
 
 TEXTS = [text(1 + seed % 20, seed) for seed in range(24)]
 QUERY = text(5, 500)
@@ -95,7 +97,7 @@ def embedder(tmp_path_factory):
     words = (str(folder), "--dtype", "float32", "--served-model-name", "emb")
     with serving(*words) as server:
         yield Served(server, model, folder)
-        wait_for(lambda: server.metric("num_requests_running") == 0)
+        wait_until(lambda: server.metric("num_requests_running") == 0)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,6 @@ def reranker(tmp_path_factory):
         yield Served(server, model, folder)
 
 
-@pytest.mark.spec("HTTP-EMBEDDINGS")
 def test_openai(embedder):
     client = openai.OpenAI(base_url=embedder.server.api, api_key="none")
     packed = client.embeddings.create(model="emb", input=TEXTS)
@@ -127,7 +128,6 @@ def test_openai(embedder):
         client.embeddings.create(model="other", input="x")
 
 
-@pytest.mark.spec("HTTP-EMBED-WIRE")
 @pytest.mark.parametrize("endianness", ["native", "little", "big"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_wire(embedder, dtype, endianness):
@@ -158,7 +158,6 @@ def test_wire(embedder, dtype, endianness):
     assert (only, headers["metadata"]) == (data, None)
 
 
-@pytest.mark.spec("POOL-INPUT-IDS")
 def test_token_ids(embedder, reranker):
     def ids(path, **body):
         return embedder.post(path, return_token_ids=True, **body)["data"][0]["prompt_token_ids"]
@@ -179,7 +178,6 @@ def test_token_ids(embedder, reranker):
     assert pair["data"][0]["prompt_token_ids"] == expected
 
 
-@pytest.mark.spec("HTTP-POOLING")
 def test_pooling(embedder):
     answer = embedder.post("/pooling", input=TEXTS[:4])
     for item, given in zip(answer["data"], TEXTS):
@@ -190,7 +188,6 @@ def test_pooling(embedder):
     np.testing.assert_allclose(got, embedder.embed(TEXTS[:4]), atol=1e-4)
 
 
-@pytest.mark.spec("HTTP-SCORE")
 def test_score(embedder, reranker):
     answer = reranker.post("/score", text_1=QUERY, text_2=DOCUMENTS)
     got = [item["score"] for item in answer["data"]]
@@ -204,7 +201,6 @@ def test_score(embedder, reranker):
     np.testing.assert_allclose(got, np.array(documents) @ query, atol=1e-4)
 
 
-@pytest.mark.spec("HTTP-CLASSIFY")
 def test_classify(reranker):
     answer = reranker.post("/classify", input=TEXTS[:4])
     with torch.no_grad():
@@ -218,7 +214,6 @@ def test_classify(reranker):
     assert {item["label"] for item in answer["data"]} == {"LABEL_0"}
 
 
-@pytest.mark.spec("HTTP-RERANK")
 @pytest.mark.parametrize("client", [cohere.Client, cohere.ClientV2])
 def test_cohere(reranker, client):
     scores = reranker.scores([(QUERY, document) for document in DOCUMENTS])
@@ -234,7 +229,6 @@ def test_cohere(reranker, client):
         )
 
 
-@pytest.mark.spec("HTTP-EMBED-COHERE")
 def test_cohere_embeds(embedder):
     """Cohere's client: vectors and their signs equal transformers', long texts are cut at either end as
     transformers cuts them, and what cannot be done is the client's BadRequestError."""
@@ -274,7 +268,6 @@ def test_cohere_embeds(embedder):
         client.embed(texts=["a"], **{**asked, "model": "other"})
 
 
-@pytest.mark.spec("HTTP-RERANK")
 def test_jina(embedder, reranker):
     body = {
         "model": "rank", "query": QUERY, "top_n": 3, "return_documents": True,
@@ -293,7 +286,6 @@ def test_jina(embedder, reranker):
     assert [result["index"] for result in by_cosine["results"]] == order
 
 
-@pytest.mark.spec("HTTP-POOL-ROUTES")
 def test_32_parallel_clients(embedder, reranker):
     alone = [item["embedding"] for item in embedder.post("/v1/embeddings", input=TEXTS)["data"]]
     score = reranker.post("/score", text_1=QUERY, text_2=DOCUMENTS)["data"]
@@ -315,7 +307,6 @@ def test_32_parallel_clients(embedder, reranker):
         list(pool.map(ask, range(32)))
 
 
-@pytest.mark.spec("HTTP-EMBEDDINGS")
 def test_a_thousand_texts(embedder):
     texts = [TEXTS[i % len(TEXTS)] for i in range(1000)]
     answer = embedder.post("/v1/embeddings", input=texts)
@@ -324,7 +315,6 @@ def test_a_thousand_texts(embedder):
     np.testing.assert_allclose(got, alone[np.arange(1000) % len(TEXTS)], atol=1e-4)
 
 
-@pytest.mark.spec("HTTP-POOL-COMMON")
 def test_refusals(embedder, reranker):
     long = " ".join(["river"] * 200)
     chat = [{"role": "user", "content": "x"}]
@@ -372,7 +362,6 @@ def test_refusals(embedder, reranker):
         urllib.request.urlopen(wrong, timeout=30)
 
 
-@pytest.mark.spec("MODEL-INSPECT")
 def test_models_say_their_tasks(embedder, reranker):
     def tasks(served):
         with urllib.request.urlopen(served.url + "/v1/models", timeout=30) as answer:

@@ -35,7 +35,6 @@ def vectors(oracle, prompt):
         return oracle.get_input_embeddings()(torch.tensor(prompt)).clone()
 
 
-@pytest.mark.spec("PROMPT-EMBEDS", "EX-EMBEDS")
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in READ_IDS])
 def test_embeddings_of_transformers_give_the_bits_of_the_tokens(family, tmp_path):
     oracle = save_model(family, tmp_path)
@@ -69,7 +68,6 @@ MODES = {
 }
 
 
-@pytest.mark.spec("PROMPT-EMBEDS", "APC")
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_and_the_prefix_cache(checkpoint, mode):
     oracle, folder = checkpoint
@@ -94,7 +92,6 @@ def test_modes_and_the_prefix_cache(checkpoint, mode):
         assert changed.num_cached_tokens == 16
 
 
-@pytest.mark.spec("PROMPT-EMBEDS", "RENDERER")
 def test_files_of_both_kinds_and_refusals(checkpoint):
     oracle, folder = checkpoint
     rows = vectors(oracle, PROMPTS[1])

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context, randomise
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.quantization import quant_method
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

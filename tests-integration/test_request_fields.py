@@ -40,12 +40,6 @@ FORMS = [
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serving("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def strict():
     words = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "1536")
     with serving("--strict-requests", *words) as running:
@@ -62,7 +56,6 @@ def post(server, path, body, headers=()):
         return error.code, json.load(error)
 
 
-@pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize("kind", ["chat", "text"])
 @pytest.mark.parametrize(("fields", "pattern"), FORMS)
 def test_constraints_of_other_servers_hold(server, kind, fields, pattern):
@@ -76,7 +69,6 @@ def test_constraints_of_other_servers_hold(server, kind, fields, pattern):
     assert re.fullmatch(pattern, text), text
 
 
-@pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(
     ("fields", "pattern"),
@@ -96,7 +88,6 @@ def test_constraints_hold_on_other_wires(server, path, fields, pattern):
     assert "exactly one constraint" in refused["error"]["message"]
 
 
-@pytest.mark.spec("API-CHAT")
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_sampling_fields_hold_on_other_wires(server, path):
     is_response = path == "/v1/responses"
@@ -114,7 +105,6 @@ def test_sampling_fields_hold_on_other_wires(server, path):
     assert block["text"] == chat["choices"][0]["message"]["content"]
 
 
-@pytest.mark.spec("API-RENDER")
 def test_an_empty_prompt_is_not_rendered(server):
     body = {"prompt": "", "add_special_tokens": False}
     for path in ("/v1/completions", "/v1/completions/render"):
@@ -123,7 +113,6 @@ def test_an_empty_prompt_is_not_rendered(server):
         assert told["error"]["message"] == "prompt: must hold at least one token"
 
 
-@pytest.mark.spec("API-ERRORS")
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_engine_s_errors_name_places_of_the_request(server, stream):
     several = {"prompt": ["a", ""], "add_special_tokens": False, "stream": stream}
@@ -141,7 +130,6 @@ def test_the_engine_s_errors_name_places_of_the_request(server, stream):
         assert told["error"]["message"].startswith(place)
 
 
-@pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize(
     "grammar", ['root ::= <think> "a"', 'root ::= "a" (="b")', "no grammar", r"root ::= [\d]"]
 )

@@ -66,7 +66,6 @@ def test_every_error_has_its_page_as_the_catalogue_says():
         )
 
 
-@pytest.mark.spec("MODEL-INSPECT")
 def test_the_page_of_supported_models_is_made_of_the_catalogue() -> None:
     said = (ROOT / "docs" / "supported" / "models.md").read_text()
     assert said == _module("supported_models").page(), "run python tools/supported_models.py"

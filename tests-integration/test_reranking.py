@@ -15,8 +15,8 @@ from pooling_checkpoints import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace_core.testing.model import randomise
-from headrace_engine.intake.sandbox import render_template
+from headrace_engine.input_processing.chat.sandbox import render_template
+from headrace_testing.model.decoders import randomise
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUERY, DOCUMENTS = "what turns the wheel", ["water", "bread is made of flour", "a river, a dam"]
@@ -55,7 +55,6 @@ def render(name: str, query: str, document: str) -> str:
     return render_template(template(name), {"messages": messages}, 1 << 16)
 
 
-@pytest.mark.spec("POOL-SCORE-TEMPLATE")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates(name: str) -> None:
     text = render(name, "a {b}", 'c "d"\n')
@@ -101,7 +100,6 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, model
 
 
-@pytest.mark.spec("POOL-LLM-RERANKER")
 def test_scores_of_a_language_model(reranker: tuple[Path, Any]) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -134,7 +132,6 @@ CHAT = (
 PARTED_CHAT = CHAT.replace("message.content", "message.content[0].text")
 
 
-@pytest.mark.spec("POOL-ST", "POOL-LLM-RERANKER")
 @pytest.mark.parametrize(
     ("false", "template", "prompts"),
     [("no", CHAT, {"web": "Judge."}), (None, PARTED_CHAT, {}), ("no", None, {})],
@@ -265,7 +262,6 @@ def as_pylate_stores_it(encoder: Path, folder: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
 @pytest.mark.parametrize(
     "store",
     [

@@ -12,9 +12,9 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from servers import PATIENCE, slow_steps, wait_for
+from servers import PATIENCE, slow_steps
 
-pytestmark = pytest.mark.spec("API-BATCH")
+from headrace_testing.waiting import wait_until
 
 
 def lines(count: int, max_tokens: int = 8) -> str:
@@ -50,7 +50,6 @@ def answers(text: str, count: int) -> list:
     return found
 
 
-@pytest.mark.spec("CLI-RUN-BATCH")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_batch_goes_on_where_it_stopped(tmp_path, number):
     count = 40
@@ -59,7 +58,7 @@ def test_a_killed_batch_goes_on_where_it_stopped(tmp_path, number):
     words = ("-i", str(source), "-o", str(output), "--max-concurrency", "2")
     process = start(*words, environment=slow_steps(0.01))
     try:
-        wait_for(
+        wait_until(
             lambda: partial.exists() and partial.read_bytes().count(b"\n") > 5,
             2 * PATIENCE,
             "no answers came",
@@ -130,7 +129,6 @@ def test_files_behind_urls_and_metrics(store, tmp_path):
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-@pytest.mark.spec("CLI-RUN-BATCH")
 def test_metrics_answer_while_the_batch_runs(tmp_path):
     (tmp_path / "in").write_text(lines(60, max_tokens=100))
     process = start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
@@ -154,7 +152,7 @@ def test_metrics_answer_while_the_batch_runs(tmp_path):
             except OSError:
                 return False
 
-        wait_for(counted, what="no metrics")
+        wait_until(counted, what="no metrics")
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(url.replace("/metrics", "/v1/models"), timeout=PATIENCE)
     finally:

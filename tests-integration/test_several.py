@@ -45,7 +45,6 @@ async def ask_all(client: httpx.AsyncClient) -> list[Any]:
     return await asyncio.gather(*(one(*key) for key in REQUESTS))
 
 
-@pytest.mark.spec("POOL-MULTIMODEL")
 async def test_mixed_requests_get_the_answers_that_they_get_alone(
     server: RunningServer, alone: dict[tuple[str, int], Any]
 ) -> None:

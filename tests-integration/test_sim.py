@@ -6,8 +6,10 @@ import asyncio
 from collections import Counter
 
 import pytest
-from servers import PATIENCE, serving, wait_for
+from servers import serving
 from soak import Stream, quantile, run_stream, soak
+
+from headrace_testing.waiting import until, wait_until
 
 SIM = ("--device", "sim", "--sim-token-us", "0", "--disable-uvicorn-access-log")
 
@@ -26,7 +28,7 @@ def test_every_token_of_every_stream(words):
         # No figure of speed: the machine is shared. A loop that streams held up would show in most.
         assert quantile(report.livez, 0.5) < 1.0
         assert report.livez
-        wait_for(lambda: server.metric("num_requests_running") == 0)
+        wait_until(lambda: server.metric("num_requests_running") == 0)
         assert server.metric("kv_cache_usage_perc") == 0
         assert server.stop() == 0
 
@@ -81,12 +83,10 @@ async def _compete(url, crowds):
     tasks = [
         asyncio.create_task(keep_asking(name, i)) for name, n in crowds.items() for i in range(n)
     ]
-    async with asyncio.timeout(2 * PATIENCE):
-        while min(counts().values()) < 500:
-            await asyncio.sleep(0.05)
-        before = counts()
-        while (now := counts()).total() < before.total() + 4000:
-            await asyncio.sleep(0.05)
+    await until(lambda: min(counts().values()) >= 500)
+    before = counts()
+    await until(lambda: counts().total() >= before.total() + 4000)
+    now = counts()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from endurance import SIM
-from servers import PATIENCE, RunningServer, serving, wait_for
+from servers import PATIENCE, RunningServer, serving
+
+from headrace_testing.waiting import wait_until
 
 LENGTH = 900
 TURN = {"role": "user", "content": "slow"}
@@ -94,9 +96,9 @@ def test_a_request_waits_for_its_reader(server: RunningServer, path: str) -> Non
     before = server.metric("generation_tokens_total")
     slow = [ask(server, path) for _ in range(8)]  # twice as many as run at once
     try:
-        wait_for(lambda: server.metric("generation_tokens_total") >= before + 8)
-        wait_for(lambda: nothing_runs(server), what="work goes on for nobody")
-        wait_for(lambda: server.metric("num_requests_suspended") == 8)
+        wait_until(lambda: server.metric("generation_tokens_total") >= before + 8)
+        wait_until(lambda: nothing_runs(server), what="work goes on for nobody")
+        wait_until(lambda: server.metric("num_requests_suspended") == 8)
         # Far from the end, and yet nothing runs: seats and blocks are there for others.
         assert server.metric("generation_tokens_total") - before < 8 * LENGTH / 2
         with ask(server, path) as another:
@@ -106,5 +108,5 @@ def test_a_request_waits_for_its_reader(server: RunningServer, path: str) -> Non
     finally:
         for client in slow:
             client.close()
-    wait_for(lambda: server.metric("num_requests_suspended") == 0)
-    wait_for(lambda: nothing_runs(server), what="those who left are still worked for")
+    wait_until(lambda: server.metric("num_requests_suspended") == 0)
+    wait_until(lambda: nothing_runs(server), what="those who left are still worked for")

@@ -11,13 +11,10 @@ import pytest
 from servers import RunningServer, serving
 
 FOLDER = Path(__file__).parent / "data" / "speech-fixture"
-pytestmark = [
-    pytest.mark.spec("API-STT", "MODEL-ASR"),
-    pytest.mark.skipif(
-        not (FOLDER / "model.safetensors").is_file(),
-        reason="no trained speech model: run tools/train_speech_fixture.py --start",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "model.safetensors").is_file(),
+    reason="no trained speech model: run tools/train_speech_fixture.py --start",
+)
 
 
 @pytest.fixture(scope="module")

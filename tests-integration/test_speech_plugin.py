@@ -22,13 +22,12 @@ from headrace.cli.main import run
 from headrace.engine_args import EngineArgs
 from headrace_core import plugins
 from headrace_core.errors import PluginLoadError, UnsupportedModel
-from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, create_app
+from headrace_testing.fakes.engine import FakeEngine
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "speech_plugin"
 ARCHITECTURE = "SpeechExampleForCausalLM"
 TRANSCRIBE = "/v1/audio/transcriptions"
-pytestmark = pytest.mark.spec("TRANSCRIBE-DIAGNOSE")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ async def test_it_serves_as_it_is(checkpoint: Path, install: Install) -> None:
         assert told.status_code == 400
         assert "to_language = 'de': SpeechExampleForCausalLM takes none" in told.text
         told = await ask(engine, response_format="verbose_json")
-        assert "gives no times" in told.json()["error"]["message"]
+        assert "has no timestamps" in told.json()["error"]["message"]
     finally:
         await engine.shutdown()
 
@@ -188,7 +187,7 @@ BROKEN = {
     "wrong-parameters": Broken(
         (("cls, audio: AudioClip, language: str | None,", "cls, waveform: AudioClip, language: str,"),
          ("(audio.samples, audio.sample_rate)", "(waveform.samples, waveform.sample_rate)")),
-        f"{NAME}.get_generation_prompt has the wrong parameters: nobody passes waveform",
+        f"{NAME}.get_generation_prompt has the wrong parameters: headrace does not pass waveform",
     ),
     "flag": Broken(
         (("    supported_languages =", "    supports_segment_timestamp = 'yes'\n    supported_languages ="),),

@@ -17,18 +17,18 @@ import numpy as np
 import openai
 import pytest
 import torch
-from listening import RATE, SECONDS, features, save_whisper, sound
-from servers import RunningServer, alive, children_of, serving, wait_for
+from servers import RunningServer, alive, children_of, serving
+from speech_checkpoints import RATE, SECONDS, features, save_whisper, sound
 
-from headrace_core.speech import AudioClip, SpeechToTextConfig
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
 from headrace_multimodal.audio.splitting import split
+from headrace_testing.waiting import wait_until
 
 NAME = "openai/whisper-small"
 PAGE = Path(__file__).parents[1] / "docs" / "speech.md"
 ONCE = {"temperature": [0]}
 """One attempt: what random weights say looks wrong. The client sends it as ``temperature[]``."""
 TOKENS = 12
-pytestmark = pytest.mark.spec("API-STT", "TRANSCRIBE-EXPOSE")
 
 
 class Whisper(NamedTuple):
@@ -207,7 +207,7 @@ def test_several_processes_hear_the_same(
         started = _descendants(server.process.pid)
         assert sum("decode_worker" in words for words in map(_command, started)) >= 1
         assert server.stop() == 0
-    wait_for(lambda: not any(map(alive, started)), 10, "processes are left")
+    wait_until(lambda: not any(map(alive, started)), 10, "processes are left")
 
 
 def _descendants(pid: int) -> list[int]:
@@ -244,11 +244,11 @@ def test_other_formats_and_what_is_refused(client: openai.OpenAI) -> None:
         file=("a.webm", file.getvalue()), **given, extra_body=ONCE
     )
     assert isinstance(answer, str)
-    for data, said in ((b"text", "not an audio file"), (LONG[:20_000], "cut off")):
+    for data, said in ((b"text", "not a supported audio file"), (LONG[:20_000], "cut off")):
         with pytest.raises(openai.BadRequestError, match=said):
             client.audio.transcriptions.create(file=("a.wav", data), **given)
     for form in ("verbose_json", "srt", "vtt"):
-        with pytest.raises(openai.BadRequestError, match=f"'{form}': this model gives no times"):
+        with pytest.raises(openai.BadRequestError, match=f"'{form}': this model has no timestamps"):
             client.audio.transcriptions.create(
                 file=("a.wav", LONG), **{**given, "response_format": form}
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from servers import serving, wait_for
+from servers import serving
 from several import models_file
 
-pytestmark = pytest.mark.spec("OBS-LOG")
+from headrace_testing.waiting import wait_until
 
 LINE = re.compile(
     r"(DEBUG|INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d (?:\((?P<process>[a-z0-9 ]+)\) )?"
@@ -25,7 +25,7 @@ def start_of(log: list[str]) -> list[str]:
 
 def log_of_start(*words: str, environment: dict[str, str] | None = None) -> list[str]:
     with serving(*words, environment=environment) as server:
-        wait_for(lambda: any("[uvicorn.access:" in line for line in server.log))
+        wait_until(lambda: any("[uvicorn.access:" in line for line in server.log))
         return start_of(list(server.log))
 
 

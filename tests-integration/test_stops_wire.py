@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from servers import PATIENCE, RunningServer, serving
+from servers import PATIENCE, RunningServer
 
 from headrace import LLM, SamplingParams
 
@@ -22,12 +21,6 @@ MESSAGE_TOOL = {**FUNCTION, "input_schema": SCHEMA}
 END = "<|im_end|>"
 PIECES = ["|", "<", END, "im_end"]
 """Texts of the end token, and of nothing else that the model writes here."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as running:
-        yield running
 
 
 def post(server: RunningServer, path: str, **body: Any) -> Any:
@@ -66,7 +59,6 @@ def bytes_of(entries: list[dict[str, Any]]) -> bytes:
     return b"".join(bytes(entry["bytes"]) for entry in entries)
 
 
-@pytest.mark.spec("API-CHAT")
 @pytest.mark.parametrize("stream", [False, True])
 def test_chats_with_tools(server: RunningServer, stream: bool) -> None:
     """Tools keep special tokens in the text, for their parser; the end token is no part of it."""
@@ -81,7 +73,6 @@ def test_chats_with_tools(server: RunningServer, stream: bool) -> None:
     assert (answer["content"], answer["finish"], answer["stop"]) == ("5 ", "stop", "+ 6")
 
 
-@pytest.mark.spec("TOOL-API")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["auto", "required"])
 def test_calls_stay_complete(server: RunningServer, stream: bool, asked: str) -> None:
@@ -96,7 +87,6 @@ def test_calls_stay_complete(server: RunningServer, stream: bool, asked: str) ->
     assert not bytes_of(plain["entries"]).decode().endswith(END)
 
 
-@pytest.mark.spec("API-CHAT")
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_asks_for_special_tokens_gets_them(server: RunningServer, stream: bool) -> None:
     """And a stop string is not found in the end token even then."""
@@ -106,7 +96,6 @@ def test_who_asks_for_special_tokens_gets_them(server: RunningServer, stream: bo
         assert bytes_of(answer["entries"]).decode() == SAID + END
 
 
-@pytest.mark.spec("API-COMPLETIONS")
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions(server: RunningServer, stream: bool) -> None:
     prompt = f"<|im_start|>user\n{SUM}{END}\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -121,7 +110,6 @@ def test_completions(server: RunningServer, stream: bool) -> None:
             assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", None)
 
 
-@pytest.mark.spec("API-RESPONSES")
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses(server: RunningServer, stream: bool) -> None:
     for asked, kind in ((SUM, "message"), (CITY, "function_call")):
@@ -138,7 +126,6 @@ def test_responses(server: RunningServer, stream: bool) -> None:
             assert json.loads(item["arguments"]) == {"city": "Oslo"}
 
 
-@pytest.mark.spec("API-RESPONSES-STREAM")
 def test_a_response_streams_every_entry(server: RunningServer) -> None:
     """Tokens without text, as the end token, have entries in deltas, too."""
     body = {"include": ["message.output_text.logprobs"], "input": SUM}
@@ -166,7 +153,6 @@ def message(server: RunningServer, asked: str, *, stream: bool, **more: Any) -> 
     return kinds, ending["stop_reason"], ending["stop_sequence"]
 
 
-@pytest.mark.spec("API-ANTHROPIC")
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages(server: RunningServer, stream: bool) -> None:
     """A complete call wins over the stop sequence behind it, as in chats; one that is cut does not."""
@@ -184,7 +170,6 @@ def test_messages(server: RunningServer, stream: bool) -> None:
     assert message(server, SUM, **more) == (["text"], "stop_sequence", "+ 6")
 
 
-@pytest.mark.spec("GEN-CHAT")
 def test_offline() -> None:
     asked = [{"role": "user", "content": SUM}]
     with LLM(max_model_len=512, max_num_seqs=4, num_threads=1) as llm:

@@ -17,8 +17,6 @@ from headrace_core.grammar import Grammar, GrammarBackend, GrammarSpec, Vocabula
 from headrace_core.text import ToolCallParser
 from headrace_engine.structured.backend_loading import backend_class
 
-pytestmark = [pytest.mark.spec("TOOL-CHOICE"), pytest.mark.spec("SO-API")]
-
 NAMES = sorted(plugins.installed("headrace.tool_parsers"))
 REFUSED = {"gigachat3", "xlam"}
 """Calls of theirs begin like text."""
@@ -172,7 +170,9 @@ def check(parser: ToolCallParser, text: str, schema: Any, *, ended: bool) -> int
 def test_what_the_form_admits_is_read_as_valid_calls(name: str, special: bool) -> None:
     schema = schema_for(name)
     which, words = backend("guidance", special), vocabulary(special=special)
-    grammar = compiled(which, load(name).strict_form({"get_weather": schema, "other": None}))
+    grammar = compiled(
+        which, load(name).strict_structural_tag({"get_weather": schema, "other": None})
+    )
     tools = [{"function": {"name": "get_weather", "parameters": schema}}]
     found = 0
     for begin in beginnings(name):
@@ -187,7 +187,9 @@ def test_xgrammar_takes_the_forms(name: str) -> None:
     if name in ("llama3_json", "llama4_json", "openai"):
         pytest.skip("its answers end within a tag, which xgrammar refuses by name")
     which, words = backend("xgrammar", False), vocabulary(special=False)
-    grammar = compiled(which, load(name).strict_form({"get_weather": PLAIN, "other": None}))
+    grammar = compiled(
+        which, load(name).strict_structural_tag({"get_weather": PLAIN, "other": None})
+    )
     tools = [{"function": {"name": "get_weather", "parameters": PLAIN}}]
     for begin in beginnings(name):
         text, ended = walk(grammar, words, begin, 1)
@@ -197,7 +199,7 @@ def test_xgrammar_takes_the_forms(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_other_text_stays_free(name: str) -> None:
     words = vocabulary(special=False)
-    form = load(name).strict_form({"get_weather": PLAIN})
+    form = load(name).strict_structural_tag({"get_weather": PLAIN})
     grammar = compiled(backend("guidance", False), form)
     for text in ("", "Hello.\n", "a < b <b>x</b> {x} [y]", "<p>(1)", "<", "\n\nSo [1] {a}"):
         matcher = grammar.matcher()
@@ -207,8 +209,8 @@ def test_other_text_stays_free(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_formats_that_cannot_be_held_have_no_form(name: str) -> None:
-    assert load(name).strict_form({"f": PLAIN}) is None
-    assert load(name).call_frame("f") is None
+    assert load(name).strict_structural_tag({"f": PLAIN}) is None
+    assert load(name).call_delimiters("f") is None
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,6 @@ def test_formats_that_cannot_be_held_have_no_form(name: str) -> None:
 )
 def test_schemas_that_a_format_cannot_be_held_to(name: str, schema: Any, what: str) -> None:
     with pytest.raises(UnsupportedFeature, match="strict") as error:
-        load(name).strict_form({"f": schema})
+        load(name).strict_structural_tag({"f": schema})
     assert what in str(error.value)
     assert error.value.param == "tools"

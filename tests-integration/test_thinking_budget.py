@@ -7,15 +7,11 @@ import asyncio
 import pytest
 
 from headrace.assembly import connect
-from headrace_core.config import (
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-    StructuredOutputsConfig,
-)
+from headrace_core.config import ModelConfig
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.request import ChatPrompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
+from headrace_engine.config import EngineConfig, SchedulerConfig, StructuredOutputsConfig
 
 QUESTION = [{"role": "user", "content": "What is 12 + 7?"}]
 
@@ -31,7 +27,6 @@ async def answer(engine, name, *, think, **params):
     return last.outputs[0]
 
 
-@pytest.mark.spec("REASON-API")
 def test_reasoning_ends_where_its_budget_does():
     async def run():
         config = EngineConfig(
@@ -62,7 +57,6 @@ def test_reasoning_ends_where_its_budget_does():
     asyncio.run(run())
 
 
-@pytest.mark.spec("REASON-API")
 def test_an_engine_that_knows_no_reasoning_refuses_a_budget():
     async def run():
         engine = connect(EngineConfig(model=ModelConfig(max_model_len=256)))

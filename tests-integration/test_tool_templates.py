@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace_core import plugins
-from headrace_engine.intake.content import normalize_messages
-from headrace_engine.intake.content_format import detect_content_format
-from headrace_engine.intake.sandbox import TemplateRefused, render_template
+from headrace_engine.input_processing.chat.content import normalize_messages
+from headrace_engine.input_processing.chat.content_format import detect_content_format
+from headrace_engine.input_processing.chat.sandbox import TemplateRefused, render_template
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PARSERS = {
@@ -102,7 +102,6 @@ def test_each_template_is_listed() -> None:
     assert names == expected | {"template_vlm2vec_phi3v.jinja"}
 
 
-@pytest.mark.spec("TOOL-TEMPLATES")
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_conversation_renders_and_its_calls_are_read_back(name: str) -> None:
     source = read(name)
@@ -127,7 +126,6 @@ def test_a_conversation_renders_and_its_calls_are_read_back(name: str) -> None:
         assert whole.count("The weather of a day.") == 1
 
 
-@pytest.mark.spec("TOOL-TEMPLATES")
 @pytest.mark.parametrize("name", PARSERS)
 def test_without_tools_none_are_mentioned(name: str) -> None:
     text = render_template(

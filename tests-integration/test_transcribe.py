@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from listening import RATE, SECONDS, features, save_whisper, sound, wav
+from speech_checkpoints import RATE, SECONDS, features, save_whisper, sound, wav
 
 from headrace import LLM
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.speech import AudioClip, SpeechToTextConfig
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
 from headrace_multimodal.audio.splitting import split
 
-pytestmark = pytest.mark.spec("API-STT", "TRANSCRIBE-PREPROC")
 PAGE = Path(__file__).parents[1] / "docs" / "speech.md"
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
@@ -95,7 +94,7 @@ def test_recordings_of_all_kinds_equal_transformers(
 
 
 def test_nothing_is_left_behind(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="not an audio file"):
+    with pytest.raises(RequestError, match="not a supported audio file"):
         llm.transcribe([wav(sound(0, 5.0)), b"text"], language="en", use_tqdm=False)
     with pytest.raises(RequestError, match="language = 'xx'"):
         llm.transcribe(wav(sound(0)), language="xx")

@@ -11,9 +11,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import HeadraceError, UnsupportedFeature
-from headrace_core.testing.model import randomise
-
-pytestmark = pytest.mark.spec("MODEL-TRANSFORMERS-BACKEND", "MODEL-IMPL")
+from headrace_testing.model.decoders import randomise
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -6,9 +6,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.spec("MODEL-TRANSFORMERS-BACKEND")
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "transformers_page.py"
 
 

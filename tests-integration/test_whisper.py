@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from listening import RATE, features, save_whisper, sound
+from speech_checkpoints import RATE, features, save_whisper, sound
 
 from headrace import LLM, SamplingParams
-from headrace_core.speech import AudioClip, SpeechToTextConfig
-from headrace_models.families.whisper import WhisperForConditionalGeneration as Whisper
-
-pytestmark = pytest.mark.spec("MODEL-ASR")
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
+from headrace_models.families.speech.whisper import WhisperForConditionalGeneration as Whisper
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
@@ -117,7 +115,6 @@ def test_a_probe_hears_the_language_that_transformers_hears(whisper, llm):
         assert best == int(expected[0])
 
 
-@pytest.mark.spec("ATTN-SELECT")
 @pytest.mark.parametrize("backend", ["paged", "varlen"])
 def test_a_backend_may_be_named_that_serves_half_of_it(whisper, llm, backend):
     samples = sound(0)

@@ -8,7 +8,9 @@ import urllib.request
 
 import openai
 import pytest
-from servers import serving, wait_for
+from servers import serving
+
+from headrace_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 12 + 7?"}]
 
@@ -26,14 +28,12 @@ def client(server):
         yield client
 
 
-@pytest.mark.spec("API-MODELS")
 def test_models(client):
     [model] = client.models.list().data
     assert model.id == "headrace-demo"
     assert model.max_model_len > 0
 
 
-@pytest.mark.spec("API-CHAT")
 def test_chat_whole_and_streamed_are_equal(client):
     whole = client.chat.completions.create(
         model="headrace-demo", messages=QUESTION, temperature=0, max_tokens=32
@@ -56,7 +56,6 @@ def test_chat_whole_and_streamed_are_equal(client):
     )
 
 
-@pytest.mark.spec("API-CHAT")
 def test_chat_logprobs(client):
     answer = client.chat.completions.create(
         model="headrace-demo",
@@ -73,7 +72,6 @@ def test_chat_logprobs(client):
         assert bytes(entry.bytes).decode() == entry.token
 
 
-@pytest.mark.spec("API-COMPLETIONS")
 def test_completions_of_several_prompts_and_samples(client):
     def ask() -> list:
         return client.completions.create(
@@ -87,7 +85,6 @@ def test_completions_of_several_prompts_and_samples(client):
     assert len({choice.text for choice in choices[:3]}) == 3, "samples of one prompt must differ"
 
 
-@pytest.mark.spec("API-COMPLETIONS")
 def test_echo_and_logprobs(client):
     answer = client.completions.create(
         model="headrace-demo",
@@ -104,7 +101,6 @@ def test_echo_and_logprobs(client):
     assert "".join(choice.logprobs.tokens) == choice.text
 
 
-@pytest.mark.spec("API-CHAT")
 def test_stop_string(client):
     def ask(**options):
         return client.chat.completions.create(
@@ -120,7 +116,6 @@ def test_stop_string(client):
     assert kept.message.content == whole[: whole.index(stop)] + stop
 
 
-@pytest.mark.spec("API-ERRORS")
 def test_errors_are_the_clients_own_classes(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="no-such-model", messages=QUESTION)
@@ -133,7 +128,6 @@ def test_errors_are_the_clients_own_classes(client):
         client.completions.create(model="headrace-demo", prompt="a " * 20_000)
 
 
-@pytest.mark.spec("API-TOKENIZE")
 def test_tokenize_round_trip(server, client):
     tokens = _post(server, "/tokenize", {"messages": QUESTION})
     answer = client.chat.completions.create(model="headrace-demo", messages=QUESTION, max_tokens=1)
@@ -142,7 +136,6 @@ def test_tokenize_round_trip(server, client):
     assert _post(server, "/detokenize", {"tokens": plain["tokens"]})["prompt"] == "Grüße, 世界!"
 
 
-@pytest.mark.spec("APC")
 def test_cached_tokens_are_reported(client):
     long = [{"role": "user", "content": "Remember: " + "the red box is in the kitchen. " * 12}]
     for _ in range(2):
@@ -151,7 +144,6 @@ def test_cached_tokens_are_reported(client):
     assert 0 < cached < answer.usage.prompt_tokens
 
 
-@pytest.mark.spec("GEN-STABILITY")
 def test_concurrent_answers_equal_single_ones(server):
     questions = [f"What is {a} + {b}?" for a in (3, 14, 25) for b in (7, 18, 40)]
 
@@ -171,7 +163,6 @@ def test_concurrent_answers_equal_single_ones(server):
 
 
 @pytest.mark.req("REL-05")
-@pytest.mark.spec("API-DISCONNECT")
 def test_64_streams_half_of_them_dropped_leave_nothing(server):
     async def one(client: openai.AsyncOpenAI, number: int) -> int:
         stream = await client.completions.create(
@@ -194,18 +185,17 @@ def test_64_streams_half_of_them_dropped_leave_nothing(server):
     results = asyncio.run(run())
     assert results.count(-1) == 32
     assert all(chunks >= 30 for chunks in results if chunks != -1)
-    wait_for(lambda: server.metric("num_requests_running") == 0, what="requests still run")
+    wait_until(lambda: server.metric("num_requests_running") == 0, what="requests still run")
     assert server.metric("num_requests_waiting") == 0
     assert server.metric("kv_cache_usage_perc") == 0.0
 
 
-@pytest.mark.spec("API-METRICS")
 def test_generation_counter_counts(server, client):
     before = server.metric("generation_tokens_total")
     client.completions.create(
         model="headrace-demo", prompt="x", max_tokens=7, extra_body={"ignore_eos": True}
     )
-    wait_for(lambda: server.metric("generation_tokens_total") == before + 7)
+    wait_until(lambda: server.metric("generation_tokens_total") == before + 7)
 
 
 def _post(server, path: str, body: dict) -> dict:

@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 
 from headrace_core.config import LoadConfig
 from headrace_core.errors import HeadraceError
+from headrace_models.checkpoint.vocabulary import token_ids
+from headrace_models.config.json_object import read_object
 from headrace_models.formats.index import INDEX, SINGLE, checkpoint_headers
 from headrace_models.formats.safetensors import SafetensorsFormat
-from headrace_models.json_object import read_object
 from headrace_models.reranker import METHODS, TokenClassifier, token_classifier
-from headrace_models.vocabulary import token_ids
 
 ENDS = ("ForCausalLM", "LMHeadModel")
 SCORE_FILE = "model-score.safetensors"

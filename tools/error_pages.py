@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace_core.catalogue import CATALOGUE, ErrorCode
+from headrace.error_catalogue import CATALOGUE, ErrorEntry
+from headrace_core.errors import BY_CODE
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "errors"
 
@@ -18,15 +19,15 @@ def pages() -> dict[str, str]:
     return {"index.md": index(), **found}
 
 
-def page(entry: ErrorCode) -> str:
+def page(entry: ErrorEntry) -> str:
     """One entry's page."""
-    facts = []
-    if entry.http is not None:
-        facts.append(f"- HTTP status: {entry.http}")
-    if entry.exit_status is not None:
-        facts.append(f"- exit status of a command: {entry.exit_status}")
-    if entry.classes:
-        facts.append(f"- exceptions: {', '.join(f'`{name}`' for name in entry.classes)}")
+    code, facts = BY_CODE[entry.code], []
+    if code.http is not None:
+        facts.append(f"- HTTP status: {code.http}")
+    if code.exit_status is not None:
+        facts.append(f"- exit status of a command: {code.exit_status}")
+    if code.classes:
+        facts.append(f"- exceptions: {', '.join(f'`{name}`' for name in code.classes)}")
     return (
         f"# {entry.code}: {entry.title}\n\n"
         f"**Cause.** {entry.cause}\n\n**What to do.** {entry.hint}\n\n" + "\n".join(facts) + "\n"
@@ -50,7 +51,8 @@ def index() -> str:
         "|---|---|---|---|",
     ]
     for entry in CATALOGUE:
-        http, status = entry.http or "", entry.exit_status or ""
+        code = BY_CODE[entry.code]
+        http, status = code.http or "", code.exit_status or ""
         lines.append(f"| [{entry.code}]({entry.code}.md) | {entry.title} | {http} | {status} |")
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,9 @@
 """Install built wheels into fresh environments and use them: ``smoke_wheels.py DIST TORCH``.
 
-Three sets, each in an environment of its own: the kernels alone, the server alone (which must bring
-no torch), and ``headrace[all]``. DIST is the folder of the wheels; TORCH is a folder in which torch is
-installed (``pip install --target``), which the first and the third environment see beside their own.
+Three sets, each in an environment of its own: the kernels alone, the server alone with a fake engine
+(which must bring no torch), and ``headrace[all]``. DIST is the folder of the wheels; TORCH is a folder in
+which torch is installed (``pip install --target``), which the first and the third environment see beside
+their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 KERNELS = """
@@ -29,7 +31,7 @@ SERVER = """
 import importlib.util
 assert importlib.util.find_spec("torch") is None, "the server's wheel brought torch"
 assert importlib.util.find_spec("transformers") is None
-from headrace_core.testing.engine import FakeEngine
+from headrace_testing.fakes.engine import FakeEngine
 from headrace_server.app import create_app
 from headrace_server.settings import ServerSettings
 paths = create_app(FakeEngine(), ServerSettings()).openapi()["paths"]
@@ -47,8 +49,8 @@ assert "5" in output.outputs[0].text
 """
 
 
-def smoke(dist: Path, torch: Path | None, requirement: str, code: str) -> None:
-    """Make a fresh environment, install the requirement from the wheels, run the code."""
+def smoke(dist: Path, torch: Path | None, requirements: Sequence[str], code: str) -> None:
+    """Make a fresh environment, install the requirements from the wheels, run the code."""
     with tempfile.TemporaryDirectory(prefix="headrace-smoke-") as folder:
         venv.create(folder, with_pip=True)
         python = str(Path(folder) / "bin" / "python")
@@ -56,15 +58,15 @@ def smoke(dist: Path, torch: Path | None, requirement: str, code: str) -> None:
             site = next(Path(folder).rglob("site-packages"))
             (site / "torch.pth").write_text(f"{torch.resolve()}\n")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-                        "--find-links", str(dist), requirement], check=True)  # fmt: skip
+                        "--find-links", str(dist), *requirements], check=True)  # fmt: skip
         subprocess.run([python, "-I", "-c", code], check=True, cwd=folder, timeout=300)
 
 
 def main() -> None:
     dist, torch = Path(sys.argv[1]), Path(sys.argv[2])
-    smoke(dist, torch, "headrace-kernels", KERNELS)
-    smoke(dist, None, "headrace-server", SERVER)
-    smoke(dist, torch, "headrace[all]", EVERYTHING)
+    smoke(dist, torch, ["headrace-kernels"], KERNELS)
+    smoke(dist, None, ["headrace-server", "headrace-testing"], SERVER)
+    smoke(dist, torch, ["headrace[all]"], EVERYTHING)
 
 
 if __name__ == "__main__":

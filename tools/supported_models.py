@@ -30,7 +30,7 @@ def page() -> str:
         "for a request: all tokens (`full`), those of a window (`sliding`) or chunk (`chunked`), one",
         "compressed vector for each (`latent`), a state of fixed size (`recurrent`), an encoder's",
         "states (`cross`), or nothing (`none`). Other language models of the transformers library are",
-        "served [through it](transformers.md); [your own](../plug-points/models.md) through a plug-in.",
+        "served [through it](transformers.md); [your own](../extending/models.md) through a plug-in.",
     ]
     for task, heading in HEADINGS.items():
         chosen = [row for row in rows if row.task == task]

@@ -38,7 +38,7 @@ Loading tries each model for that, so a model that is not in this table is serve
 additions, products and copies between the kernels are recorded as kernels of the same bits, and norms,
 activations, routers and rotary tables are headrace's. A tree with an operation that is none of these runs
 eagerly, with more Python between the kernels; the log names the operation. So do steps of more than the
-largest captured size ([captured steps](../plug-points/step-graphs.md)).
+largest captured size ([captured steps](../extending/step-graphs.md)).
 
 **A checkpoint's own code** (`auto_map`) runs only with `--trust-remote-code`. What it must be like:
 

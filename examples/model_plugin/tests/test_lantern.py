@@ -10,9 +10,9 @@ import transformers
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import ModelConformance
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import ModelConformance
 
 
 class LanternForCausalLM(transformers.GraniteForCausalLM):

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace_core.testing.attention import dense_attention
-
-pytestmark = pytest.mark.spec("ATTN-REF")
+from headrace_testing.attention.backends import dense_attention
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -52,8 +50,8 @@ VALUES = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).view(3, 1, 1)
         ({"sliding_window": 0}, 321, 6),
         ({"sinks": torch.tensor([math.log(4)])}, 321, 6 + 4),
         ({"sinks": torch.tensor([math.log(4)]), "sliding_window": 1}, 300, 3 + 4),
-        ({"attention_chunk_size": 3}, 321, 6),
-        ({"attention_chunk_size": 2}, 300, 3),
+        ({"attention_chunk": 3}, 321, 6),
+        ({"attention_chunk": 2}, 300, 3),
         ({"alibi_slopes": torch.tensor([math.log(2)])}, 1 / 4 + 20 / 2 + 300, 1 / 4 + 2 / 2 + 3),
     ],
     ids=[

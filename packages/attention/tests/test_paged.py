@@ -11,10 +11,8 @@ from headrace_attention.metadata import PagedMetadata
 from headrace_attention.paged import PagedBackend
 from headrace_core.attention import AttentionLayerSpec
 from headrace_core.ops import OpTable
-from headrace_core.testing.attention import BASIC_CASES, AttentionBackendConformance, World
-from headrace_core.testing.cross_attention import CrossAttentionConformance
-
-pytestmark = pytest.mark.spec("ATTN-BACKEND-IFACE")
+from headrace_testing.attention.backends import BASIC_CASES, AttentionBackendConformance, World
+from headrace_testing.attention.cross import CrossAttentionConformance
 
 
 class TestPaged(AttentionBackendConformance):
@@ -25,7 +23,6 @@ class TestPagedCross(CrossAttentionConformance):
     backend_class = PagedBackend
 
 
-@pytest.mark.spec("ATTN-KV-LAYOUT")
 def test_a_block_is_one_piece_of_memory(reference_ops: OpTable) -> None:
     """Logical (2, N, S, Hk, D) is stored as (N, 2, Hk, S, D)."""
     world = World(PagedBackend(reference_ops), BASIC_CASES["decode"], "float32")
@@ -36,11 +33,10 @@ def test_a_block_is_one_piece_of_memory(reference_ops: OpTable) -> None:
     assert torch.equal(raw, torch.arange(world.kv_cache.numel(), dtype=torch.float32))
 
 
-@pytest.mark.spec("ATTN-KV-LAYOUT")
 def test_where_ops_pair_caches_they_get_paired_ones(reference_ops: OpTable) -> None:
     """Same results, same bytes to allocate; other dtypes stay plain."""
     case = dataclasses.replace(BASIC_CASES["mixed"], block_size=16, head_dim=32)
-    pairing = PagedBackend(dataclasses.replace(reference_ops, pairs_caches=True))
+    pairing = PagedBackend(dataclasses.replace(reference_ops, vnni_packed=True))
     plain = PagedBackend(reference_ops)
     cache = World(plain, case, "bfloat16").kv_cache
     assert pairing.views(cache).key_cache.dim() == 6
@@ -70,7 +66,6 @@ def test_half_a_pair_of_key_and_value_is_an_error(reference_ops: OpTable) -> Non
         world.run(value=None)
 
 
-@pytest.mark.spec("KV-QUANT")
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_cache_of_one_byte(reference_ops: OpTable, dtype: str) -> None:
     """Scales of the layer reach both ops: as if keys and values had been rounded beforehand."""

@@ -8,11 +8,9 @@ import torch
 from headrace_attention.sdpa import SDPABackend
 from headrace_core.errors import ConfigError
 from headrace_core.ops import OpTable
-from headrace_core.testing.attention import AttentionBackendConformance, Case, World
-from headrace_core.testing.cross_attention import CrossAttentionConformance
-from headrace_core.testing.encoder_attention import EncoderBackendConformance
-
-pytestmark = pytest.mark.spec("ATTN-BACKEND-IFACE")
+from headrace_testing.attention.backends import AttentionBackendConformance, Case, World
+from headrace_testing.attention.cross import CrossAttentionConformance
+from headrace_testing.attention.encoders import EncoderBackendConformance
 
 
 class TestSDPA(AttentionBackendConformance):

@@ -12,22 +12,28 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from headrace_attention.mla import MLAOpsBackend
 from headrace_attention.paged import PagedBackend
 from headrace_attention.sdpa import SDPABackend
+from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_attention.varlen import VarlenBackend
 from headrace_core import plugins
 from headrace_core.attention import (
+    ALIBI,
+    ALIBI_SQRT,
+    CHUNKS,
+    KV_PREFIX,
+    MLA,
+    SINKS,
+    SLIDING_WINDOW,
+    SOFT_CAP,
     AttentionBackend,
     AttentionNeed,
-    BackendChooser,
     BackendFacts,
-    choose_backend,
 )
 from headrace_core.errors import ConfigError, PluginLoadError, PluginNotFound
 from headrace_core.ops import OpTable
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
-
-pytestmark = pytest.mark.spec("ATTN-SELECT")
 
 NEED = AttentionNeed(head_dim=80, dtype="float16", kv_cache_dtype="auto", block_size=16)
 
@@ -96,13 +102,12 @@ def test_built_in_names_are_what_users_type(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_paged_serves_every_option_everywhere(device: str, dtype: str) -> None:
     need = AttentionNeed(
-        80, dtype, "auto", 16, device, sliding_window=True, soft_cap=True, has_sink=True,
-        chunked=True, alibi=True,
+        80, dtype, "auto", 16, device,
+        features=frozenset({SLIDING_WINDOW, SOFT_CAP, SINKS, CHUNKS, ALIBI}),
     )  # fmt: skip
     assert PagedBackend.refuse(need) == []
 
 
-@pytest.mark.spec("ATTN-TYPES")
 @pytest.mark.parametrize(
     ("attention_type", "first"),
     [
@@ -151,10 +156,9 @@ def test_a_choice_that_holds_for_no_layer_is_refused(reference_ops: OpTable) -> 
 def test_other_reasons_against_a_choice_are_errors(reference_ops: OpTable) -> None:
     choose = BackendChooser(reference_ops, wanted="sdpa")
     with pytest.raises(ConfigError, match="logits soft cap not supported"):
-        choose(dataclasses.replace(NEED, soft_cap=True))
+        choose(dataclasses.replace(NEED, features=frozenset({SOFT_CAP})))
 
 
-@pytest.mark.spec("POOL-FP32")
 def test_the_error_of_a_choice_names_who_could(install: Install) -> None:
     install(PickyBackend, SDPABackend, PagedBackend, broken=("broken",))
     need = dataclasses.replace(NEED, dtype="float32")
@@ -163,7 +167,7 @@ def test_the_error_of_a_choice_names_who_could(install: Install) -> None:
 
 
 def test_sdpa_is_passed_over_for_soft_caps() -> None:
-    need = dataclasses.replace(NEED, soft_cap=True)
+    need = dataclasses.replace(NEED, features=frozenset({SOFT_CAP}))
     assert choose_backend(need, preferred=["sdpa", "paged"]) is PagedBackend
     with pytest.raises(ConfigError, match=r"'sdpa' cannot serve .* logits soft cap not supported"):
         choose_backend(need, wanted="sdpa")
@@ -175,26 +179,28 @@ def test_a_foreign_backend_is_chosen(install: Install) -> None:
     assert choose_backend(NEED, wanted="foreign") is ForeignBackend
 
 
-@pytest.mark.spec("ATTN-VALIDATE")
 @pytest.mark.parametrize(
     ("change", "reasons"),
     [
         ({}, []),
         ({"head_dim": 1}, []),
         ({"head_dim": 577}, []),
-        ({"dtype": "bfloat16", "has_sink": True}, ["sink setting not supported"]),
+        ({"dtype": "bfloat16", "features": frozenset({SINKS})}, ["sink setting not supported"]),
         ({"block_size": 24}, ["block_size not supported"]),
         ({"dtype": "float64"}, ["dtype not supported"]),
         ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype not supported"]),
         ({"device": "cuda"}, ["device cuda not supported"]),
         ({"attention_type": "encoder_only"}, ["attention type encoder_only not supported"]),
-        ({"sliding_window": True}, ["sliding window not supported"]),
-        ({"soft_cap": True}, ["logits soft cap not supported"]),
-        ({"chunked": True}, ["attention within chunks not supported"]),
-        ({"alibi": True}, ["ALiBi not supported"]),
-        ({"alibi_sqrt": True}, ["ALiBi by the root of the distance not supported"]),
-        ({"prefix": True}, ["keys that every token sees not supported"]),
-        ({"latent": True}, ["latent attention not supported"]),
+        ({"features": frozenset({SLIDING_WINDOW})}, ["sliding window not supported"]),
+        ({"features": frozenset({SOFT_CAP})}, ["logits soft cap not supported"]),
+        ({"features": frozenset({CHUNKS})}, ["attention within chunks not supported"]),
+        ({"features": frozenset({ALIBI})}, ["ALiBi not supported"]),
+        (
+            {"features": frozenset({ALIBI_SQRT})},
+            ["ALiBi by the root of the distance not supported"],
+        ),
+        ({"features": frozenset({KV_PREFIX})}, ["learned KV prefix not supported"]),
+        ({"features": frozenset({MLA})}, ["MLA not supported"]),
     ],
     ids=str,
 )
@@ -202,7 +208,27 @@ def test_what_a_backend_of_defaults_refuses(change: dict[str, Any], reasons: lis
     assert ForeignBackend.refuse(dataclasses.replace(NEED, **change)) == reasons
 
 
-@pytest.mark.spec("KV-QUANT")
+def test_a_feature_of_an_outside_family_is_a_name() -> None:
+    """Core does not know it: a backend that names it serves it, the others refuse it by that name."""
+
+    class Lean(ForeignBackend):
+        supported_features = frozenset({"score lean"})
+
+    need = dataclasses.replace(NEED, features=frozenset({"score lean"}))
+    assert Lean.refuse(need) == []
+    assert ForeignBackend.refuse(need) == ["score lean not supported"]
+
+
+def test_a_backend_may_require_a_feature() -> None:
+    assert MLAOpsBackend.refuse(NEED) == ["non-MLA not supported"]
+    assert MLAOpsBackend.refuse(dataclasses.replace(NEED, features=frozenset({MLA}))) == []
+
+
+def test_needs_read_alike_in_every_process() -> None:
+    need = dataclasses.replace(NEED, features=frozenset({SINKS, CHUNKS, "b", "a"}))
+    assert str(need).endswith("features=['a', 'b', 'chunks', 'sinks'])")
+
+
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_who_serves_a_cache_of_one_byte(kind: str) -> None:
     need = dataclasses.replace(NEED, kv_cache_dtype=kind)
@@ -212,7 +238,6 @@ def test_who_serves_a_cache_of_one_byte(kind: str) -> None:
     assert PagedBackend.refuse(on_gpu) == [f"kv_cache_dtype {kind} not supported on device cuda"]
 
 
-@pytest.mark.spec("ATTN-VALIDATE")
 def test_head_sizes_are_checked_first() -> None:
     assert PickyBackend.refuse(NEED) == ["head_size not supported", "dtype not supported"]
 
@@ -239,7 +264,7 @@ def test_a_wanted_backend_that_refuses_is_an_error(install: Install) -> None:
 def test_the_error_lists_every_candidate_with_its_reasons(install: Install) -> None:
     install(ForeignBackend, PickyBackend)
     with pytest.raises(ConfigError) as error:
-        choose_backend(dataclasses.replace(NEED, soft_cap=True))
+        choose_backend(dataclasses.replace(NEED, features=frozenset({SOFT_CAP})))
     message = str(error.value)
     assert "foreign: logits soft cap not supported" in message
     assert (

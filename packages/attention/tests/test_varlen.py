@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from headrace_attention.varlen import VarlenBackend
-from headrace_core.testing.encoder_attention import EncoderBackendConformance
-
-pytestmark = pytest.mark.spec("ATTN-ENCODER-ONLY")
+from headrace_testing.attention.encoders import EncoderBackendConformance
 
 
 class TestVarlen(EncoderBackendConformance):

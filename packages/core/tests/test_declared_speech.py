@@ -8,19 +8,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from headrace_core.declared_speech import DeclaredSpeech
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.model import ModelInfo
 from headrace_core.request import TextPrompt
-from headrace_core.speech import (
+from headrace_core.speech.declared import DeclaredSpeech
+from headrace_core.speech.model import (
     AudioClip,
     LanguageProbe,
     SpeechModel,
     SpeechToTextConfig,
     SupportsTranscription,
 )
-from headrace_core.testing.fake_speech import FakeSpeech
-from headrace_core.testing.speech import TranscriptionConformance
+from headrace_testing.fakes.speech import FakeSpeech
+from headrace_testing.model.speech import TranscriptionConformance
 
 CLIP = AudioClip(np.zeros(100, np.float32), 100)
 

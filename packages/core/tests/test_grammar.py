@@ -1,4 +1,4 @@
-"""Constraints as plain data, vocabularies, and the operator's settings for both."""
+"""Constraints as plain data, and vocabularies."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_core.config import StructuredOutputsConfig
-from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
+from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.grammar import Constraint, GrammarSpec, Refusal, Vocabulary, refuse
-from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_core.sampling.params import SamplingParams, StructuredOutputsParams
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     "given",
     [
@@ -89,32 +87,3 @@ def test_the_tokenizers_spelling_wins_if_it_is_one():
     assert right.spell(b"\xff") == [255], "it cannot know parts of characters"
     with pytest.raises(ValueError, match="0x78"):
         Vocabulary([b"a"]).spell(b"ax")
-
-
-@pytest.mark.spec("SO-CONFIG")
-@pytest.mark.spec("CFG-STRUCT")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"backend": "none"},
-        {"disable_any_whitespace": True},
-        {"disable_any_whitespace": True, "backend": "outlines"},
-        {"disable_additional_properties": True},
-        {"disable_additional_properties": True, "backend": "xgrammar"},
-        {"compile_seconds": 0.0},
-        {"max_depth": 0},
-    ],
-)
-def test_settings_that_contradict_are_errors_at_start(settings):
-    with pytest.raises(ConfigError) as caught:
-        StructuredOutputsConfig(**settings)
-    assert caught.value.field.startswith("structured_outputs.")
-
-
-@pytest.mark.spec("SO-CONFIG")
-def test_settings_that_fit():
-    assert StructuredOutputsConfig(backend="llguidance").backend == "guidance"
-    StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
-    StructuredOutputsConfig(
-        backend="guidance", disable_any_whitespace=True, disable_additional_properties=True
-    )

@@ -2,27 +2,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace_core import plugins
-from headrace_core.call_entry import CallEntry
-from headrace_core.config import EngineConfig
-from headrace_core.errors import PluginLoadError, PluginNotFound, RequestError, UnsupportedFeature
-from headrace_core.io_processor import (
-    IOProcessor,
-    IOProcessorResponse,
-    answer,
-    as_prompts,
-    load_io_processor,
-    plugin_params,
-)
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.engine import AdmissionTicket
+from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.io_processor import IOProcessor, IOProcessorResponse
+from headrace_core.pooling.plugin_task import answer, as_prompts, plugin_params
 from headrace_core.request import ChatPrompt
-from headrace_core.testing.engine import fake_served_model
+from headrace_testing.fakes.engine import fake_served_model
 
+SETTINGS = SimpleNamespace(model=ModelConfig(), load=LoadConfig())
 MODEL = fake_served_model(tasks=("score", "embed", "plugin"))
 
 
@@ -42,21 +37,13 @@ class Lengths(IOProcessor):
         return IOProcessorResponse(output)
 
 
-def named() -> str:
-    return f"{__name__}.Lengths"
-
-
-def wrong_name() -> str:
-    return f"{__name__}.Nothing"
-
-
 class Engine:
     """Answers with the prompt's length, long prompts first."""
 
     def __init__(self, processor: IOProcessor | None) -> None:
         self.io_processor, self.model = processor, MODEL
         self.calls: list[tuple[str, str, PoolingParams, int]] = []
-        self.entries: set[CallEntry] = set()
+        self.entries: set[AdmissionTicket] = set()
         self.cancelled: list[str] = []
 
     async def encode(
@@ -68,7 +55,7 @@ class Engine:
         task: str,
         priority: int,
         add_special_tokens: bool | None,
-        entry: CallEntry,
+        entry: AdmissionTicket,
     ) -> PoolingRequestOutput[PoolingOutput]:
         self.calls.append((request_id, task, params, priority))
         self.entries.add(entry)
@@ -84,7 +71,7 @@ class Engine:
 
 
 def processor() -> Lengths:
-    return Lengths(EngineConfig(), MODEL)
+    return Lengths(SETTINGS, MODEL)
 
 
 def run(engine: Engine, prompt: Any, params: PoolingParams | None = None) -> Any:
@@ -92,7 +79,6 @@ def run(engine: Engine, prompt: Any, params: PoolingParams | None = None) -> Any
     return asyncio.run(answer(client, prompt, params, "r", priority=2))
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 def test_results_come_in_the_order_of_the_prompts() -> None:
     engine = Engine(processor())
     assert run(engine, ["a", "bbb", "cc"]) == [1, 3, 2]
@@ -117,7 +103,7 @@ def test_pairs_may_be_taken_as_they_are_ready() -> None:
         ) -> Any:
             return [index async for index, _ in model_output]
 
-    engine = Engine(Streaming(EngineConfig(), MODEL))
+    engine = Engine(Streaming(SETTINGS, MODEL))
     assert run(engine, ["a", "bbb", "cc"]) == [1, 2, 0]
 
 
@@ -134,7 +120,7 @@ def test_whose_task_it_is() -> None:
         def validate_or_generate_params(self, params: PoolingParams | None = None) -> PoolingParams:
             return PoolingParams(task="token_embed", skip_reading_prefix_cache=False)
 
-    params, task = plugin_params(Own(EngineConfig(), MODEL), MODEL, None)
+    params, task = plugin_params(Own(SETTINGS, MODEL), MODEL, None)
     assert (task, params.skip_reading_prefix_cache) == ("token_embed", False)
 
 
@@ -149,11 +135,11 @@ def test_who_reads_extra_keywords() -> None:
             assert params.extra_kwargs == {"size": 2}
             return params
 
-    params, _ = plugin_params(Own(EngineConfig(), MODEL), MODEL, asked)
+    params, _ = plugin_params(Own(SETTINGS, MODEL), MODEL, asked)
     assert params.extra_kwargs is None, "the model's pooler reads none"
     theirs = fake_served_model(tasks=("embed", "plugin"), source="plugin:theirs")
     for kind in (Own, Lengths):
-        params, _ = plugin_params(kind(EngineConfig(), theirs), theirs, asked)
+        params, _ = plugin_params(kind(SETTINGS, theirs), theirs, asked)
         assert params.extra_kwargs == {"size": 2}
 
 
@@ -164,20 +150,3 @@ def test_what_counts_as_one_prompt() -> None:
     assert as_prompts(("a", [1])) == ["a", [1]]
     with pytest.raises(RequestError, match="no prompt"):
         as_prompts([])
-
-
-def test_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {
-        name: plugins.Plugin("headrace.io_processors", name, f"{__name__}:{target}", "tests 1")
-        for name, target in (("class", "Lengths"), ("function", "named"), ("missing", "wrong_name"),
-                             ("other", "MODEL"))
-    }  # fmt: skip
-    monkeypatch.setattr(plugins, "installed", lambda group: found)
-    assert load_io_processor("class").__name__ == "Lengths"
-    assert load_io_processor("function").__name__ == "Lengths"
-    with pytest.raises(PluginLoadError, match=r"Nothing.*cannot be imported"):
-        load_io_processor("missing")
-    with pytest.raises(PluginLoadError, match="must be a subclass"):
-        load_io_processor("other")
-    with pytest.raises(PluginNotFound, match="Installed: class, function"):
-        load_io_processor("nobody")

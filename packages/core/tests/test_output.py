@@ -4,8 +4,6 @@ import pytest
 
 from headrace_core.output import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
 
-pytestmark = pytest.mark.spec("ENGINE-OUTPUTS")
-
 POSITIONS = [
     None,
     {5: Logprob(-0.1, 1, "a"), 7: Logprob(-2.0, 2, "b")},
@@ -13,7 +11,6 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 def test_flat_form_reads_like_a_list():
     flat = FlatLogprobs()
     flat.extend(POSITIONS)
@@ -27,7 +24,6 @@ def test_flat_form_reads_like_a_list():
     assert flat != POSITIONS[:2]
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 def test_flat_form_can_only_grow():
     flat = FlatLogprobs()
     flat.append(POSITIONS[1])

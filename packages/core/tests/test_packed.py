@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from headrace_core.packed import PackedArray
+from headrace_core.arrays import PackedArray
 
 
 def test_rows_come_back() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_core import plugins
 from headrace_core.errors import PluginConflict, PluginError, PluginLoadError, PluginNotFound
-from headrace_core.registry import ModelRegistry
+from headrace_core.plugins import ModelRegistry
 
 
 def _entry(name: str, target: str) -> EntryPoint:

@@ -12,11 +12,10 @@ from headrace_core.pooling import (
     PoolerConfig,
     PoolingInfo,
     PoolingParams,
-    check_extra_kwargs,
 )
 from headrace_core.pooling.params import _warn_of_old_name
-from headrace_core.sampling import RequestOutputKind
-from headrace_core.testing.engine import fake_served_model
+from headrace_core.sampling.params import RequestOutputKind
+from headrace_testing.fakes.engine import fake_served_model
 
 
 def info(**changes: Any) -> PoolingInfo:
@@ -33,7 +32,6 @@ def verified(task: str, model: PoolingInfo | None = None, /, **asked: Any) -> Po
     return params
 
 
-@pytest.mark.spec("POOL-PARAMS")
 @pytest.mark.parametrize(
     ("task", "model", "asked", "want"),
     [
@@ -77,7 +75,6 @@ def test_what_is_filled_in(
     assert {name: getattr(params, name) for name in want} == want
 
 
-@pytest.mark.spec("POOL-PARAMS", "POOL-MATRYOSHKA")
 @pytest.mark.parametrize(
     ("task", "model", "asked", "message"),
     [
@@ -94,7 +91,7 @@ def test_what_is_filled_in(
         ("score", info(), {"dimensions": 4}, "dimensions: must be left out"),
         ("embed", None, {"normalize": "no"}, "normalize = 'no': must be True, False or None"),
         ("token_classify", info(pooling_type="STEP"), {"returned_token_ids": [4]}, r"in 0\.\.3"),
-        ("embed", info(), {"prompt_name": "query"}, "the checkpoint names no prompts"),
+        ("embed", info(), {"prompt_name": "query"}, "the checkpoint has no prompts"),
         ("embed", info(prompts={"b": "", "a": ""}), {"prompt_name": "c"}, r"one of \['a', 'b'\]"),
         ("embed", info(prompts={"b": ""}), {"prompt_name": ["b"]}, r"= \['b'\]: must be one of"),
         ("classify", info(prompts={"b": ""}), {"prompt_name": "b"}, "must be left out for task"),
@@ -142,10 +139,10 @@ def test_extra_keywords_that_nobody_reads() -> None:
     asked = PoolingParams(extra_kwargs={"a": 1})
     for source in ("native", "transformers"):
         with pytest.raises(RequestError, match=r"extra_kwargs = {'a': 1}: must be left out") as e:
-            check_extra_kwargs(asked, fake_served_model(source=source))
+            fake_served_model(source=source).check_extra_kwargs(asked)
         assert e.value.param == "extra_kwargs"
-    check_extra_kwargs(asked, fake_served_model(source="plugin:theirs"))
-    check_extra_kwargs(PoolingParams(extra_kwargs={}), fake_served_model())
+    fake_served_model(source="plugin:theirs").check_extra_kwargs(asked)
+    fake_served_model().check_extra_kwargs(PoolingParams(extra_kwargs={}))
 
 
 def test_whether_ids_are_needed_is_said_by_a_flag() -> None:
@@ -172,7 +169,6 @@ def test_a_clone_shares_nothing() -> None:
     assert params == PoolingParams(returned_token_ids=[1], extra_kwargs={"a": [1]})
 
 
-@pytest.mark.spec("POOL-CONFIG")
 class TestPoolerConfig:
     def test_names_in_any_case_and_old_ones(self) -> None:
         config = PoolerConfig.from_mapping({"pooling_type": "mean", "softmax": False})
@@ -220,7 +216,6 @@ class TestPoolerConfig:
             ModelConfig(model="x", pooler_config="MEAN")  # type: ignore[arg-type]
 
 
-@pytest.mark.spec("POOL-PREFIXCACHE")
 @pytest.mark.parametrize(
     ("causal", "kind", "chunks", "reuses"),
     [(True, "LAST", True, True), (True, "MEAN", True, False), (True, "ALL", True, False),

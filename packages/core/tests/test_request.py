@@ -12,7 +12,7 @@ import pytest
 
 from headrace_core.errors import RequestError
 from headrace_core.request import PromptEmbeds
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 PLAIN: dict[str, Any] = {
     "text": "é", "number": 3, "least": -(2**63), "most": 2**64 - 1, "real": 0.5, "yes": True,
@@ -20,7 +20,6 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.spec("CUSTOM-ARGS")
 def test_plain_extra_args_are_taken_and_survive_the_wire() -> None:
     params = SamplingParams(extra_args=PLAIN)
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
@@ -28,7 +27,6 @@ def test_plain_extra_args_are_taken_and_survive_the_wire() -> None:
     assert SamplingParams().extra_args is None
 
 
-@pytest.mark.spec("CUSTOM-ARGS")
 @pytest.mark.parametrize(
     ("value", "place"),
     [
@@ -61,7 +59,6 @@ def embeds(rows: int = 3, size: int = 2) -> PromptEmbeds:
     return PromptEmbeds.of("float32", rows, size, data)
 
 
-@pytest.mark.spec("PROMPT-EMBEDS")
 @pytest.mark.req("SEC-01")
 def test_embeddings_cross_as_header_and_bytes_that_agree() -> None:
     made = embeds()

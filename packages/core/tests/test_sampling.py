@@ -4,9 +4,7 @@ import msgspec
 import pytest
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
-pytestmark = pytest.mark.spec("ENGINE-SAMPLING")
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 @pytest.mark.parametrize(

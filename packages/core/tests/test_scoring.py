@@ -6,11 +6,10 @@ import pytest
 
 from headrace_core.errors import RequestError
 from headrace_core.pooling import PoolingParams
-from headrace_core.scoring import check_activation, pair_up
-from headrace_core.testing.pooling import fake_pooling_info
+from headrace_core.pooling.scoring import check_activation, pair_up
+from headrace_testing.fakes.pooling import fake_pooling_info
 
 
-@pytest.mark.spec("POOL-SCORE")
 @pytest.mark.parametrize(
     ("first", "second", "pairs"),
     [("a", "x", "ax"), ("a", "xyz", "ax ay az"), ("abc", "xyz", "ax by cz")],

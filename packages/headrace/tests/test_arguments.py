@@ -9,10 +9,8 @@ import pytest
 
 from headrace.arguments import Parser, default_of, human_int
 from headrace.engine_args import ENGINE_OPTIONS, JSON_SECTIONS, EngineArgs
-from headrace.unbuilt import SHORT, UNBUILT
+from headrace.unsupported_flags import SHORT, UNBUILT
 from headrace_core.errors import ConfigError
-
-pytestmark = pytest.mark.spec("ARGS-CLI")
 
 
 @pytest.fixture
@@ -136,14 +134,12 @@ def test_help_for_what_does_not_exist(parser, capsys):
     assert "nonsense" in capsys.readouterr().err
 
 
-@pytest.mark.spec("ARGS-ENGINE")
 def test_every_flag_has_the_default_of_its_field(parser):
     args = parser.parse_args([])
     for name, (_, option) in ENGINE_OPTIONS.items():
         assert getattr(args, name) == default_of(option), name
 
 
-@pytest.mark.spec("ARGS-ENGINE")
 def test_round_trip():
     parser = EngineArgs.add_cli_args(Parser(prog="x"))
     args = EngineArgs.from_cli_args(parser.parse_args(["--max-num-seqs", "3", "--dtype", "half"]))
@@ -172,7 +168,6 @@ def test_unknown_keywords_are_a_type_error_with_a_hint():
         EngineArgs(max_num_seq=3)
 
 
-@pytest.mark.spec("ARGS-ENGINE")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -194,13 +189,11 @@ def test_settings_of_another_kind(given, message):
         EngineArgs(**given).create_engine_config()
 
 
-@pytest.mark.spec("ARGS-ENGINE")
 def test_overrides_by_a_function():
     made = EngineArgs(hf_overrides=dict.copy).create_engine_config()
     assert made.model.hf_overrides is dict.copy
 
 
-@pytest.mark.spec("POOL-CONFIG")
 @pytest.mark.parametrize("flag", ["--pooler-config", "--override-pooler-config"])
 def test_the_old_name_of_a_flag(flag):
     parser = EngineArgs.add_cli_args(Parser(prog="test"))
@@ -209,7 +202,6 @@ def test_the_old_name_of_a_flag(flag):
         assert made.model.pooler.pooling_type == "CLS"
 
 
-@pytest.mark.spec("ARGS-ENGINE")
 def test_none_for_a_mapping_is_an_empty_one():
     names = ("hf_overrides", "limit_mm_per_prompt", "pooler_config", "override_generation_config",
              "fair_weights", "kernels", "model_loader_extra_config", "profiler_config")  # fmt: skip
@@ -219,7 +211,7 @@ def test_none_for_a_mapping_is_an_empty_one():
 
 
 def test_flags_cover_every_config_field():
-    from headrace_core.config import EngineConfig
+    from headrace_engine.config import EngineConfig
 
     whole = [section for section, _ in JSON_SECTIONS.values()]  # one flag each
     for section in dataclasses.fields(EngineConfig):
@@ -246,8 +238,6 @@ def test_lists_as_words_or_as_json(capsys):
     assert parser.parse_args(["--no-strict-requests"]).strict_requests is False
 
 
-@pytest.mark.spec("SO-CONFIG")
-@pytest.mark.spec("CFG-STRUCT")
 def test_a_section_whole_or_in_parts():
     flag = "--structured-outputs-config"
     parser = EngineArgs.add_cli_args(Parser(prog="test"))
@@ -259,7 +249,6 @@ def test_a_section_whole_or_in_parts():
     assert made[0].structured_outputs.backend == "guidance"
 
 
-@pytest.mark.spec("SO-CONFIG")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -274,8 +263,6 @@ def test_a_section_with_what_it_has_not(given, message):
         EngineArgs(structured_outputs_config=given).create_engine_config()
 
 
-@pytest.mark.spec("CFG-PARALLEL")
-@pytest.mark.spec("CFG-OPTLEVEL")
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -290,7 +277,6 @@ def test_short_forms_mean_the_long_ones(parser, words, field, value):
     assert getattr(parser.parse_args(words), field) == value
 
 
-@pytest.mark.spec("CFG-PARALLEL")
 @pytest.mark.parametrize("flag", ["-tp", "-pp", "-dp"])
 def test_a_short_form_is_refused_as_its_long_one_is(parser, flag):
     args = EngineArgs.from_cli_args(parser.parse_args([flag, "2"]))
@@ -298,7 +284,6 @@ def test_a_short_form_is_refused_as_its_long_one_is(parser, flag):
         args.create_engine_config()
 
 
-@pytest.mark.spec("CLI-CHAT")
 def test_a_command_s_own_short_form_comes_first():
     from headrace.cli.terminal import terminal_parser
 
@@ -306,7 +291,6 @@ def test_a_command_s_own_short_form_comes_first():
     assert (parsed.quick, parsed.quantization) == ("Hello", "int8")
 
 
-@pytest.mark.spec("CFG-OPTLEVEL")
 def test_a_level_sets_what_the_user_left_open(parser):
     def eager(**settings):
         return EngineArgs(**settings).create_engine_config().graph.enforce_eager
@@ -326,13 +310,12 @@ def test_a_level_sets_what_the_user_left_open(parser):
 UNBUILT_SAMPLES = {feature: options[0] for feature, options in UNBUILT.items()}
 
 
-@pytest.mark.spec("ARGS-CLI")
 @pytest.mark.parametrize(("feature", "option"), UNBUILT_SAMPLES.items())
 def test_what_is_not_built_is_refused_by_name_everywhere(parser, tmp_path, capsys, feature, option):
     """On the command line (also switched off, dotted, or with an equals sign), in a file of flags, as a
     keyword of EngineArgs and LLM, and in a file of several models."""
     from headrace import LLM
-    from headrace.several.entries import name_of
+    from headrace.multi_model.entries import name_of
 
     said = f"{option}: not built yet: {feature}; leave it out"
     flag = "--" + option.replace("_", "-")
@@ -363,7 +346,6 @@ def test_what_is_not_built_is_refused_by_name_everywhere(parser, tmp_path, capsy
             name_of({"name": "m", "model": "x", key: 1})
 
 
-@pytest.mark.spec("ARGS-CLI")
 @pytest.mark.parametrize(("short", "option"), SHORT.items())
 def test_short_forms_of_what_is_not_built(parser, capsys, short, option):
     for words in ([short, "2"], [f"{short}=2"]):

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.batch.inprocess import Answer, InProcess
+from headrace.batch.inprocess import InProcess, InProcessResponse
 from headrace.batch.journal import Journal, journal_beside
 from headrace.batch.lines import BatchInput, encode, output_of, read_line, requests, scan
 from headrace.batch.runner import Runner
 from headrace.cli.run_batch import journal_path, make_parser
 from headrace_core.errors import ConfigError, EngineDead, RequestError
-from headrace_core.testing.engine import FakeEngine
-from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, create_app
-from headrace_server.apis import INFERENCE_ROUTES
+from headrace_server.routes.availability import INFERENCE_ROUTES
+from headrace_testing.fakes.engine import FakeEngine
+from headrace_testing.fakes.pooling import fake_pooling_model
+from headrace_testing.waiting import until
 
-pytestmark = pytest.mark.spec("API-BATCH")
 CHAT = "/v1/chat/completions"
 SOURCE = BatchInput(3, "digest")
 
@@ -123,6 +123,41 @@ async def test_a_custom_id_that_another_line_has_is_refused(tmp_path: Path) -> N
             )
 
 
+HI = [{"role": "user", "content": "x"}]
+REFUSED_LINES = [
+    ({"method": "GET"}, "method"),
+    ({"url": "/v1/nothing"}, "url"),
+    ({"url": ""}, "url"),
+    ({"custom_id": "first"}, "custom_id"),
+    ({"body": {"messages": HI, "stream": True}}, "stream"),
+    ({"body": {"messages": HI, "stream": 3}}, "stream"),
+    ({"body": {"messages": HI, "encoding_format": "bytes"}}, "encoding_format"),
+    ({"body": {"messages": HI, "encoding_format": "bytes_only"}}, "encoding_format"),
+    ({"body": {"messages": HI, "temperature": -1}}, "temperature"),
+    ({"body": {"messages": HI, "n": 1000}}, "n"),
+    ({"body": {"messages": HI, "model": "other"}}, "model"),
+    ({"body": {"messages": "x"}}, "messages"),
+    ({"body": {}}, "messages"),
+    ({"url": "/v1/completions", "body": {"prompt": "x", "logprobs": -3}}, "logprobs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "field"), REFUSED_LINES)
+async def test_a_refused_line_names_its_field(
+    tmp_path: Path, wrong: dict[str, Any], field: str
+) -> None:
+    first = {**line(0), "custom_id": "first"}
+    source = write(tmp_path / "in", [first, {**line(1, messages=HI), **wrong}])
+    found = scan(source)
+    with Journal(tmp_path / "j", found, "m") as journal:
+        await run(source, journal, FakeEngine("Hello."), repeated=found.repeated)
+        good, refused = outputs(journal, tmp_path / "out")
+    assert good["error"] is None
+    assert refused["response"]["status_code"] in (400, 404)
+    assert refused["error"]["param"] == field
+    assert field in refused["error"]["message"]
+
+
 async def test_a_byte_order_mark_begins_the_file(tmp_path: Path) -> None:
     source = write(tmp_path / "in", [line(0), line(1)])
     source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
@@ -189,6 +224,8 @@ async def test_lines_that_pool(tmp_path: Path) -> None:
         ('{"custom_id": 1}', "line 2: custom_id: must be text, not a number"),
         ('{"custom_id": "a", "method": "POST", "url": "x"}', "body"), ("\\xff", "line 2"),
         ("nonsense", "line 2"),
+        ('{"custom_id": "", "method": "POST", "url": "x", "body": {}}',
+         "line 2: custom_id = '': must have at least one character"),
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_request_stops_everything(tmp_path: Path, text: str, said: str) -> None:
@@ -251,11 +288,10 @@ async def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
     engine = FakeEngine("x", gate=gate)
     with Journal(tmp_path / "j", scan(source), "m") as journal:
         running = asyncio.create_task(run(source, journal, engine, concurrency=4))
-        for _ in range(200):
-            await asyncio.sleep(0.005)
-            assert engine.num_running <= 4
-            if len(engine.requests) == 4:
-                break
+        await until(lambda: len(engine.requests) == 4)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine.num_running == len(engine.requests) == 4, "a fifth came"
         assert len(journal) == 0
         gate.set()
         await running
@@ -276,7 +312,7 @@ class _Impatient:
     def __init__(self, inner: InProcess) -> None:
         self._inner = inner
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes) -> InProcessResponse:
         answer = await self._inner.post(path, body)
         return answer._replace(headers={**answer.headers, "retry-after": "0"})
 
@@ -357,7 +393,6 @@ def test_where_answers_are_kept(tmp_path: Path) -> None:
         journal_path(parse("-o", f"{tmp_path}/absent/out"), tmp_path)
 
 
-@pytest.mark.spec("CLI-RUN-BATCH")
 def test_required_flags() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "headrace", "run-batch", "-i", "x"], capture_output=True, text=True

@@ -15,19 +15,17 @@ from headrace.assembly import choose_platform, resolve_engine
 from headrace.cli.main import run as run_command
 from headrace.engine_args import EngineArgs
 from headrace.environment import VARIABLES, unread, warn_of_unread, with_cpu_variables
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, NetworkError
+from headrace_engine.config import EngineConfig
 
-pytestmark = pytest.mark.spec("ENV-RULES")
 PACKAGES = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
-    "headrace_models", "headrace_distributed", "headrace_multimodal", "headrace_engine",
+    "headrace_models", "headrace_multimodal", "headrace_engine",
     "headrace_server",
 )  # fmt: skip
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.spec("ENV-TABLE")
 def test_the_table_is_what_the_sources_read() -> None:
     read = {environment.KV_SPACE, environment.THREADS_BIND}
     for package in PACKAGES:
@@ -40,7 +38,6 @@ def test_the_table_is_what_the_sources_read() -> None:
     assert read - environment._OF_TESTS == set(VARIABLES)
 
 
-@pytest.mark.spec("ENV-TABLE")
 def test_every_variable_is_documented_and_every_documented_one_is_read() -> None:
     page = (DOCS / "environment.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(HEADRACE_\w+)` \|", page, re.MULTILINE)
@@ -151,7 +148,6 @@ def test_a_command_ends_with_the_variable_that_is_wrong(
     assert f"{environment.KV_SPACE} = 'much'" in capsys.readouterr().err
 
 
-@pytest.mark.spec("MODEL-RESOLVE")
 @pytest.mark.parametrize("named", ["model", "tokenizer"])
 def test_offline_nothing_is_asked_for(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

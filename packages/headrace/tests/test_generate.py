@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace.batch.generating import Generating, Journaled, Printed
+from headrace.batch.generating import GenerateRun, JournalWriter, PromptOrderPrinter
 from headrace.batch.journal import Journal
 from headrace.batch.prompts import Prompt, read_prompts
 from headrace.cli.generate import CONSTRAINT_NAMES, SAMPLING_FIELDS, _parser, _sampling_of
@@ -21,7 +21,7 @@ from headrace.cli.main import run as run_command
 from headrace.progress import prompt_bar
 from headrace_core.errors import EngineDead, RequestError
 from headrace_core.output import CompletionOutput, RequestOutput
-from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_core.sampling.params import SamplingParams, StructuredOutputsParams
 
 
 def written(path: Path, *lines: str | bytes) -> str:
@@ -156,7 +156,7 @@ def test_a_typed_prompt_is_text() -> None:
         ('{"validate": 1}', "--sampling: validate: unknown field; fields are n, "),
         ('{"clone": 1}', "--sampling: clone: unknown field"),
         ('{"output_kind": 1}', "--sampling: output_kind: unknown field"),
-        ('{"logprobs": 2}', "--sampling: logprobs: the output has no place for it"),
+        ('{"logprobs": 2}', "--sampling: logprobs: the output has no field for it"),
         ('{"temprature": 1}', "did you mean temperature?"),
         ('{"structured_outputs": {"regx": "a"}}', "structured_outputs.regx: unknown field; did you mean"),
         ('{"structured_outputs": {}}', "exactly one constraint"),
@@ -184,7 +184,7 @@ def test_sampling_options_that_do_not_exist(
 
 def test_hints_cover_the_server_s_spellings() -> None:
     """The names that a client may give a constraint are known here, too."""
-    from headrace_server.structured import SPELLINGS
+    from headrace_server.requests.constraints import SPELLINGS
 
     assert SPELLINGS.items() <= CONSTRAINT_NAMES.items()
     known = {field.name for field in dataclasses.fields(StructuredOutputsParams)}
@@ -239,9 +239,9 @@ class Engine:
         return [SimpleNamespace(request_id=request_id, output=output, finished=True, error=None)]
 
 
-def run(engine: Engine, answers: Any, prompts: list[Prompt], **options: Any) -> Generating:
+def run(engine: Engine, answers: Any, prompts: list[Prompt], **options: Any) -> GenerateRun:
     done: list[int] = []
-    made = Generating(engine, SamplingParams(), answers, at_once=2,  # type: ignore[arg-type]
+    made = GenerateRun(engine, SamplingParams(), answers, at_once=2,  # type: ignore[arg-type]
                       done=lambda number, output: done.append(number), **options)  # fmt: skip
     made.run(prompts)
     assert len(done) == len(set(done))
@@ -262,7 +262,7 @@ def test_what_is_bad_fails_alone(tmp_path: Path, chat: bool) -> None:
     source = read_prompts(["x"], None).source
     engine = Engine()
     with Journal(tmp_path / "j", source, "m") as journal:
-        made = run(engine, Journaled(journal), PROMPTS, chat=chat)
+        made = run(engine, JournalWriter(journal), PROMPTS, chat=chat)
         lines = [json.loads(each) for each in journal.outputs()]
     assert engine.asked == ["a", "broken", "b"]
     assert engine.most_at_once == 2
@@ -278,12 +278,12 @@ def test_a_dead_engine_loses_nothing(tmp_path: Path) -> None:
     source = read_prompts(["x"], None).source
     prompts = [Prompt(text) for text in ("a", "b", "dead", "c")]
     with Journal(tmp_path / "j", source, "m") as journal, pytest.raises(EngineDead):
-        run(Engine(), Journaled(journal), prompts)
+        run(Engine(), JournalWriter(journal), prompts)
     prompts[2] = Prompt("d")
     engine = Engine()
     with Journal(tmp_path / "j", source, "m") as journal:
         assert journal.num_resumed == 2
-        run(engine, Journaled(journal), prompts)
+        run(engine, JournalWriter(journal), prompts)
         found = [json.loads(each)["prompt"] for each in journal.outputs()]
     assert engine.asked == ["d", "c"]
     assert found == ["a", "b", "d", "c"]
@@ -292,7 +292,7 @@ def test_a_dead_engine_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_answers_are_printed_in_order_as_they_come(as_json: bool) -> None:
     shown: list[str] = []
-    run(Engine(last_first=True), Printed(shown.append, as_json=as_json), PROMPTS)
+    run(Engine(last_first=True), PromptOrderPrinter(shown.append, as_json=as_json), PROMPTS)
     if as_json:
         assert [json.loads(text)["prompt"] for text in shown] == ["a", None, "long", "broken", "b"]
     else:

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.cli.serve import Prepared, make_parser, settings_from
+from headrace.cli.serve import ServeOptions, make_parser, settings_from
 from headrace.http_processes import process as process_module
 from headrace.http_processes import supervisor as module
 from headrace.http_processes.hello import CoreEnded, EngineStarted
 from headrace.http_processes.process import EngineNews, SharedListener
 from headrace.http_processes.supervisor import MOST_RESTARTS, Sockets, Supervisor
-from headrace_core.config import EngineConfig, SchedulerConfig
 from headrace_core.errors import EngineDead
-from headrace_core.log_lines import LineFormatter
+from headrace_engine.config import EngineConfig, SchedulerConfig
+from headrace_engine.log_lines import LineFormatter
 from headrace_server.settings import ServerSettings
 
 
@@ -69,12 +69,12 @@ class FakeCore:
     def start(self, sink: Any) -> None:
         pass
 
-    def let_in(self, name: str) -> None:
+    def add_front_end(self, name: str) -> None:
         if self.failure is not None:
             raise EngineDead("gone")
         self.inside.append(name)
 
-    def turn_out(self, name: str) -> None:
+    def remove_front_end(self, name: str) -> None:
         self.inside.remove(name)
 
     def shutdown(self) -> None:
@@ -87,7 +87,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     FakeProcess.made = []
     monkeypatch.setattr(module, "HttpProcess", FakeProcess)
     core = FakeCore()
-    prepared = Prepared(ServerSettings(api_server_count=2), EngineConfig())
+    prepared = ServeOptions(ServerSettings(api_server_count=2), EngineConfig())
     sockets: Any = Sockets(None, None, Path("/"))  # type: ignore[arg-type]
     supervisor = Supervisor(["--x"], prepared, sockets, core)  # type: ignore[arg-type]
     supervisor.start()
@@ -140,7 +140,7 @@ def heard(*lines: Any) -> tuple[Any, list[str]]:
 
 
 def test_the_news_of_an_engine() -> None:
-    gone = "the process that watches it is gone"
+    gone = "its supervisor has ended"
     assert heard(EngineStarted(FACTS), CoreEnded("killed")) == (FACTS, ["killed", gone])
     assert heard(CoreEnded("killed")) == (None, ["killed", gone])
     assert heard() == (None, [gone])
@@ -214,9 +214,9 @@ def test_those_that_do_not_leave_are_killed(watched: Any, monkeypatch: pytest.Mo
 def test_a_queue_is_split() -> None:
     settings = ServerSettings(api_server_count=4)
     config = EngineConfig(scheduler=SchedulerConfig(max_queued_requests=10, max_queued_tokens=7))
-    share = Prepared(settings, config).share_of_config().scheduler
+    share = ServeOptions(settings, config).share_of_config().scheduler
     assert (share.max_queued_requests, share.max_queued_tokens) == (3, 2)
-    no_limit = Prepared(settings, EngineConfig()).share_of_config().scheduler
+    no_limit = ServeOptions(settings, EngineConfig()).share_of_config().scheduler
     assert no_limit.max_queued_tokens is None
 
 
@@ -262,7 +262,7 @@ def test_another_signal_while_it_leaves_is_a_failure(
 
 def test_real_processes_that_are_held_in_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = FakeCore()
-    prepared = Prepared(ServerSettings(api_server_count=2), EngineConfig())
+    prepared = ServeOptions(ServerSettings(api_server_count=2), EngineConfig())
     with socket.create_server(("127.0.0.1", 0)) as listening:
         sockets = Sockets(listening, None, Path("/"))
         supervisor = Supervisor(["--x"], prepared, sockets, core)

@@ -11,7 +11,7 @@ from headrace.arguments import Parser
 from headrace.bench.datasets import _opened
 from headrace.bench.sweep import option_maps
 from headrace.cli.schema import _params, _parser
-from headrace.several.entries import read_file
+from headrace.multi_model.entries import read_file
 
 
 @pytest.fixture

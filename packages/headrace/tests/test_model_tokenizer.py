@@ -17,9 +17,9 @@ from tokenizers import pre_tokenizers as cuts
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.pooling import PoolingInfo
-from headrace_core.testing.engine import fake_served_model
-from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.tokenizer import load_tokenizer
+from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.input_processing.tokenizer import load_tokenizer
+from headrace_testing.fakes.engine import fake_served_model
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hello world! How are you today?",
@@ -157,7 +157,7 @@ def opened(folder: Path) -> ModelTokenizer:
         pooling=pooling,
         max_model_len=CONTEXT,
     )
-    return ModelTokenizer(Intake(tokenizer, model, prompt_templates="trusted"))
+    return ModelTokenizer(InputProcessor(tokenizer, model, prompt_templates="trusted"))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

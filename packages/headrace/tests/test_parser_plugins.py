@@ -10,8 +10,8 @@ import headrace.reasoning
 import headrace.tool_parsers
 from headrace.cli.serve import make_parser, settings_from
 from headrace_core.errors import PluginLoadError
-from headrace_server import parser_plugins
-from headrace_server.parsers import load_parsers
+from headrace_server.parsing import plugin_file as parser_plugins
+from headrace_server.parsing.registry import load_parsers
 
 FILE = """
 from headrace.reasoning import ReasoningParser, ReasoningParserManager
@@ -39,8 +39,6 @@ def test_names_are_the_servers() -> None:
             assert getattr(module, name) is getattr(parser_plugins, name)
 
 
-@pytest.mark.spec("TOOL-PLUGIN")
-@pytest.mark.spec("REASON-PLUGIN")
 def test_a_file_given_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace import PoolingParams
-from headrace.given import as_prompts
-from headrace.pooling import (
+from headrace.offline.arguments import as_prompts
+from headrace.offline.pooling import (
     as_tensor,
     chosen_task,
     completed,
@@ -17,11 +17,10 @@ from headrace.pooling import (
     score_inputs,
     tokenizing,
 )
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError
-from headrace_core.packed import PackedArray
 
 
-@pytest.mark.spec("POOL-ENCODE")
 def test_a_call_without_a_task_lists_the_methods() -> None:
     with pytest.raises(RequestError, match=r"token_embed.*LLM\.embed \(embed\).*LLM\.reward"):
         chosen_task(None, None)

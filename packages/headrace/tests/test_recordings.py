@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from headrace.assembly.speech import offline_decoder
+from headrace.offline.recordings import as_recordings, read_ahead
+from headrace.offline.transcribing import TranscriptionOptions
 from headrace.progress import audio_bar
-from headrace.recordings import as_recordings, read_ahead
-from headrace.transcribing import Wanted
-from headrace_core.config import SpeechConfig
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.speech import AudioClip
-from headrace_core.testing.fake_speech import FakeSpeech, wav_file
+from headrace_core.speech.model import AudioClip
+from headrace_engine.config import SpeechConfig
+from headrace_testing.fakes.speech import FakeSpeech, wav_file
 
 SAMPLES = np.zeros(800, np.float32)
 
@@ -124,20 +124,29 @@ def test_files_of_ones_own_may_be_long() -> None:
 
 
 def test_what_is_wanted() -> None:
-    assert list(Wanted(task="transcribe").temperatures) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert list(Wanted(task="transcribe", temperature=0.3).temperatures) == [0.3]
-    assert list(Wanted(task="transcribe", temperature=[0, 1]).temperatures) == [0, 1]
-    assert list(Wanted(task="transcribe", temperature=np.float32(0.5)).temperatures) == [0.5]
+    assert list(TranscriptionOptions(task="transcribe").temperatures) == [
+        0.0,
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1.0,
+    ]
+    assert list(TranscriptionOptions(task="transcribe", temperature=0.3).temperatures) == [0.3]
+    assert list(TranscriptionOptions(task="transcribe", temperature=[0, 1]).temperatures) == [0, 1]
+    assert list(
+        TranscriptionOptions(task="transcribe", temperature=np.float32(0.5)).temperatures
+    ) == [0.5]
     timed, plain = FakeSpeech(word_timestamps=True), FakeSpeech(segment_timestamps=False)
-    assert Wanted(task="transcribe").segments(timed)
-    assert not Wanted(task="transcribe").segments(plain)
-    assert not Wanted(task="transcribe").words(timed)
-    both = Wanted(task="transcribe", timestamps=("segment", "word"))
+    assert TranscriptionOptions(task="transcribe").segments(timed)
+    assert not TranscriptionOptions(task="transcribe").segments(plain)
+    assert not TranscriptionOptions(task="transcribe").words(timed)
+    both = TranscriptionOptions(task="transcribe", timestamps=("segment", "word"))
     assert both.segments(timed)
     assert both.words(timed)
-    with pytest.raises(UnsupportedFeature, match="no times of segments"):
+    with pytest.raises(UnsupportedFeature, match="no timestamps of segments"):
         both.segments(plain)
-    with pytest.raises(UnsupportedFeature, match="when words are spoken"):
+    with pytest.raises(UnsupportedFeature, match="timestamps of words"):
         both.words(plain)
 
 
@@ -160,7 +169,7 @@ def test_what_is_wanted() -> None:
 )
 def test_what_cannot_be_wanted(values: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
-        Wanted(task="transcribe", **values)
+        TranscriptionOptions(task="transcribe", **values)
 
 
 def test_the_bar_counts_seconds() -> None:
@@ -181,8 +190,8 @@ def test_the_bar_counts_seconds() -> None:
         bar.add(2.6)
         bar.add(2.6)
         for _ in range(4):
-            bar.heard(1.3)
+            bar.advance(1.3)
     assert (made[0].unit, made[0].total, made[0].n, made[0].closed) == ("s", 5, 5, True)
     with audio_bar(False) as none:
         none.add(1.0)
-        none.heard(1.0)
+        none.advance(1.0)

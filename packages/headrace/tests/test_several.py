@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from headrace.cli.serve import prepare
-from headrace.several.budget import Budget, check_shares
-from headrace.several.entries import name_of, read_entry, read_file
-from headrace.several.serving import serve_several
+from headrace.multi_model.budget import Budget, check_shares
+from headrace.multi_model.entries import name_of, read_entry, read_file
+from headrace.multi_model.serving import serve_several
 from headrace_core.errors import CapacityError, ConfigError
 
 ENTRY = {"name": "small", "model": "/models/small"}
@@ -124,7 +124,7 @@ def test_a_full_budget_refuses_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match=r"'b': its share is 500 .* 400 are free.*0\.4000"):
         budget.limit_of("b", 500)
     budget.claim("b", 400, 300, is_share=False)
-    with pytest.raises(CapacityError, match="nothing is left of the 900 bytes"):
+    with pytest.raises(CapacityError, match="no memory is left of the 900 bytes"):
         budget.limit_of("c", None)
 
 

@@ -8,10 +8,10 @@ import pytest
 from headrace.assembly.speech import ServedSpeech, audio_limits
 from headrace.assembly.transcription import missing_libraries
 from headrace.cli.serve import prepare
-from headrace_core.config import SpeechConfig
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import ConfigError
-from headrace_core.packed import PackedArray
-from headrace_core.speech import SupportsTranscription
+from headrace_core.speech.model import SupportsTranscription
+from headrace_engine.config import SpeechConfig
 
 
 def test_limits_are_25_mib_and_two_hours():

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from headrace import demo
-from headrace_core.catalogue import BY_CODE
+from headrace_core.errors import BY_CODE
 
 IMPORTED = 99
 """Exit status of a process that imported torch too early."""

@@ -11,8 +11,6 @@ from headrace.cli.main import run
 from headrace.engine_args import ENGINE_OPTIONS, EngineArgs
 from headrace.suggestions import _ALIASES, near_names
 
-pytestmark = pytest.mark.spec("ARGS-CLI")
-
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
@@ -55,10 +53,27 @@ def test_nothing_is_suggested_where_nothing_is_near(flags: list[str], typed: str
     assert near_names(typed, flags) == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "known", "order"),
+    [
+        ("--max-num", ["--max-answer-numbers", "--max-num-batched-tokens", "--max-num-seqs"],
+         ["--max-num-seqs", "--max-num-batched-tokens", "--max-answer-numbers"]),
+        ("num_pro", ["max_num_pro", "num_prompts_of_all"], ["num_prompts_of_all", "max_num_pro"]),
+        ("temprature", ["temp", "temperature"], ["temperature", "temp"]),
+        ("seeds", ["seed-x", "seed"], ["seed", "seed-x"]),
+    ],
+)  # fmt: skip
+def test_names_that_begin_as_typed_come_first(
+    typed: str, known: list[str], order: list[str]
+) -> None:
+    assert near_names(typed, known) == order
+
+
 def test_suggestions_are_few_and_the_nearest_come_first(flags: list[str]) -> None:
     found = near_names("--max-num", flags)
     assert len(found) == 3
     assert found[0] == "--max-num-seqs"
+    assert "--max-num-batched-tokens" in found
     assert near_names("x" * 100_000, flags) == []
     assert near_names("", flags) == []
 

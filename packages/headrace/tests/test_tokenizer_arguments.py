@@ -274,7 +274,7 @@ def test_the_template_that_was_set(tmp_path: Path) -> None:
         assert tokenizer.apply_chat_template(CHAT, tokenize=False, tools=[TOOL]) == "Be brief."
         assert tokenizer.get_chat_template() == tokenizer.chat_template
     ours.chat_template = None
-    with pytest.raises(RequestError, match="chat_template: the checkpoint has none; give one"):
+    with pytest.raises(RequestError, match="chat_template: the checkpoint has none; pass one"):
         ours.apply_chat_template(CHAT)
     assert whole == opened(tmp_path).apply_chat_template(CHAT, tokenize=False)
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from headrace_core.testing.model import randomise
+from headrace_testing.model.decoders import randomise
 
 CONFIG = {
     "architectures": ["TinyForCausalLM"], "model_type": "tiny_of_its_own", "vocab_size": 97,

@@ -15,11 +15,11 @@ import torch
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import HeadraceError
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context, randomise
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
 from headrace_models.transformers_backend import classes
 from headrace_models.transformers_backend.library import transformers
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context, randomise
 
 TABLE = Path(__file__).parent / "transformers_models.json"
 """What came of each, as it is published."""

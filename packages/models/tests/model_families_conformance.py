@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import Checkpoint, ModelConformance
 from headrace_models.layers.base import Layer
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import Checkpoint, ModelConformance
 
 
 class FamilyConformance(ModelConformance):

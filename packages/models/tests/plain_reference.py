@@ -14,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from model_families_conformance import FamilyConformance
 from torch import Tensor, nn
 
-from headrace_core.testing.model import Checkpoint, randomise
+from headrace_testing.model.decoders import Checkpoint, randomise
 
 
 class Plain:

@@ -9,8 +9,8 @@ import test_families as families
 import torch
 from pooling_families_conformance import PoolingFamilyConformance
 
-from headrace_core.testing.model import Checkpoint, ModelConformance, PagedDriver
-from headrace_core.testing.pooling_model import pooling_batch
+from headrace_testing.model.decoders import Checkpoint, ModelConformance, PagedDriver
+from headrace_testing.model.pooling import pooling_batch
 
 
 class PoolingDecoderConformance(PoolingFamilyConformance):

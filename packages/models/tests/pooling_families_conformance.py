@@ -8,9 +8,9 @@ from typing import Any
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.model import BuildContext, ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.pooling_model import PoolingConformance
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.pooling import PoolingConformance
 
 
 class PoolingFamilyConformance(PoolingConformance):

@@ -15,7 +15,7 @@ from model_families_conformance import FamilyConformance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace_core.testing.model import Checkpoint, randomise
+from headrace_testing.model.decoders import Checkpoint, randomise
 
 
 class Relaid:

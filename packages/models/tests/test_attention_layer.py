@@ -18,12 +18,12 @@ from headrace_core.kv import ChunkedLocalSpec
 from headrace_core.model import BuildContext, ModelInfo
 from headrace_core.parallel import Communicator
 from headrace_core.pooling import PoolingInfo
-from headrace_core.testing.model import PagedDriver, build_context, run_ranks
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention.heads_norm import HeadLayerNorm, WholeLayerNorm, WholeRMSNorm
+from headrace_models.layers.attention.selection import self_attention
+from headrace_models.layers.attention.self_attention import Attention
 from headrace_models.layers.base import Slot, WeightLayer
-from headrace_models.layers.heads_norm import HeadLayerNorm, WholeLayerNorm, WholeRMSNorm
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.self_attention import self_attention
+from headrace_testing.model.decoders import PagedDriver, build_context, run_ranks
 
 HIDDEN, HEADS, KV_HEADS, DIM, EPS, LENGTH = 20, 4, 2, 6, 1e-5, 40
 TOKENS = list(range(3, 3 + LENGTH))

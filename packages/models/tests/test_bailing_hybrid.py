@@ -22,9 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint, PagedDriver
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
+from headrace_testing.model.decoders import Checkpoint, PagedDriver
 
 
 class PlainGate(nn.Module):
@@ -119,7 +117,7 @@ class PlainGroupedAttention(nn.Module):
         return self.dense(attended(query, key, value, size**-0.5).flatten(1))
 
 
-class PlainLatentAttention(nn.Module):
+class PlainMLA(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, self.heads = config, config.num_attention_heads
@@ -216,7 +214,7 @@ class TestBailingMoeV2_5(TestBailingMoeLinearV2):
     }  # fmt: skip
 
     def module(self, config: Any) -> nn.Module:
-        return PlainBailing(config, PlainLatentAttention)
+        return PlainBailing(config, PlainMLA)
 
 
 class TestBailingHybrid(FamilyConformance):

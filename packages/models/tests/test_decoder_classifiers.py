@@ -14,9 +14,7 @@ from pooling_decoders import PoolingDecoderConformance
 from torch import nn
 
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
-from headrace_core.testing.model import Checkpoint, randomise
-
-pytestmark = pytest.mark.spec("POOL-CONVERT")
+from headrace_testing.model.decoders import Checkpoint, randomise
 
 
 class TestQwen3ForSequenceClassification(PoolingDecoderConformance):
@@ -93,7 +91,6 @@ class TestGPT2ForTokenClassification(PoolingDecoderConformance):
     prefix = ""
 
 
-@pytest.mark.spec("POOL-REWARD")
 class TestReward(PoolingDecoderConformance):
     """Qwen2.5-Math-RM: a score for each token, out of two layers; its class is not in transformers."""
 
@@ -144,7 +141,6 @@ class TestReward(PoolingDecoderConformance):
             self.assert_close(result, self.expected(checkpoint, prompt))
 
 
-@pytest.mark.spec("POOL-REWARD")
 class TestProcessReward(TestReward):
     """Qwen2.5-Math-PRM: two labels where a step ends."""
 
@@ -178,7 +174,6 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-@pytest.mark.spec("POOL-LLM-RERANKER")
 class TestReranker:
     """Scores made of a language model's head, tied and untied."""
 
@@ -257,7 +252,6 @@ class TestReranker:
             self.scores(tmp_path, self.overrides(classifier_from_token=["Yes"]), [[5]])
 
 
-@pytest.mark.spec("POOL-REWARD")
 class TestSteps:
     """Math-shepherd: a few columns of a language model's logits, where a step ends."""
 

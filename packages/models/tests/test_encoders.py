@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import pytest
 from pooling_families_conformance import PoolingFamilyConformance
 from torch import Tensor
 
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-POOL-TEXT")
+from headrace_testing.model.decoders import Checkpoint
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,

@@ -17,9 +17,7 @@ import test_other_recurrences
 import test_recurrent_families
 from model_families_conformance import FamilyConformance
 
-from headrace_core.testing.model import PagedDriver
-
-pytestmark = pytest.mark.spec("MODEL-TEST-KIT")
+from headrace_testing.model.decoders import PagedDriver
 
 _MODULES = (
     test_families, test_gated_families, test_gpt_families, test_latent_families, test_moe_families,

@@ -11,10 +11,7 @@ import pytest
 import transformers
 from every_causal_lm import SERVED, Outcome
 
-pytestmark = [
-    pytest.mark.spec("MODEL-TRANSFORMERS-BACKEND"),
-    pytest.mark.filterwarnings("ignore"),  # of model code that is not ours
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from torch import Tensor
 from headrace_core.linear import LinearMethod, LinearSpec
 from headrace_core.model import BuildContext, ModelInfo
 from headrace_core.ops import KernelNeed, PackedLinear, Rounding, bind_ops
-from headrace_core.testing.model import PlainQuant, build_context
+from headrace_models.families.moe.jetmoe_attention import ExpertLinear
 from headrace_models.layers.base import Part
-from headrace_models.layers.expert_linear import ExpertLinear
-from headrace_models.layers.experts import GATED_NAMES, Experts
+from headrace_models.layers.moe.experts import GATED_NAMES, Experts
+from headrace_testing.model.decoders import PlainQuant, build_context
 
 TOKENS, EXPERTS, HIDDEN, INNER = 9, 4, 24, 16
 INFO = ModelInfo("some/model", Path(), "A", {}, {}, "float32", 8, 9, ())

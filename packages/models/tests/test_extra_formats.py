@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError, MissingDependency, WeightsError
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
 from headrace_models.formats.safetensors import SafetensorsFormat
 from headrace_models.formats.tensorized import serialize
-from headrace_models.sharded_state import save_sharded_state
+from headrace_models.loading.sharded_state import save_sharded_state
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context
 
 LLAMA = families.TestLlama()
 PROMPT = LLAMA.prompt(20)
@@ -49,7 +49,6 @@ def logits_of(path: Path, **load: Any) -> Tensor:
     return PagedDriver(LLAMA.load(info, build_context(info), **load)).step({"a": PROMPT})
 
 
-@pytest.mark.spec("LOAD-RUNAI")
 @needs_runai
 class TestStreamer:
     def test_equal(
@@ -63,7 +62,6 @@ class TestStreamer:
         assert os.environ["RUNAI_STREAMER_CONCURRENCY"] == "3"
         assert os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] == str(1 << 20)
 
-    @pytest.mark.spec("LOAD-RUNAI-SHARDED")
     def test_shards(self, llama: Checkpoint, expected: Tensor, tmp_path: Path) -> None:
         info = LLAMA.resolve(llama.path, max_model_len=64)
         pattern = "r{rank}p{part}.safetensors"
@@ -92,13 +90,11 @@ class TestStreamer:
             logits_of(llama.path, load_format="runai_streamer", model_loader_extra_config=extra)
 
 
-@pytest.mark.spec("LOAD-FASTSAFETENSORS")
 @needs_fast
 def test_fastsafetensors(llama: Checkpoint, expected: Tensor) -> None:
     assert torch.equal(logits_of(llama.path, load_format="fastsafetensors"), expected)
 
 
-@pytest.mark.spec("LOAD-TENSORIZER")
 @needs_tensorizer
 class TestTensorizer:
     @pytest.fixture(scope="class")

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from model_families_conformance import FamilyConformance
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -92,7 +89,6 @@ class TestQwen3(FamilyConformance):
         return Qwen3Config(**{**TINY, **own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma(FamilyConformance):
     """The config names the activation as old ones do."""
 
@@ -107,7 +103,6 @@ class TestGemma(FamilyConformance):
         return GemmaConfig(**{**TINY, "head_dim": 20, "hidden_act": "gelu", **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma2(FamilyConformance):
     def hf_class(self) -> Any:
         from transformers import Gemma2ForCausalLM
@@ -122,7 +117,6 @@ class TestGemma2(FamilyConformance):
         return Gemma2Config(**{**TINY, **own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma3(FamilyConformance):
     """Seven layers: six with windows and the local base, one full with its own scaling."""
 
@@ -180,7 +174,6 @@ class TestPhi3Long(TestPhi3):
         return config
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GPT")
 class TestGPT2(FamilyConformance):
     def hf_class(self) -> Any:
         from transformers import GPT2LMHeadModel
@@ -195,7 +188,6 @@ class TestGPT2(FamilyConformance):
         return GPT2Config(**{**own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-MOE")
 class TestMixtral(FamilyConformance):
     def hf_class(self) -> Any:
         from transformers import MixtralForCausalLM
@@ -209,7 +201,6 @@ class TestMixtral(FamilyConformance):
         return MixtralConfig(**{**TINY, **own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-MOE")
 class TestQwen3Moe(FamilyConformance):
     """First layer dense, then experts whose probabilities are not renormalised."""
 

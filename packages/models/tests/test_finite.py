@@ -14,10 +14,10 @@ from test_loader import copy, logits_of
 from torch import Tensor
 
 from headrace_core.errors import WeightsError
-from headrace_core.testing.model import Checkpoint, build_context
-from headrace_models.finite import check_finite
-from headrace_models.loader import load_model
-from headrace_models.sharded_state import save_sharded_state
+from headrace_models.loading.finite import check_finite
+from headrace_models.loading.loader import load_model
+from headrace_models.loading.sharded_state import save_sharded_state
+from headrace_testing.model.decoders import Checkpoint, build_context
 
 LLAMA = families.TestLlama()
 BAD = "model.layers.1.mlp.down_proj.weight"

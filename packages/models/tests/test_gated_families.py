@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_families import LLAMA3_ROPE, TINY
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import PagedDriver
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+from headrace_testing.model.decoders import PagedDriver
 
 
 class GatedConformance(FamilyConformance):
@@ -135,7 +133,6 @@ class TestHyperCLOVAXWithoutPostNorm(GatedConformance):
     own: ClassVar = {**MULTIPLIERS, "use_post_norm": False}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestVaultGemma(GatedConformance):
     stem = "VaultGemma"
     own: ClassVar = {
@@ -169,7 +166,6 @@ class TestExaone4WithoutWindows(GatedConformance):
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestCohere(GatedConformance):
     """Command R+: a LayerNorm with its own weight for every head."""
 
@@ -177,25 +173,21 @@ class TestCohere(GatedConformance):
     own: ClassVar = {"use_qk_norm": True, "logit_scale": 0.3, "layer_norm_eps": 0.03}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestCohereWithBiases(GatedConformance):
     stem = "Cohere"
     own: ClassVar = {"attention_bias": True, "logit_scale": 0.3}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestCohere2(GatedConformance):
     stem = "Cohere2"
     own: ClassVar = {"num_hidden_layers": 4, "sliding_window": 7, "logit_scale": 0.3}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGlm(GatedConformance):
     stem = "Glm"
     own: ClassVar = {"head_dim": 24}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGlm4(GatedConformance):
     stem = "Glm4"
     own: ClassVar = {"head_dim": 24, "rope_parameters": PARTIAL_ROPE, "attention_bias": False}
@@ -299,7 +291,6 @@ class TestApertus(GatedConformance):
     own: ClassVar = {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma3n(GatedConformance):
     """Two layers read the caches below, a window and none; sparse gates; a table that is too short."""
 
@@ -324,7 +315,6 @@ class TestGemma3n(GatedConformance):
         return Gemma3nTextConfig(**{**TINY, **self.own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma4(GatedConformance):
     """E2B: inputs for every layer, and wider MLPs above, where layers read the caches below."""
 
@@ -348,7 +338,6 @@ class TestGemma4(GatedConformance):
         return Gemma4TextConfig(**{**TINY, **self.own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma4Large(TestGemma4):
     """31B: no further inputs; layers without a window have few heads, whose values are their keys."""
 
@@ -359,7 +348,6 @@ class TestGemma4Large(TestGemma4):
     }  # fmt: skip
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma4Experts(TestGemma4Large):
     """26B-A4B: experts beside the MLP."""
 
@@ -370,7 +358,6 @@ class TestGemma4Experts(TestGemma4Large):
     }  # fmt: skip
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma4Unified(GatedConformance):
     """12B."""
 
@@ -387,7 +374,6 @@ class TestGemma4Unified(GatedConformance):
         return Gemma4UnifiedTextConfig(**{**TINY, **self.own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-MOE")
 class TestMellum(GatedConformance):
     """The second layer is dense."""
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from headrace_core import plugins
-from headrace_core.speech import SupportsTranscription
+from headrace_core.speech.model import SupportsTranscription
 from headrace_models.generating import (
     TRAITS,
     GeneratingTraits,
@@ -19,8 +19,6 @@ from headrace_models.generating import (
     processor_of,
     traits_of,
 )
-
-pytestmark = pytest.mark.spec("MODEL-INSPECT")
 
 
 @pytest.mark.parametrize("architecture", sorted(plugins.installed("headrace.models")))

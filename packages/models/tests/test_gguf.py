@@ -24,13 +24,11 @@ from torch import Tensor
 
 from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError, ModelError, UnsupportedModel, WeightsError
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
 from headrace_models.formats.contents import stated_config
 from headrace_models.formats.gguf.blocks import KINDS, dequantize
 from headrace_models.formats.gguf.format import GGUFFormat
 from headrace_models.formats.gguf.header import BLOCK_TYPES, MAX_VALUES, read_gguf
-
-pytestmark = pytest.mark.spec("QUANT-GGUF")
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context
 
 LLAMA = families.TestLlama()
 PROMPT = LLAMA.prompt(30)
@@ -205,7 +203,7 @@ class TestFiles:
 
     def test_unknown_architecture(self, small: Path, tmp_path: Path) -> None:
         file = changed(small, tmp_path, "general.architecture", "llama", "bloom")
-        with pytest.raises(UnsupportedModel, match=r"'bloom'.*are read of llama, qwen2"):
+        with pytest.raises(UnsupportedModel, match=r"'bloom'.*must be one of llama, qwen2"):
             LLAMA.resolve(file)
 
     def test_heads_that_differ_from_layer_to_layer(self, tmp_path: Path) -> None:

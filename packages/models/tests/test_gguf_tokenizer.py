@@ -15,8 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from headrace_core.errors import ModelError
 from headrace_models.formats.gguf.tokenizer import CUTTINGS, gguf_tokenizer
 
-pytestmark = pytest.mark.spec("QUANT-GGUF")
-
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, 1234 times.",
     "Wasser läuft den Berg hinab; it's what we've known since 1999!",

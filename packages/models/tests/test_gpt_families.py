@@ -12,10 +12,8 @@ from relaid_conformance import RelaidConformance, add, alibi_mask, renamed, rewr
 from torch import Tensor
 
 from headrace_core.errors import UnsupportedModel, WeightsError
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
-from headrace_models.layers.alibi import alibi_slopes, alibi_slopes_around
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-GPT")
+from headrace_models.layers.attention.alibi import alibi_slopes, alibi_slopes_around
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context
 
 IDS: dict[str, Any] = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": 2}
 TINY: dict[str, Any] = {

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_core.errors import ConfigError, ModelError
-from headrace_core.testing.model import build_context
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
+from headrace_testing.model.decoders import build_context
 
 pytestmark = pytest.mark.req("SEC-22")
 

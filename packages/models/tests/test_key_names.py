@@ -13,11 +13,11 @@ import torch
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context, randomise
 from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.catalogue.key_names import SECOND_NAMES, by_first_names
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
 TINY: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

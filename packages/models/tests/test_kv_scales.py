@@ -15,10 +15,8 @@ from torch import Tensor
 from headrace_core.attention import AttentionLayerSpec
 from headrace_core.model import MeasuresKVScales
 from headrace_core.ops import HeadNorm, KernelNeed, OpTable, bind_ops
-from headrace_core.reference.cache import cache_write
-from headrace_core.testing.model import PagedDriver, build_context
-
-pytestmark = pytest.mark.spec("KV-QUANT")
+from headrace_reference.cache import cache_write
+from headrace_testing.model.decoders import PagedDriver, build_context
 
 # Windows in a group of their own and head norms; a soft cap; learned positions, and none to rotate.
 FAMILIES = [families.TestLlama, families.TestQwen3, families.TestGemma2, families.TestGPT2]

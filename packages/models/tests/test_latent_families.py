@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from model_families_conformance import FamilyConformance
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MLA")
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -163,8 +160,6 @@ class TestLongcatFlash(FamilyConformance):
         return LongcatFlashConfig(**{**tiny, **own, **overrides})
 
 
-@pytest.mark.spec("MODEL-TEXTGEN-MOE")
-@pytest.mark.spec("ATTN-CHUNKED-LOCAL")
 class TestLlama4(FamilyConformance):
     """Chunks shorter than the prompt, a full layer between, mixtures in the second and fourth layer."""
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from model_families_conformance import FamilyConformance
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
 
 class TestLfm3(FamilyConformance):

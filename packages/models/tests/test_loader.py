@@ -23,16 +23,16 @@ from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.model import LoadProgress, ModelInfo
 from headrace_core.parallel import Communicator
-from headrace_core.testing.model import (
+from headrace_models.formats.index import INDEX
+from headrace_models.formats.safetensors import SafetensorsFormat
+from headrace_models.loading.loader import load_model
+from headrace_testing.model.decoders import (
     Checkpoint,
     PagedDriver,
     PlainQuant,
     build_context,
     run_ranks,
 )
-from headrace_models.formats.index import INDEX
-from headrace_models.formats.safetensors import SafetensorsFormat
-from headrace_models.loader import load_model
 
 LLAMA, MIXTRAL, GPT2 = families.TestLlama(), families.TestMixtral(), families.TestGPT2()
 PROMPT = LLAMA.prompt(20)
@@ -391,7 +391,6 @@ def dequantize(tensors: dict[str, Tensor]) -> None:
             tensors[name.removesuffix("_scale")] = tensors[name.removesuffix("_scale")] * scale
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestQuantizedLayers:
     @pytest.mark.parametrize("ranks", [1, 2])
     @pytest.mark.parametrize("family", ["llama", "mixtral"])

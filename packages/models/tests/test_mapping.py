@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace_core.model import WeightRule
 from headrace_models.layers.base import Part, Shard, Slot, WeightLayer
-from headrace_models.mapping import ALL_PARTS, Place, WeightMap
+from headrace_models.loading.mapping import ALL_PARTS, Place, WeightMap
 
 
 class Leaf(WeightLayer):
@@ -65,6 +65,19 @@ def test_parts_and_their_names() -> None:
     assert [(w.source, w.part, w.shape) for w in wanted] == [
         ("q.weight", 0, (4, 4)), ("k.weight", 1, (2, 4)),
     ]  # fmt: skip
+
+
+def test_parts_that_are_stored_differently_have_slots_of_their_own() -> None:
+    rules = (WeightRule("q", "qk", part=0), WeightRule("k", "qk", part=1))
+    alone = Leaf(**{"weight@0": Slot((4, 4), only_part=0), "codes@1": Slot((1, 4), only_part=1)})
+    weights = WeightMap(rules, {"qk": alone})
+    assert [(w.source, w.part, w.shape) for w in weights.wanted()] == [
+        ("q.weight", 0, (4, 4)), ("k.codes", 0, (1, 4)),
+    ]  # fmt: skip
+    found = weights.find("k.codes")
+    assert found is not None
+    assert found.place == Place("qk", "codes@1")
+    assert weights.find("k.weight") is None
 
 
 def test_all_parts_in_one_tensor() -> None:

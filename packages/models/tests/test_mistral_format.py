@@ -19,12 +19,10 @@ from torch import Tensor
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context
 from headrace_models.formats.mistral import transformers_name
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+from headrace_testing.model.decoders import PagedDriver, build_context
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from test_families import TINY
 from test_gated_families import GatedConformance
 from torch import Tensor
 
-from headrace_core.testing.model import Checkpoint, PagedDriver, randomise
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MOE")
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, randomise
 
 TINY_MOE = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}
 DEEPSEEK = {

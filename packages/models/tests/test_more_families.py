@@ -24,10 +24,8 @@ from torch.nn.functional import gelu, silu
 from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
 from headrace_core.model import CausalLM, LoadProgress
-from headrace_core.testing.model import Checkpoint, PagedDriver
 from headrace_models.formats.safetensors import SafetensorsFormat
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MOE")
+from headrace_testing.model.decoders import Checkpoint, PagedDriver
 
 gelu_tanh = partial(gelu, approximate="tanh")
 

@@ -11,9 +11,7 @@ import torch
 from model_families_conformance import FamilyConformance
 from test_recurrent_families import ATTENTION, TINY
 
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
+from headrace_testing.model.decoders import Checkpoint
 
 
 class TestKimiLinear(FamilyConformance):

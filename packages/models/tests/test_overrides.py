@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import ConfigError
-from headrace_models.overrides import merged, overridden
+from headrace_models.config.overrides import merged, overridden
 
 STATED: dict[str, Any] = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-pytestmark = pytest.mark.spec("MODEL-RESOLVE")
 
 
 def test_nested_overrides_merge() -> None:
@@ -39,7 +38,9 @@ class TestFunction:
 
     @pytest.mark.parametrize("value", [{1, 2}, object(), STATED.get])
     def test_what_json_cannot_say(self, value: object) -> None:
-        with pytest.raises(ConfigError, match=r"hf_overrides: .* returned what JSON cannot say"):
+        with pytest.raises(
+            ConfigError, match=r"hf_overrides: .* returned values that JSON cannot express"
+        ):
             overridden(STATED, lambda config: {"a": value})
 
     def test_an_exception_is_the_cause(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from plain_reference import (
     PlainConformance,
@@ -19,9 +18,7 @@ from plain_reference import (
 )
 from torch import Tensor, nn
 
-from headrace_core.testing.model import PagedDriver
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MOE")
+from headrace_testing.model.decoders import PagedDriver
 
 
 class PlainAttention(nn.Module):

@@ -21,12 +21,10 @@ from torch import Tensor
 from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.model import LoadProgress
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
 from headrace_models.formats.index import PICKLES
 from headrace_models.formats.pickled import PickledFormat, read_pickled
-from headrace_models.loader import load_model
-
-pytestmark = pytest.mark.spec("CFG-LOAD")
+from headrace_models.loading.loader import load_model
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context
 
 LLAMA = families.TestLlama()
 PROMPT = LLAMA.prompt(20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from plain_reference import (
     PlainConformance,
@@ -16,8 +15,6 @@ from plain_reference import (
     rotated,
 )
 from torch import Tensor, nn
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
 
 class PlainAttention(nn.Module):

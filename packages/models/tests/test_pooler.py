@@ -16,9 +16,9 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.model import PoolingBatch
 from headrace_core.pooling import PoolingParams
-from headrace_core.testing.model import build_context
-from headrace_core.testing.pooling_model import pooling_batch
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
+from headrace_testing.model.decoders import build_context
+from headrace_testing.model.pooling import pooling_batch
 
 LENGTHS = (7, 1, 12, 3)
 
@@ -50,7 +50,6 @@ def pool(model: Any, hidden: list[Tensor], wanted: list[PoolingParams], **ids: A
     return list(model.pooler(pooling_batch(model, hidden, wanted, tokens)))
 
 
-@pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
 def test_tokens_that_are_left_out(embedder: Path, kind: str) -> None:
     model, hidden = make(embedder, pooler_config={"pooling_type": kind}), states()
@@ -115,7 +114,6 @@ def classifier(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.spec("POOL-POOLERS")
 @pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
 def test_rows_that_are_needed(embedder: Path, kind: str) -> None:
     model = make(embedder, pooler_config={"pooling_type": kind})
@@ -143,7 +141,6 @@ def test_tiny_and_huge_vectors_have_length_one(embedder: Path) -> None:
         torch.testing.assert_close(result, torch.full((16,), 0.25), atol=1e-6, rtol=0)
 
 
-@pytest.mark.spec("POOL-ST")
 def test_dense_layers_come_before_cut_and_norm(embedder: Path) -> None:
     sentence_transformer(embedder, "mean", DENSE, NORMALIZE)
     write(embedder, {"2_Dense/config.json": DENSE_CONFIG})
@@ -165,7 +162,6 @@ def test_dense_layers_come_before_cut_and_norm(embedder: Path) -> None:
         torch.testing.assert_close(result, x / x.norm(dim=-1, keepdim=True), atol=1e-5, rtol=0)
 
 
-@pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [({}, "2_Dense.linear.weight"), ({"linear.weight": (12, 15)}, r"\[12, 15\]"),
@@ -182,7 +178,6 @@ def test_dense_weights_are_loaded_strictly(
         make(embedder)
 
 
-@pytest.mark.spec("POOL-REWARD")
 def test_steps(classifier: Path) -> None:
     """Columns first, the activation over them, then the rows at the tag."""
     config = {"architectures": ["BertForTokenClassification"], "num_labels": 4}

@@ -13,9 +13,7 @@ import test_relaid_families as relaid
 from pooling_decoders import PoolingDecoderConformance
 
 from headrace_core.errors import ConfigError, UnsupportedModel
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("POOL-CONVERT")
+from headrace_testing.model.decoders import Checkpoint
 
 
 class TestQwen3Model(PoolingDecoderConformance):
@@ -156,7 +154,6 @@ class TestBidirectionalGemma3(_Bidirectional):
         return PoolingDecoderConformance.hf_config(self, **{**own, **overrides})
 
 
-@pytest.mark.spec("MODEL-POOL-TEXT")
 class TestGritLM:
     """Instructions are attended to and left out of the mean."""
 

@@ -79,7 +79,6 @@ def logit_score(
     })  # fmt: skip
 
 
-@pytest.mark.spec("POOL-TASKS")
 class TestTasks:
     def test_an_encoder_embeds(self, folder: Path) -> None:
         info = run(folder)
@@ -131,7 +130,6 @@ class TestTasks:
         assert not info.pooling.token_types
 
 
-@pytest.mark.spec("POOL-CONFIG")
 class TestPrecedence:
     def test_user_over_files_over_class(self, folder: Path) -> None:
         assert pooling(folder).pooling_type == "CLS"
@@ -197,7 +195,6 @@ class TestPrecedence:
             run(folder, pooler_config={"pool": "MEAN"})
 
 
-@pytest.mark.spec("POOL-MATRYOSHKA")
 class TestSizes:
     def test_support_comes_from_the_config_and_overrides(self, folder: Path) -> None:
         assert pooling(folder).matryoshka is None
@@ -223,7 +220,6 @@ class TestSizes:
         assert pooling(folder, {"is_matryoshka": True}, pooler_config={"dimensions": 4}).dimensions
 
 
-@pytest.mark.spec("POOL-POOLERS")
 class TestActivation:
     CLASSIFIER: ClassVar[dict[str, Any]] = {"architectures": ["BertForSequenceClassification"]}
 
@@ -256,7 +252,6 @@ class TestActivation:
             run(folder, {**self.CLASSIFIER, "sentence_transformers": {"activation_fn": name}})
 
 
-@pytest.mark.spec("POOL-ST")
 class TestSentenceTransformers:
     def test_old_and_new_files(self, folder: Path) -> None:
         sentence_transformer(folder, "lasttoken")

@@ -18,9 +18,7 @@ from test_relaid_families import check
 from torch import Tensor
 
 from headrace_core.errors import UnsupportedModel, WeightsError
-from headrace_models.layers.alibi import alibi_slopes
-
-pytestmark = pytest.mark.spec("MODEL-TEST-KIT")
+from headrace_models.layers.attention.alibi import alibi_slopes
 
 
 class TestLayersBehindTheLast:

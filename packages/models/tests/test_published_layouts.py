@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-POOL-TEXT")
+from headrace_testing.model.decoders import Checkpoint
 
 Names = Callable[[str], str]
 
@@ -78,7 +76,7 @@ class Published:
         self.checkpoint: Checkpoint = suite.make_checkpoint(folder)
 
     def check(self, expected: Callable[[list[int]], Tensor], **settings: Any) -> Any:
-        """Results for a few prompts, as intake asks for them; returns what the checkpoint is."""
+        """Results for a few prompts, as input processing asks for them; returns what the checkpoint is."""
         info = self.suite.resolve(self.folder, **settings)
         assert info.pooling is not None
         prompts = self.suite.prompts()

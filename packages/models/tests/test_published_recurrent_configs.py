@@ -12,9 +12,7 @@ import test_other_recurrences as others
 import test_recurrent_families as recurrent
 import torch
 
-from headrace_core.testing.model import PagedDriver
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
+from headrace_testing.model.decoders import PagedDriver
 
 Config = dict[str, Any]
 

@@ -9,8 +9,6 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_models.quantization import quant_method_name, quantization_config
 
-pytestmark = pytest.mark.spec("QUANT-CORE")
-
 
 def info(**config: Any) -> ModelInfo:
     return ModelInfo("some/model", Path(), "A", config, {}, "float32", 8, 9, ())

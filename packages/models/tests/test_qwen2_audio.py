@@ -15,14 +15,12 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import RequestError
 from headrace_core.model import INPUT_EMBEDS, InputEmbeds, SupportsMultiModal
 from headrace_core.platform import CpuPlatform
-from headrace_core.speech import AudioClip
-from headrace_core.testing.model import PagedDriver, build_context, randomise
-from headrace_core.testing.speech import TranscriptionConformance
-from headrace_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration
-from headrace_models.loader import load_model
+from headrace_core.speech.model import AudioClip
+from headrace_models.families.audio_language.qwen2_audio import Qwen2AudioForConditionalGeneration
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
-
-pytestmark = pytest.mark.spec("MODEL-MM")
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
+from headrace_testing.model.speech import TranscriptionConformance
 
 STATES, AUDIO = 24, 120
 TEXT = {
@@ -128,7 +126,6 @@ def test_a_clip_alone_equals_the_clip_in_a_batch(model):
     torch.testing.assert_close(alone, together[1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.spec("TRANSCRIBE-MODEL-IFACE")
 class TestConformance(TranscriptionConformance):
     model = Qwen2AudioForConditionalGeneration
 
@@ -155,7 +152,6 @@ def prompt(folder: Path, **asked: Any) -> str:
     return made["prompt"]
 
 
-@pytest.mark.spec("TRANSCRIBE-MODEL-IFACE")
 def test_prompts(reference, folder, tmp_path):
     assert "Transcribe the speech" in prompt(folder)
     assert "Transcribe the German speech" in prompt(folder, language="de")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from model_families_conformance import FamilyConformance
 
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
+from headrace_testing.model.decoders import Checkpoint
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.platform import CpuPlatform
+from headrace_models.checkpoint.read_ahead import read_ahead
+from headrace_models.checkpoint.regular_file import open_regular
 from headrace_models.formats.content import Content
 from headrace_models.formats.contents import stored_tensors
 from headrace_models.formats.gguf.header import read_gguf
 from headrace_models.formats.header import read_header
 from headrace_models.formats.pickled import read_pickled
-from headrace_models.read_ahead import read_ahead
-from headrace_models.regular_file import open_regular
 from headrace_models.resolve import resolve
 
 KINDS = {"pipe": "named pipe", "socket": "socket", "device": "device", "folder": "directory"}

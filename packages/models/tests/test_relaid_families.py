@@ -16,11 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace_core.errors import UnsupportedModel, WeightsError
-from headrace_core.testing.model import Checkpoint, PagedDriver
-from headrace_models.families import baichuan
-from headrace_models.layers.alibi import alibi_slopes
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+from headrace_models.families.decoder import baichuan
+from headrace_models.layers.attention.alibi import alibi_slopes
+from headrace_testing.model.decoders import Checkpoint, PagedDriver
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,

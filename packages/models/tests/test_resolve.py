@@ -15,9 +15,9 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, NetworkError, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
+from headrace_models.checkpoint.source import fetch
+from headrace_models.config.settings import Settings
 from headrace_models.resolve import resolve, text_part
-from headrace_models.settings import Settings
-from headrace_models.source import fetch
 from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
 
 CONFIG: dict[str, Any] = {
@@ -75,7 +75,6 @@ def repository(folder: Path, monkeypatch: pytest.MonkeyPatch, there: list[str]) 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
-@pytest.mark.spec("MODEL-RESOLVE")
 class TestArchitecture:
     def test_first_registered_entry_is_taken(self, folder: Path) -> None:
         names = ["NobodyForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
@@ -132,7 +131,6 @@ class TestArchitecture:
         assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.spec("CFG-MODEL")
 class TestFacts:
     @pytest.mark.parametrize(
         ("config", "platform", "wanted", "dtype"),
@@ -222,7 +220,6 @@ class TestFacts:
             run(folder, config={"vocab_size": value})
 
 
-@pytest.mark.spec("MODEL-SOURCE")
 class TestSource:
     def test_nothing_named(self) -> None:
         with pytest.raises(ConfigError, match=r"model\.model"):
@@ -235,7 +232,7 @@ class TestSource:
 
     def test_hub_name_offline_fails_naming_id_and_cache(self, tmp_path: Path) -> None:
         code = (
-            "from headrace_models.source import fetch\n"
+            "from headrace_models.checkpoint.source import fetch\n"
             f"fetch('some-owner/some-model', download_dir={str(tmp_path)!r})"
         )
         env = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin", "HOME": str(tmp_path)}

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.layers.rotary import rotary_table, rows_by_axes
-from headrace_models.rope import (
+from headrace_models.config.rope import (
     KINDS,
     by_rotary_dim,
     of_windows,
@@ -21,6 +20,7 @@ from headrace_models.rope import (
     rope_settings,
     scaled_context,
 )
+from headrace_models.layers.rotary import rotary_table, rows_by_axes
 
 HEAD_DIM = 16
 PLAIN = {
@@ -207,7 +207,6 @@ def test_extreme_settings_give_a_finite_table_or_an_error(block: dict[str, Any])
     assert bool(table.isfinite().all())
 
 
-@pytest.mark.spec("CFG-MODEL")
 @pytest.mark.parametrize(
     ("config", "length"),
     [

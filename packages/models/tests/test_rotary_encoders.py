@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint, randomise
-
-pytestmark = pytest.mark.spec("MODEL-POOL-TEXT")
+from headrace_testing.model.decoders import Checkpoint, randomise
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,

@@ -10,8 +10,6 @@ from headrace_core.pooling import PoolingTraits
 from headrace_models.pooling.traits import pooling_traits
 from headrace_models.runner import Run, choose_run
 
-pytestmark = pytest.mark.spec("MODEL-RUNNER")
-
 
 def choose(architecture: str, *, sentence_transformer: bool = False, **settings: Any) -> Run:
     return choose_run(

@@ -13,14 +13,14 @@ from torch import Tensor
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.platform import CpuPlatform
 from headrace_core.pooling import PoolingParams
-from headrace_core.testing.model import build_context, randomise
-from headrace_core.testing.pooling_model import flat_batch, pooling_batch
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import build_context, randomise
+from headrace_testing.model.pooling import flat_batch, pooling_batch
 
 st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
 
-pytestmark = [pytest.mark.spec("POOL-ST"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 WORDS = [f"w{index}" for index in range(60)]
 TEXTS = [" ".join(WORDS[(7 * i + 3 * j) % 60] for j in range(1 + 5 * i % 23)) for i in range(16)]
@@ -59,7 +59,7 @@ def make_bert(folder: Path, **config: Any) -> Path:
 
 
 def ours(path: Path, ids: list[list[int]], segments: list[list[int]], task: str) -> Tensor:
-    """The checkpoint's results, asked for as intake does."""
+    """The checkpoint's results, asked for as input processing does."""
     info = resolve(ModelConfig(model=str(path)), LoadConfig(), CpuPlatform())
     assert info.pooling is not None
     one = PoolingParams()
@@ -93,7 +93,6 @@ def test_embeddings(tmp_path: Path, mode: str, normalized: bool, dense: tuple[in
     torch.testing.assert_close(result, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
-@pytest.mark.spec("POOL-SCORE")
 @pytest.mark.parametrize("activation", [None, torch.nn.Identity(), torch.nn.Tanh()])
 def test_cross_encoder(tmp_path: Path, activation: torch.nn.Module | None) -> None:
     bert = make_bert(tmp_path / "bert", num_labels=1)

@@ -15,13 +15,11 @@ from torch import Tensor
 from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.parallel import Communicator
-from headrace_core.testing.model import Checkpoint, PagedDriver, build_context, run_ranks
 from headrace_models.formats.header import read_header
 from headrace_models.formats.writer import SafetensorsWriter
-from headrace_models.loader import load_model
-from headrace_models.sharded_state import save_sharded_state
-
-pytestmark = pytest.mark.spec("EX-SHARDED", "LOAD-RUNAI")
+from headrace_models.loading.loader import load_model
+from headrace_models.loading.sharded_state import save_sharded_state
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context, run_ranks
 
 LLAMA, MIXTRAL = families.TestLlama(), families.TestMixtral()
 PROMPT = LLAMA.prompt(20)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint
+from headrace_testing.model.decoders import Checkpoint
 
 BERT = test_encoders.TestBert
 ROBERTA = test_encoders.TestRoberta
@@ -51,7 +51,6 @@ class _BertWords(BERT):
         return BertForMaskedLM
 
 
-@pytest.mark.spec("MODEL-POOL-TEXT")
 class TestSplade:
     Suite: Any = _BertWords
 
@@ -135,7 +134,6 @@ class _DistilBertWords(test_encoders.TestDistilBert):
         return DistilBertForMaskedLM
 
 
-@pytest.mark.spec("MODEL-POOL-TEXT")
 class TestDistilBertSplade(TestSplade):
     """Known by its modules alone."""
 
@@ -154,7 +152,6 @@ class TestDistilBertSplade(TestSplade):
         pytest.skip("the same code as BERT's")
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
 class _RobertaWords(test_encoders._Roberta):
     makes: Any = "logits"
 
@@ -164,7 +161,6 @@ class _RobertaWords(test_encoders._Roberta):
         return RobertaForMaskedLM
 
 
-@pytest.mark.spec("MODEL-POOL-TEXT")
 class TestRobertaSplade(TestDistilBertSplade):
     """As granite-embedding-30m-sparse."""
 
@@ -231,7 +227,6 @@ class TestBgeM3:
         assert info.pooling.scoring == "cosine"
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
 class TestColbert:
     def check(
         self, checkpoint: Checkpoint, folder: Path, weight: Tensor, suite: Any = None

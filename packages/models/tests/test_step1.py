@@ -18,9 +18,7 @@ from plain_reference import (
 from torch import Tensor, nn
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+from headrace_testing.model.decoders import Checkpoint
 
 
 class PlainAttention(nn.Module):

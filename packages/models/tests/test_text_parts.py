@@ -22,7 +22,6 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context, randomise
 from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.catalogue.multimodal import (
     REFUSED,
@@ -30,8 +29,9 @@ from headrace_models.catalogue.multimodal import (
     own_quantization,
     ties_by_tensors,
 )
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
 

@@ -22,16 +22,13 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.model import PagedDriver, build_context, run_ranks
 from headrace_models.convert import model_class
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
 from headrace_models.transformers_backend import library
+from headrace_testing.model.decoders import PagedDriver, build_context, run_ranks
 
-pytestmark = [
-    pytest.mark.spec("MODEL-TRANSFORMERS-BACKEND"),
-    pytest.mark.filterwarnings("ignore"),  # of model code that is not ours
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
 
 
 class ByTransformers(FamilyConformance):
@@ -127,7 +124,6 @@ def found(folder: Path, **settings: Any) -> ModelInfo:
     return resolve(ModelConfig(model=str(folder), **whole), LoadConfig(), CpuPlatform())
 
 
-@pytest.mark.spec("MODEL-IMPL")
 class TestWhoseCode:
     @pytest.fixture(scope="class")
     @classmethod
@@ -243,7 +239,6 @@ REQUIREMENTS = [
 """Words of the error, and what of the code is changed into what."""
 
 
-@pytest.mark.spec("MODEL-CUSTOM-CODE")
 class TestCheckpointsOwnCode:
     def logits(self, written: Written) -> None:
         """Equal to the model's own, in chunks and batches."""

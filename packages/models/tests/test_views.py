@@ -15,10 +15,10 @@ from torch import Tensor
 
 from headrace_core.config import LoadConfig
 from headrace_core.ops import KernelNeed, OpTable, PackedLinear, bind_ops
-from headrace_core.reference.linear import Linear as ReferenceLinear
-from headrace_core.testing.model import Checkpoint, PagedDriver, PlainQuant, build_context
+from headrace_models.checkpoint.read_ahead import read_ahead
 from headrace_models.formats.safetensors import SafetensorsFormat
-from headrace_models.read_ahead import read_ahead
+from headrace_reference.linear import Linear as ReferenceLinear
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, PlainQuant, build_context
 
 LLAMA = families.TestLlama()
 PROMPT = LLAMA.prompt(20)

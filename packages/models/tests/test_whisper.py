@@ -13,12 +13,10 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, UnsupportedFeature, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo, SupportsAlignment, SupportsEncoderDecoder
 from headrace_core.platform import CpuPlatform
-from headrace_core.testing.encoder_decoder import EncoderDecoderDriver
-from headrace_core.testing.model import build_context, randomise, run_ranks
-from headrace_models.loader import load_model
+from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
-
-pytestmark = pytest.mark.spec("MODEL-ASR")
+from headrace_testing.model.decoders import build_context, randomise, run_ranks
+from headrace_testing.model.encoder_decoders import EncoderDecoderDriver
 
 STATES = 23
 START, ENGLISH, TRANSCRIBE, NO_TIMESTAMPS, END = 101, 102, 104, 106, 100

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.config import EngineConfig, LoadConfig, ModelConfig
+from headrace_core.config import LoadConfig, ModelConfig, PluginSettings
 from headrace_core.errors import UnsupportedModel
-from headrace_core.logits_processor import BatchUpdate, MoveDirectionality
-from headrace_core.sampling import SamplingParams
-from headrace_models.families.whisper_rules import WhisperRules
-
-pytestmark = pytest.mark.spec("MODEL-ASR")
+from headrace_core.sampling.logits_processor import BatchUpdate, MoveDirectionality
+from headrace_core.sampling.params import SamplingParams
+from headrace_models.families.speech.whisper_rules import WhisperRules
 
 VOCAB, END, START, NO_TIMESTAMPS, FIRST = 60, 20, 21, 26, 27
 GENERATION = {
@@ -34,7 +32,7 @@ def rules(folder: Path, **changes: Any) -> WhisperRules:
     (folder / "config.json").write_text("{}")
     (folder / "generation_config.json").write_text(json.dumps({**GENERATION, **changes}))
     config = SimpleNamespace(model=ModelConfig(model=str(folder)), load=LoadConfig())
-    made: EngineConfig = config  # type: ignore[assignment]
+    made: PluginSettings = config
     return WhisperRules(made, torch.device("cpu"), False)
 
 

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.declared_speech import DeclaredSpeech
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import ModelInfo
-from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
-from headrace_core.testing.speech import TranscriptionConformance
-from headrace_models.families.whisper import WhisperForConditionalGeneration as Whisper
-from headrace_models.families.whisper_tokens import LANGUAGES, WhisperTokens
-
-pytestmark = pytest.mark.spec("TRANSCRIBE-MODEL-IFACE")
+from headrace_core.speech.declared import DeclaredSpeech
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig, SupportsTranscription
+from headrace_models.families.speech.whisper import WhisperForConditionalGeneration as Whisper
+from headrace_models.families.speech.whisper_tokens import LANGUAGES, WhisperTokens
+from headrace_testing.model.speech import TranscriptionConformance
 
 NAMES = [
     "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|haw|>", "<|translate|>",
@@ -257,7 +255,7 @@ def test_where_a_transcript_begins(tmp_path):
 
 def test_no_torch_is_needed_for_the_tokens():
     """The module is used in front ends; it must not import torch by itself."""
-    import headrace_models.families.whisper_tokens as module
+    import headrace_models.families.speech.whisper_tokens as module
 
     assert not any(value is torch for value in vars(module).values())
 
@@ -270,7 +268,7 @@ def test_damaged_json_in_the_tokenizer_json_names_the_folder(tmp_path):
 
 def test_what_is_known_of_checkpoints_is_bounded(tmp_path, monkeypatch):
     """Models come and go; those that stay are found again."""
-    from headrace_models.families import whisper
+    from headrace_models.families.speech import whisper
 
     monkeypatch.setattr(whisper, "_KNOWN", {})
     monkeypatch.setattr(whisper, "_MOST_KNOWN", 2)

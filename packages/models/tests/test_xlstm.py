@@ -14,10 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import CausalLM
-from headrace_core.testing.model import Checkpoint, PagedDriver, ThreadRank, build_context
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
-
+from headrace_testing.model.decoders import Checkpoint, PagedDriver, ThreadRank, build_context
 
 FUSED = {
     "qkv_opreact": ("q", "k", "v", "ogate_preact"),

@@ -10,9 +10,7 @@ import torch
 from model_families_conformance import FamilyConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint
-
-pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
+from headrace_testing.model.decoders import Checkpoint
 
 
 class TestZaya(FamilyConformance):

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec
-from headrace_core.testing.quant import QuantConformance
+from headrace_testing.model.quant_methods import QuantConformance
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestNone(QuantConformance):
     name = "none"
     config = None

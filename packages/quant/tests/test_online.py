@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearSpec
-from headrace_core.testing.quant import QuantConformance
 from headrace_quant.online import HEAD, Int4, Int4Group32, Int8, Int8WeightOnly, Online
+from headrace_testing.model.quant_methods import QuantConformance
 
 
 def stored(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -36,14 +36,12 @@ class StoredConformance(QuantConformance):
             self.method().for_layer(spec).finish(spec, tensors)
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestStoredInt8(StoredConformance):
     name = "int8"
     config: ClassVar = {"quant_method": "int8", "ignore": ["lm_head", "re:.*skipped.*"]}
     int8_activations = True
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestStoredInt8WeightOnly(StoredConformance):
     name = "int8_weight_only"
     config: ClassVar = {"quant_method": "int8_weight_only"}
@@ -96,13 +94,11 @@ class RowsConformance(OnlineConformance):
         return integers * torch.exp2(torch.arange(rows) % 5 - 4.0)[:, None]
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestOnlineInt8(RowsConformance):
     name = "int8"
     int8_activations = True
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestOnlineInt8WeightOnly(RowsConformance):
     name = "int8_weight_only"
 
@@ -119,14 +115,12 @@ class GroupsConformance(OnlineConformance):
         return integers * torch.exp2((torch.arange(rows)[:, None] + groups) % 5 - 4.0)
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestOnlineInt4(GroupsConformance):
     name = "int4"
     group_size = 128
     in_features = 200
 
 
-@pytest.mark.spec("QUANT-CORE")
 class TestOnlineInt4Group32(GroupsConformance):
     name = "int4_g32"
     group_size = 32

@@ -15,10 +15,11 @@ import httpx2
 import pytest
 
 from headrace_core.engine import EngineClient
-from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, bind, create_app, serve
 from headrace_server.run import bind_admin
 from headrace_server.state import ServerState
+from headrace_testing import waiting
+from headrace_testing.fakes.engine import FakeEngine
 
 Connect = Callable[..., httpx2.AsyncClient]
 
@@ -82,13 +83,13 @@ class Live:
         return state
 
     async def started(self) -> None:
-        for _ in range(500):
+        async def answers() -> bool:
             with contextlib.suppress(httpx2.TransportError):
                 async with httpx2.AsyncClient() as client:
-                    await client.get(self.url + "/version")
-                    return
-            await asyncio.sleep(0.01)
-        raise TimeoutError("the server did not start")
+                    return bool(await client.get(self.url + "/version"))
+            return False
+
+        await waiting.until(answers, what="the server did not start")
 
 
 @pytest.fixture
@@ -118,13 +119,6 @@ def _events(text: str) -> list[dict[str, Any]]:
     return [json.loads(b.removeprefix("data: ")) for b in blocks[:-1]]
 
 
-async def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition, at most so long."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 def events() -> Callable[[str], list[dict[str, Any]]]:
     """``events(text)``: the JSON of a stream's events; checks the framing."""
@@ -134,4 +128,4 @@ def events() -> Callable[[str], list[dict[str, Any]]]:
 @pytest.fixture
 def until() -> Callable[..., Any]:
     """``await until(condition)``: wait for it, at most a minute."""
-    return _until
+    return waiting.until

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_core.registry import ModelRegistry
+from headrace_core.plugins import ModelRegistry
 
 
 def register() -> None:

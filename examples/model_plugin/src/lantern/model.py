@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_models.families.llama import LlamaForCausalLM
+from headrace_models.families.decoder.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
     from torch import Tensor

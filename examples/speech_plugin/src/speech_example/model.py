@@ -9,10 +9,16 @@ import torch
 
 from headrace_core.model import ModelInfo, WeightRule
 from headrace_core.request import Prompt, TextPrompt
-from headrace_core.speech import AudioClip, SpeechTask, SpeechToTextConfig, SupportsTranscription
-from headrace_models.families.llama import RULES, LlamaForCausalLM
+from headrace_core.speech.model import (
+    AudioClip,
+    SpeechTask,
+    SpeechToTextConfig,
+    SupportsTranscription,
+)
+from headrace_models.families.decoder.llama import LlamaForCausalLM
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
+from headrace_models.loading.rules.llama import RULES
 
 if TYPE_CHECKING:
     from torch import Tensor

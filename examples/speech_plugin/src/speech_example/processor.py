@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError
-from headrace_core.modality import MediaItem, MediaPlacement, Modality, ProcessedMedia
-from headrace_core.packed import PackedArray
+from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.audio.placeholders import expanded
 from headrace_multimodal.audio.waveform import samples_of
 
@@ -19,7 +19,7 @@ LONGEST = 20 * RATE
 
 
 class BandsProcessor:
-    """See ``headrace_core.modality.MediaProcessor``."""
+    """See ``headrace_core.multimodal.MediaProcessor``."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self.num_bands: int = config["num_bands"]

@@ -2,7 +2,7 @@
 ``sdpa`` (through torch).
 
 Nothing is imported here; backends are loaded by entry point
-(:func:`headrace_core.attention.choose_backend`).
+(:func:`headrace_attention.selection.choose_backend`).
 """
 
 __version__ = "0.1.0"

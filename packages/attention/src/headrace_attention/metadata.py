@@ -1,4 +1,4 @@
-"""What a backend must know of a batch before any layer runs."""
+"""Facts about a batch that a backend needs before any layer runs."""
 
 from __future__ import annotations
 

@@ -15,13 +15,22 @@ import torch
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.writing import store
 from headrace_core.attention import (
+    ALIBI,
+    ALIBI_SQRT,
+    CHUNKS,
+    FEATURE_TEXTS,
+    KV_PREFIX,
+    LOGIT_SCALE,
+    SINKS,
+    SLIDING_WINDOW,
+    SOFT_CAP,
     AttentionBackend,
     AttentionLayerSpec,
     AttentionNeed,
     KVViews,
 )
 from headrace_core.kv import CACHE_DTYPES
-from headrace_core.paired import can_pair, paired
+from headrace_core.ops.vnni import can_pack_vnni, vnni_packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,14 +44,9 @@ class PagedBackend(AttentionBackend):
     name: ClassVar[str] = "paged"
     supported_devices = ("cpu", "cuda")
     supported_attention_types = ("decoder", "encoder_decoder")
-    supports_soft_cap = True
-    supports_sink = True
-    supports_sliding_window = True
-    supports_chunks = True
-    supports_alibi = True
-    supports_alibi_sqrt = True
-    supports_prefix = True
-    supports_temperatures = True
+    supported_features = frozenset(
+        {SLIDING_WINDOW, CHUNKS, SOFT_CAP, SINKS, ALIBI, ALIBI_SQRT, KV_PREFIX, LOGIT_SCALE}
+    )
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     @classmethod
@@ -51,8 +55,8 @@ class PagedBackend(AttentionBackend):
         reasons = super().refuse(need)
         if need.device == "cuda" and CACHE_DTYPES.get(need.kv_cache_dtype):
             reasons.append(f"kv_cache_dtype {need.kv_cache_dtype} not supported on device cuda")
-        if need.device == "cuda" and need.temperatures:
-            reasons.append("temperatures of scores not supported on device cuda")
+        if need.device == "cuda" and LOGIT_SCALE in need.features:
+            reasons.append(f"{FEATURE_TEXTS[LOGIT_SCALE]} not supported on device cuda")
         return reasons
 
     def cache_stride_order(self) -> tuple[int, ...]:
@@ -65,9 +69,9 @@ class PagedBackend(AttentionBackend):
         return (1, 0, 3, 2, 4)
 
     def views(self, kv_cache: Tensor) -> KVViews:
-        """Paired (:mod:`headrace_core.paired`) where the ops are faster with that, else plain."""
+        """Paired (:mod:`headrace_core.ops.vnni`) where the ops are faster with that, else plain."""
         plain = super().views(kv_cache)
-        return paired(plain) if self.ops.pairs_caches and can_pair(plain) else plain
+        return vnni_packed(plain) if self.ops.vnni_packed and can_pack_vnni(plain) else plain
 
     def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
         return PagedMetadata.of(batch, group)
@@ -99,15 +103,8 @@ class PagedBackend(AttentionBackend):
             scale=layer.scale,
             # None and <= 0 both mean "unlimited" (ATTN-REF 3); ops know only None.
             sliding_window=window if window is not None and window > 0 else None,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=layer.attention_type != "encoder_decoder",
-            attention_chunk=layer.attention_chunk_size,
-            alibi_slopes=layer.alibi_slopes,
-            alibi_sqrt=layer.alibi_sqrt,
-            prefix_key=layer.prefix_key,
-            prefix_value=layer.prefix_value,
-            score_temperatures=layer.score_temperatures,
+            **layer.extras,
         )

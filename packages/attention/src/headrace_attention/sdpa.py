@@ -20,7 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.writing import store
 from headrace_core.attention import (
+    ALIBI,
+    ALIBI_SQRT,
     ATTENTION_TYPES,
+    CHUNKS,
+    SLIDING_WINDOW,
     AttentionBackend,
     AttentionLayerSpec,
     EncoderBackend,
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+
+
+_EXTRAS = frozenset({"attention_chunk", "alibi_slopes", "alibi_sqrt"})
+"""The extras of a layer that it serves, by their names in the op."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +59,7 @@ class SDPABackend(AttentionBackend, EncoderBackend):
     name: ClassVar[str] = "sdpa"
     supported_devices = ("cpu", "cuda")
     supported_attention_types = ATTENTION_TYPES
-    supports_sliding_window = True
-    supports_chunks = True
-    supports_alibi = True
-    supports_alibi_sqrt = True
+    supported_features = frozenset({SLIDING_WINDOW, CHUNKS, ALIBI, ALIBI_SQRT})
 
     def prepare(self, batch: ForwardBatch, group: int) -> SDPAMetadata:
         paged = PagedMetadata.of(batch, group)
@@ -72,7 +77,7 @@ class SDPABackend(AttentionBackend, EncoderBackend):
         """See :meth:`headrace_core.attention.AttentionBackend.forward`.
 
         Raises:
-            ConfigError: the layer has a soft cap or sinks (which :meth:`refuse` says beforehand).
+            ConfigError: the layer has extras of a feature that :meth:`refuse` would have refused.
         """
         _check_layer(layer)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -118,13 +123,13 @@ class SDPABackend(AttentionBackend, EncoderBackend):
 
 
 def _check_layer(layer: AttentionLayerSpec) -> None:
-    for what, value in (("soft_cap", layer.soft_cap or None), ("sinks", layer.sinks)):
-        if value is not None:
-            raise ConfigError(
-                f"layer {layer.name!r} sets {what}, which attention backend 'sdpa' does not support; "
-                "use 'paged'",
-                field="attention.backend",
-            )
+    unknown = sorted(layer.extras.keys() - _EXTRAS)
+    if unknown:
+        raise ConfigError(
+            f"layer {layer.name!r} sets {', '.join(unknown)}, which attention backend 'sdpa' does not "
+            "support; use 'paged'",
+            field="attention.backend",
+        )
 
 
 def _attend_cached(
@@ -166,7 +171,8 @@ def _mask_both_ways(
     query: Tensor,
     distance_bias: Tensor | None,
 ) -> Tensor | None:
-    """What is added to scores (or, as bool, seen) [.., length, num_keys]; None if all keys are seen as
+    """Mask that is added to scores (or, as bool, keeps them) [.., length, num_keys]; None if all keys are
+    seen as
     they are."""
     window = layer.sliding_window
     reach = length if window is None or window <= 0 else min(window, length)
@@ -191,16 +197,21 @@ def _gather(cache: Tensor, blocks: Tensor, first: int, seq_len: int) -> Tensor:
 
 def _first_seen(layer: AttentionLayerSpec, position: int) -> int:
     """The first key that a query at a position sees."""
-    chunk, window = layer.attention_chunk_size, layer.sliding_window
+    chunk, window = _chunk(layer), layer.sliding_window
     if chunk is not None:
         return max(0, position) // chunk * chunk
     return 0 if window is None or window <= 0 else max(0, position - window + 1)
 
 
+def _chunk(layer: AttentionLayerSpec) -> int | None:
+    chunk = layer.extras.get("attention_chunk")
+    return None if chunk is None else int(chunk)
+
+
 def _causal_mask(layer: AttentionLayerSpec, query: Tensor, first: int, seq_len: int) -> Tensor:
     """Where a query may look (ATTN-REF 3): [q, seq_len - first] bool, or with slopes [Hq, ...] of
     query's dtype, to be added to scores."""
-    device, window, chunk = query.device, layer.sliding_window, layer.attention_chunk_size
+    device, window, chunk = query.device, layer.sliding_window, _chunk(layer)
     position = torch.arange(seq_len - query.shape[0], seq_len, device=device)[:, None]
     key = torch.arange(first, seq_len, device=device)[None]
     mask = key <= position
@@ -208,10 +219,11 @@ def _causal_mask(layer: AttentionLayerSpec, query: Tensor, first: int, seq_len: 
         mask &= position - key < window
     if chunk is not None:
         mask &= position // chunk == key // chunk
-    if layer.alibi_slopes is None:
+    slopes = layer.extras.get("alibi_slopes")
+    if not isinstance(slopes, torch.Tensor):
         return mask
     distance = position - key
-    if layer.alibi_sqrt:
+    if layer.extras.get("alibi_sqrt"):
         distance = distance.clamp(min=0).sqrt()
-    bias = -layer.alibi_slopes[:, None, None] * distance
+    bias = -slopes[:, None, None] * distance
     return bias.masked_fill(~mask, -torch.inf).to(query.dtype)

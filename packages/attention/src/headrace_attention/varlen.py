@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.attention import AttentionLayerSpec, EncoderBackend
+from headrace_core.attention import SLIDING_WINDOW, SOFT_CAP, AttentionLayerSpec, EncoderBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,7 @@ class VarlenBackend(EncoderBackend):
 
     name: ClassVar[str] = "varlen"
     supported_devices = ("cpu", "cuda")
-    supports_soft_cap = True
-    supports_sliding_window = True
+    supported_features = frozenset({SLIDING_WINDOW, SOFT_CAP})
 
     def attend(
         self,
@@ -43,7 +42,7 @@ class VarlenBackend(EncoderBackend):
             max_seqlen=max_seqlen,
             scale=layer.scale,
             sliding_window=layer.sliding_window,
-            soft_cap=layer.soft_cap,
             distance_bias=distance_bias,
             key_lens=key_lens,
+            **layer.extras,
         )

@@ -1,75 +1,58 @@
-"""What a server or the offline API sees of an engine."""
+"""The engine as a server or the offline API sees it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from headrace_core.call_entry import CallEntry
-from headrace_core.io_processor import IOProcessor
-from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
-from headrace_core.packed import PackedArray
-from headrace_core.pooling import PoolingInfo, PoolingParams
+from headrace_core.arrays import PackedArray
+from headrace_core.output import (
+    BeamSearchOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.io_processor import IOProcessor
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
-from headrace_core.sampling import SamplingParams
-from headrace_core.scoring import ScoreInput
-from headrace_core.speech import SpeechModel
+from headrace_core.sampling.params import BeamSearchParams, SamplingParams
+from headrace_core.served_model import ServedModel
+from headrace_core.speech.model import AudioClip, SpeechModel
+from headrace_core.speech.transcription import Transcript, TranscriptionParams, TranscriptPiece
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The facts about a running engine's model. Plain data, crosses process borders."""
+class AdmissionTicket:
+    """One admission to an engine's queue for all prompts of a call.
 
-    name: str
-    """First served name."""
-    names: tuple[str, ...]
-    """All served names."""
-    root: str
-    """Path or hub name of the weights."""
-    architecture: str
-    max_model_len: int
-    vocab_size: int
-    max_logprobs: int
-    eos_token_ids: tuple[int, ...]
-    tasks: tuple[str, ...]
-    has_tokenizer: bool
-    has_chat_template: bool
-    default_sampling_params: Mapping[str, Any]
-    """Fields of :class:`SamplingParams` that the model's generation config sets
-    (``max_tokens`` there is a server-wide cap)."""
-    priority_scheduling: bool = False
-    hidden_size: int = 0
-    """Of an input embedding; 0 where those are off."""
-    dtype: str = ""
-    """The activations'."""
-    logprobs_mode: str = "raw_logprobs"
-    """What outputs report; see ``model.logprobs_mode``."""
-    tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
-    special_tokens: tuple[str, ...] = ()
-    """Texts of the tokens that ``skip_special_tokens`` drops."""
-    prompt_embeds: bool = False
-    """Whether a prompt may be embeddings: ``{"prompt_embeds": ...}``."""
-    runner: str = "generate"
-    """``generate`` or ``pooling``."""
-    convert: str = "none"
-    pooling: PoolingInfo | None = None
-    """With runner ``pooling``."""
-    class_path: str = ""
-    """``module:Class`` of the implementation."""
-    source: str = "native"
-    """``native``, ``transformers`` or ``plugin:<distribution>``."""
-    unmet: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Task -> why the model does not have it, one line for each reason with what mends it; only
-    where the class comes close."""
-    modalities: tuple[str, ...] = ()
-    """Of media that prompts may bring."""
-    is_encoder_decoder: bool = False
+    The queue's limits are for calls: the first prompt that comes with a ticket is admitted or refused as
+    a request, and no other is begun until it has been admitted; then none is refused. Made and used on
+    one event loop.
+    """
 
-    @property
-    def reads_extra_kwargs(self) -> bool:
-        """Whether its pooler may read :attr:`PoolingParams.extra_kwargs`: it is a plug-in's."""
-        return self.source.startswith("plugin:")
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        """Held by the prompt that is being admitted."""
+        self.admitted = False
+        """True once a prompt of the call was admitted."""
+        self._places: asyncio.Semaphore | None = None
+
+    def place(self, most: int) -> asyncio.Semaphore:
+        """The semaphore that a prompt holds from before its admission until it has ended.
+
+        Args:
+            most: prompts of the call that may be under way together; the first one's number counts.
+        """
+        if self._places is None:
+            self._places = asyncio.Semaphore(most)
+        return self._places
+
+
+Generate = Callable[[Prompt, SamplingParams, str], AsyncIterator[RequestOutput]]
+"""Runs a request: (prompt, parameters, request id) -> outputs."""
 
 
 @dataclass(slots=True)
@@ -83,7 +66,7 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     """0..1, share of blocks that requests hold; of the fullest pool, if there are several."""
     num_blocks: int = 0
-    """Of all pools together, as the next; states of recurrent layers count as blocks."""
+    """Blocks of all pools together, as the next; states of recurrent layers count as blocks."""
     num_free_blocks: int = 0
     block_size: int = 0
     prompt_tokens: int = 0
@@ -112,7 +95,7 @@ class TokenizedPrompt:
 
 @runtime_checkable
 class OutputStream(Protocol):
-    """What :meth:`EngineClient.generate` may return: outputs that need not be pulled one by one."""
+    """Outputs of :meth:`EngineClient.generate` that need not be pulled one by one."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
@@ -123,7 +106,7 @@ class OutputStream(Protocol):
         """
         ...
 
-    async def pour(
+    async def push(
         self,
         take: Callable[[RequestOutput], bool],
         take_text: Callable[[str, int], bool] | None = None,
@@ -131,7 +114,7 @@ class OutputStream(Protocol):
         """Call ``take`` with every further output as soon as it is there, on the event loop and
         without a task switch; return once it says False, or after the last output.
 
-        The output with which it said False counts as taken. Pouring and iterating may alternate,
+        The output with which it said False counts as taken. Pushing and iterating may alternate,
         but not at once, and the first output must be taken by iterating. Outputs are merged as in
         iteration while neither is under way.
 
@@ -183,6 +166,31 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> BeamSearchOutput:
+        """Find the likeliest continuations of one prompt. Cancelling the call aborts the search.
+
+        Args:
+            prompt: text, tokens or a chat.
+            request_id: the ids of the requests that the search needs begin with it.
+            priority: of these requests.
+            add_special_tokens: as for :meth:`generate`.
+
+        Raises:
+            UnsupportedFeature: the prompt has embeddings or media, or the engine reports no
+                log-probabilities.
+            RequestError: ``beam_width`` needs more than the model's ``max_logprobs``; else, and for
+                QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
+        ...
+
     async def encode(
         self,
         prompt: Prompt,
@@ -192,7 +200,7 @@ class EngineClient(Protocol):
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
-        entry: CallEntry | None = None,
+        entry: AdmissionTicket | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Run one pooling request. Cancelling the call aborts it.
 
@@ -202,7 +210,7 @@ class EngineClient(Protocol):
             task: of :data:`headrace_core.pooling.POOLING_TASKS`, ``plugin`` excepted.
 
         Returns:
-            Its ``outputs.data`` is a :class:`~headrace_core.packed.PackedArray` of float32.
+            Its ``outputs.data`` is a :class:`~headrace_core.arrays.PackedArray` of float32.
 
         Raises:
             UnsupportedFeature: the model does not have the task; names it and what would help.
@@ -220,7 +228,7 @@ class EngineClient(Protocol):
         priority: int = 0,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """How well each pair fits (:func:`headrace_core.scoring.pair_up`), in order.
+        """Score of each pair (:func:`headrace_core.pooling.scoring.pair_up`), in order.
 
         By the model's own way (:attr:`~headrace_core.pooling.PoolingInfo.scoring`): both texts in one
         prompt, the cosine of two embeddings, or late interaction. An equal text is embedded once.
@@ -237,8 +245,41 @@ class EngineClient(Protocol):
         """Speech to text, if the model has the task ``transcription``."""
         ...
 
+    async def transcribe(
+        self,
+        audio: AudioClip,
+        params: TranscriptionParams,
+        request_id: str,
+        *,
+        generate: Generate | None = None,
+    ) -> Transcript:
+        """Write down a recording, whose clips run side by side. Cancelling the call aborts them.
+
+        Args:
+            audio: of :meth:`~headrace_core.speech.model.SpeechModel.decode`, at the model's rate.
+            request_id: the ids of the requests that it needs begin with it.
+            generate: runs these requests, in place of :meth:`generate`.
+
+        Raises:
+            UnsupportedFeature: the model does not transcribe.
+            RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
+        ...
+
+    def stream_transcript(
+        self,
+        audio: AudioClip,
+        params: TranscriptionParams,
+        request_id: str,
+        *,
+        generate: Generate | None = None,
+    ) -> AsyncIterator[TranscriptPiece]:
+        """Write down a recording piece by piece, at the first temperature; arguments and errors as
+        :meth:`transcribe`. Closing the iterator aborts the requests."""
+        ...
+
     async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
-        """Which part of its media each token of a sequence comes from: for the times of words.
+        """Part of the media that each token of a sequence comes from: for the times of words.
 
         Args:
             prompt: the whole sequence, output included, with its media, for a model with the task
@@ -257,7 +298,7 @@ class EngineClient(Protocol):
     @property
     def io_processor(self) -> IOProcessor | None:
         """Answers requests of the task ``plugin``
-        (:func:`headrace_core.io_processor.answer`); None: there is none."""
+        (:func:`headrace_core.pooling.plugin_task.answer`); None: there is none."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -314,7 +355,7 @@ class EngineClient(Protocol):
         ...
 
     async def is_paused(self) -> bool:
-        """Whether :meth:`pause_generation` was called last."""
+        """True if :meth:`pause_generation` was called last."""
         ...
 
     async def start_profile(self) -> None:

@@ -25,11 +25,17 @@ HeadraceError
 └── EngineError
     ├── GenerateError               one request failed inside the engine; others go on (HTTP 500)
     └── EngineDead                  the engine stopped; nothing more can be served (HTTP 500)
+
+Each that reaches a user has a code (:data:`ERROR_CODES`): on the wire ``error.headrace_code``, on the command
+line in the last line of standard error, with the exit status that stands beside it. Codes are never
+reused and never change their meaning. What each means, and what to do about it, is said in
+``headrace.error_catalogue`` and in ``docs/errors/``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class HeadraceError(Exception):
@@ -54,15 +60,15 @@ class AddressError(ConfigError):
 
 
 class NetworkError(ConfigError):
-    """What a setting names is not on this machine, and could not be fetched."""
+    """A model or file is not on this machine and could not be fetched."""
 
 
 class DeviceError(HeadraceError):
-    """The device that was asked for is absent, or its driver does not work."""
+    """The requested device is absent, or its driver does not work."""
 
 
 class CapacityError(HeadraceError):
-    """What was asked for does not fit into memory; the message says what would."""
+    """The request or model does not fit into memory; the message says what would fit."""
 
 
 class PluginError(HeadraceError):
@@ -212,3 +218,85 @@ class GenerateError(EngineError):
 
 class EngineDead(EngineError):
     """The engine stopped and will not recover; ``__cause__`` or the message says why."""
+
+
+class ErrorCode(NamedTuple):
+    """One kind of error."""
+
+    code: str
+    http: int | None = None
+    """Status, if it can be an answer to a request."""
+    exit_status: int | None = None
+    """Exit status of a command, if the error can end one."""
+    classes: tuple[str, ...] = ()
+    """Exceptions that it stands for, their subclasses included where those have no code."""
+
+
+ERROR_CODES: tuple[ErrorCode, ...] = (
+    ErrorCode("HR-REQ-001", 400, 2, ("RequestError",)),
+    ErrorCode("HR-REQ-002", 400, 2, ("UnsupportedFeature",)),
+    ErrorCode("HR-REQ-003", 400, 2, ("PromptTooLong",)),
+    ErrorCode("HR-REQ-004", 404, 2, ("UnknownModel",)),
+    ErrorCode("HR-REQ-005", 400, None, ("RequestValidationError",)),
+    ErrorCode("HR-REQ-006", 400),
+    ErrorCode("HR-REQ-007", 400),
+    ErrorCode("HR-REQ-008", 413),
+    ErrorCode("HR-REQ-009", 431),
+    ErrorCode("HR-REQ-010", 404),
+    ErrorCode("HR-REQ-011", 401),
+    ErrorCode("HR-REQ-012", 499),
+    ErrorCode("HR-QUE-001", 429, None, ("QueueFull",)),
+    ErrorCode("HR-SRV-001", 503, None, ("ShuttingDown",)),
+    ErrorCode("HR-SRV-002", 500),
+    ErrorCode("HR-ENG-001", 500, 70, ("GenerateError", "EngineError")),
+    ErrorCode("HR-ENG-002", 500, 70, ("EngineDead",)),
+    ErrorCode("HR-CFG-001", None, 2, ("ConfigError",)),
+    ErrorCode("HR-CFG-002", None, 2),
+    ErrorCode(
+        "HR-FIL-001",
+        None,
+        2,
+        (
+            "FileNotFoundError",
+            "IsADirectoryError",
+            "NotADirectoryError",
+            "FileExistsError",
+            "UnicodeDecodeError",
+        ),
+    ),
+    ErrorCode("HR-FIL-002", None, 8, ("OSError",)),
+    ErrorCode("HR-MOD-001", None, 3, ("UnsupportedModel",)),
+    ErrorCode("HR-MOD-002", None, 3, ("WeightsError",)),
+    ErrorCode("HR-MOD-003", None, 3, ("ModelError",)),
+    ErrorCode("HR-MEM-001", None, 4, ("CapacityError",)),
+    ErrorCode("HR-MEM-002", None, 4, ("MemoryError", "OutOfMemoryError")),
+    ErrorCode("HR-DEV-001", None, 5, ("DeviceError", "AcceleratorError")),
+    ErrorCode(
+        "HR-NET-001",
+        None,
+        6,
+        ("NetworkError", "ConnectionError", "TimeoutError", "URLError", "gaierror", "SSLError"),
+    ),
+    ErrorCode("HR-PLG-001", None, 7, ("PluginNotFound", "PluginError")),
+    ErrorCode("HR-PLG-002", None, 7, ("PluginConflict",)),
+    ErrorCode("HR-PLG-003", None, 7, ("PluginLoadError",)),
+    ErrorCode("HR-PLG-004", None, 7, ("MissingDependency",)),
+    ErrorCode("HR-NET-002", None, 8, ("AddressError",)),
+    ErrorCode("HR-BUG-001", None, 70),
+)
+"""All of them."""
+
+BY_CODE: Mapping[str, ErrorCode] = {entry.code: entry for entry in ERROR_CODES}
+BUG = BY_CODE["HR-BUG-001"]
+_BY_CLASS: Mapping[str, ErrorCode] = {
+    name: entry for entry in ERROR_CODES for name in entry.classes
+}
+
+
+def entry_of(error: BaseException) -> ErrorCode:
+    """The code of an exception: of its class, else of the nearest base that has one;
+    :data:`BUG` for what nobody foresaw."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in _BY_CLASS:
+            return _BY_CLASS[kind.__name__]
+    return BUG

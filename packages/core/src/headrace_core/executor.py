@@ -1,4 +1,4 @@
-"""How workers are run, and what a worker does."""
+"""Executors run workers; a worker computes steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_core.step import ScheduledStep, StepResult
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """What one worker's memory went to, in bytes."""
+    """Memory use of one worker, in bytes."""
 
     weights: int
     activations: int
@@ -67,7 +67,7 @@ class Worker(Protocol):
         ...
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
-        """What a function says of the built model. Only called from the same process."""
+        """Result of a function of the built model. Only called from the same process."""
         ...
 
     def start_profile(self) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "HEADRACE_FAILPOINTS"
 
 POINTS: Mapping[str, str] = {
-    "intake.prepare": "a request is checked and tokenised",
+    "input.prepare": "a request is checked and tokenised",
     "engine.add": "the scheduler takes a request in",
     "kv.match": "a request's beginning is looked up in the prefix cache",
     "kv.alloc": "a request gets blocks for a step",
@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "engine.step.forward": "the model runs; once for each request of the step",
     "engine.step.sample": "a token is chosen; once for each request of the step; takes nan",
     "engine.update": "a step's result is taken in, request by request",
-    "emission.update": "new tokens become text",
+    "output.update": "new tokens become text",
     "server.answer": "an answer is made of an output",
     "stream.write": "an event is encoded for a stream",
     "loader.read": "a weights file is opened",
@@ -52,7 +52,7 @@ CANARY = "canary-7f3a /canary/secret/path <object at 0x7fcanary00>"
 
 @dataclass
 class Fault:
-    """What happens at one point."""
+    """Fault at one point."""
 
     kind: str
     match: str = ""
@@ -62,9 +62,9 @@ class Fault:
     times: int = 1 << 62
     """Only so many times."""
     seconds: float = 1.0
-    """Of a delay."""
+    """Length of a delay."""
     num_passed: int = 0
-    """How often the point was passed by a request that matches."""
+    """Number of matching requests that have passed the point."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def is_due(self, request_id: str) -> bool:
@@ -126,7 +126,7 @@ def _wrong(part: str, accepted: str) -> ConfigError:
 
 
 PLAN: Plan | None = parse(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
-"""What fails in this process; None: nothing, as always outside of tests."""
+"""Faults of this process; None: no faults, as always outside of tests."""
 
 
 def hit(point: str, request_id: str = "") -> bool:

@@ -2,7 +2,7 @@
 
 The parts, in the order in which a request meets them:
 
-- :class:`~headrace_core.sampling.StructuredOutputsParams`: what a caller asks for.
+- :class:`~headrace_core.sampling.params.StructuredOutputsParams`: what a caller asks for.
 - :class:`GrammarSpec`: the same as plain data, for one backend; equal specs share a grammar.
 - :class:`GrammarBackend`: says what it cannot do, and compiles a spec for a :class:`Vocabulary`.
 - :class:`Grammar`: compiled; immutable and shared between requests.
@@ -41,14 +41,14 @@ class GrammarSpec:
     backend: str
     """Name under ``headrace.grammar_backends``."""
     kind: str
-    """One of :data:`headrace_core.sampling.CONSTRAINTS`."""
+    """One of :data:`headrace_core.sampling.params.CONSTRAINTS`."""
     source: str
     """Regex or grammar as given; JSON text for ``json``, ``choice`` and ``structural_tag``; ""
     for ``json_object``."""
     whitespace_pattern: str | None = None
     """Regex of the white space between JSON tokens."""
     any_whitespace: bool = True
-    """Whether JSON may hold white space between its tokens."""
+    """True if JSON may hold white space between its tokens."""
 
     @property
     def key(self) -> bytes:
@@ -242,8 +242,8 @@ class GrammarBackend(ABC):
     install: ClassVar[str] = ""
     """The command that provides it."""
     releases_gil: ClassVar[frozenset[str]] = frozenset()
-    """Kinds of constraints (:data:`headrace_core.sampling.CONSTRAINTS`) whose matchers let other threads
-    run Python while they work. Slow ones are matched beside the steps."""
+    """Kinds of constraints (:data:`headrace_core.sampling.params.CONSTRAINTS`) whose matchers let other
+    threads run Python while they work. Slow ones are matched beside the steps."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

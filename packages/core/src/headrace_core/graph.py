@@ -38,14 +38,10 @@ It prepares attention metadata, runs the model and computes logits, with ``logit
 that ends with hidden states gives [R, H], or with :attr:`GraphNeed.all_rows` [T, H].
 """
 
-DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
-"""Tokens. Calls are saved in small steps; what large ones gain is that their intermediate results
-lie in memory that stays, where an allocator would take megabytes from the system for each."""
-
 
 @dataclass(frozen=True, slots=True)
 class GraphNeed:
-    """What steps to capture."""
+    """Steps to capture."""
 
     capture_sizes: tuple[int, ...]
     """Buckets: most tokens of a step, ascending."""
@@ -58,11 +54,11 @@ class GraphNeed:
     token_types: bool = False
     """Batches have ``token_type_ids``."""
     cross_groups: tuple[int, ...] = ()
-    """Those of the groups that are of cross-attention layers: they have ``seq_lens`` and
+    """Groups of cross-attention layers: they have ``seq_lens`` and
     ``max_seqlen_k`` of their own. Steps are captured in which no encoder runs: ``slot_mapping`` [0],
     no ``encoder_states``."""
     state_groups: tuple[int, ...] = ()
-    """Those of the groups that are of recurrent layers: they have ``state_in`` and ``state_out``, and
+    """Groups of recurrent layers: they have ``state_in`` and ``state_out``, and
     nothing else."""
     parts: bool = False
     """Steps may also be run in parts (:meth:`StepGraph.replay_parts`). Only of a model that caches
@@ -97,7 +93,7 @@ class StepGraph(ABC):
 
     @abstractmethod
     def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
-        """Whether :meth:`replay` can take the batch: its size, and that it has nothing that was
+        """True if :meth:`replay` can take the batch: its size, and that it has nothing that was
         not recorded. One with ``key_lens`` never fits."""
 
     @abstractmethod
@@ -163,18 +159,3 @@ class StepGraph(ABC):
 
 StepGraphFactory = Callable[[], StepGraph]
 """Makes an empty graph for the ops that it came with."""
-
-
-def capture_sizes(
-    wanted: tuple[int, ...], maximum: int | None, *, max_num_batched_tokens: int
-) -> tuple[int, ...]:
-    """The buckets: those wanted, else the default ones, that are of use.
-
-    Args:
-        wanted: the user's list, empty = default.
-        maximum: the user's limit, None = none.
-        max_num_batched_tokens: most tokens of any step; larger buckets are cut down to it.
-    """
-    limit = max_num_batched_tokens if maximum is None else min(maximum, max_num_batched_tokens)
-    sizes = sorted({min(size, limit) for size in wanted or DEFAULT_CAPTURE_SIZES})
-    return tuple(size for size in sizes if size > 0)

@@ -1,4 +1,4 @@
-"""What a layer needs from the paged cache, and who hands it out.
+"""Needs of layers from the paged cache, and the manager that gives out its blocks.
 
 Letters: N blocks, S tokens per block (``block_size``), Hk key-value heads, D ``head_dim``.
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from headrace_core.modality import MediaInput
+    from headrace_core.multimodal import MediaInput
     from headrace_core.request import PromptEmbeds
 
 NULL_BLOCK = 0
@@ -57,15 +57,15 @@ CACHE_DTYPES: Mapping[str, str] = {
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
 }
-"""What ``cache.kv_cache_dtype`` may be -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
+"""Values of ``cache.kv_cache_dtype`` -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
 
-``int8`` is of no use without scales that suit the model (:mod:`headrace_core.kv_scales`).
+``int8`` is of no use without scales that suit the model (:mod:`headrace_core.attention`).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec(ABC):
-    """What one layer caches. Cost: ``page_bytes`` per block and layer."""
+    """Cache contents of one layer. Cost: ``page_bytes`` per block and layer."""
 
     block_size: int
     """Tokens for which a block table has one entry."""
@@ -78,7 +78,7 @@ class CacheSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec(CacheSpec):
-    """What one attention layer stores for each token."""
+    """Values that one attention layer stores for each token."""
 
     num_kv_heads: int
     head_dim: int
@@ -112,7 +112,7 @@ class ChunkedLocalSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttentionSpec(KVCacheSpec):
+class MLASpec(KVCacheSpec):
     """One vector for each token from which keys and values of all heads are made: the compressed
     latent, then the rotated key that heads share. ``num_kv_heads`` is 1, ``head_dim`` the length of
     both together. Blocks as :class:`FullAttentionSpec`."""
@@ -124,7 +124,7 @@ class LatentAttentionSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class IndexKeySpec(LatentAttentionSpec):
+class SparseIndexerSpec(MLASpec):
     """One key for each token, by which an indexer picks the tokens that latent attention attends to.
     ``head_dim`` is its length. Laid out, shared and kept as latents are."""
 
@@ -146,7 +146,7 @@ class RecurrentSpec(CacheSpec):
     """A state of fixed size for each request; see the module's docstring."""
 
     states: tuple[StateShape, ...]
-    """What the state consists of (inputs of a convolution, a matrix for each head, ...)."""
+    """Parts of the state (inputs of a convolution, a matrix for each head, ...)."""
 
     @property
     def page_bytes(self) -> int:
@@ -215,7 +215,7 @@ BlockIds = tuple[list[int], ...]
 
 
 class CachedSequence(Protocol):
-    """What a KV-cache manager sees of a request."""
+    """A request as a KV-cache manager sees it."""
 
     @property
     def request_id(self) -> str: ...
@@ -247,7 +247,7 @@ class CachedSequence(Protocol):
 
     @property
     def media(self) -> Sequence[MediaInput]:
-        """What the prompt's placeholders stand for: their ids mean nothing, contents do."""
+        """Media behind the prompt's placeholders: the placeholder ids have no meaning, the contents do."""
         ...
 
     @property
@@ -270,7 +270,7 @@ class KVCacheStats(NamedTuple):
     queries: int
     """Prompt tokens that were looked up."""
     hits: int
-    """Of those, tokens found."""
+    """Tokens found, out of those queried."""
 
 
 class KVCacheManager(ABC):
@@ -324,7 +324,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Whether a request of that length could run alone in empty pools."""
+        """True if a request of that length could run alone in empty pools."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
@@ -359,7 +359,7 @@ class KVConnectorScheduler(Protocol):
         ...
 
     def step_metadata(self) -> Mapping[str, Any]:
-        """What the worker's half must do in the coming step; plain data."""
+        """Instructions for the worker's half in the coming step; plain data."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How a linear layer's weight is stored and multiplied: a quantization method's three verbs.
+"""Storage and multiplication of a linear layer's weight: a quantization method's three verbs.
 
 1. :meth:`LinearMethod.create` - which tensors the checkpoint must supply for a layer;
 2. :meth:`LinearMethod.finish` - after loading: check, convert, pack;
@@ -32,7 +32,7 @@ class LinearSpec:
     out_parts: tuple[int, ...]
     """Output sizes of the checkpoint tensors that are fused here, in order (q, k, v)."""
     dtype: str
-    """Of the activations: ``float32``, ``float16`` or ``bfloat16``."""
+    """Type of the activations: ``float32``, ``float16`` or ``bfloat16``."""
     bias: bool = False
     part_names: tuple[str, ...] = ()
     """Full names of the checkpoint's modules that are fused here, one per entry of ``out_parts``,
@@ -48,7 +48,7 @@ class TensorSpec:
     """A tensor that the checkpoint must supply."""
 
     shape: tuple[int, ...]
-    """Of the fused tensor, all parts together."""
+    """Shape of the fused tensor, all parts together."""
     dtype: str | None
     """None: any floating dtype, converted to the activations' dtype while loading."""
     part_dim: int | None = 0
@@ -60,6 +60,8 @@ class TensorSpec:
     """The checkpoint's may be of any floating dtype, and is converted to ``dtype``."""
     by_part: bool = False
     """Along ``part_dim`` each fused part has one entry, whatever its size."""
+    only_part: int | None = None
+    """It belongs to this fused part alone; its suffix ends in ``@`` and the part's number."""
 
 
 class LinearMethod(ABC):
@@ -144,7 +146,7 @@ class LinearMethod(ABC):
 
 @dataclass(frozen=True, slots=True)
 class QuantNeed:
-    """What a quantization method is asked to serve."""
+    """Requirements on a quantization method."""
 
     dtype: str
     device: str
@@ -155,7 +157,7 @@ class QuantMethod(ABC):
     """A quantization scheme; the object behind an entry point of ``headrace.quantization``."""
 
     name: ClassVar[str]
-    """What a user types; equal to the entry point's name."""
+    """Name that a user types; equal to the entry point's name."""
 
     @classmethod
     @abstractmethod

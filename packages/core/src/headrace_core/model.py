@@ -1,4 +1,4 @@
-"""What a model is to the engine, and what it may ask for while it is built.
+"""Contracts between a model and the engine: its interfaces, and what it may ask for while it is built.
 
 A model family is one file that exports classes with a constructor ``(context, prefix="")`` and the
 members of :class:`CausalLM`. What else it can do it says by having a capability protocol's members
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
         AttentionLayerSpec,
         AttentionNeed,
         EncoderBackend,
+        KVScaleMeasure,
     )
     from headrace_core.batch import ForwardBatch
     from headrace_core.kv import KVCacheSpec, RecurrentSpec
-    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.linear import QuantMethod
     from headrace_core.ops import OpTable
     from headrace_core.parallel import Communicator
@@ -43,7 +43,7 @@ class ModelInfo:
     """A checkpoint as resolved from its files, before a weight is read. Plain data, no torch."""
 
     name: str
-    """What the user typed."""
+    """Model as the user typed it."""
     path: Path
     """Local folder of the checkpoint."""
     architecture: str
@@ -60,7 +60,7 @@ class ModelInfo:
     """Width of the logits."""
     eos_token_ids: tuple[int, ...]
     tasks: tuple[str, ...] = ("generate",)
-    """Of ``generate``, ``transcription``, ``align``, ``embed``, ``classify``, ``score``, ..."""
+    """Tasks: ``generate``, ``transcription``, ``align``, ``embed``, ``classify``, ``score``, ..."""
     weight_bytes: int = 0
     """Size of the checkpoint's tensors on disk."""
     source: str = "native"
@@ -69,7 +69,7 @@ class ModelInfo:
     runner: str = "generate"
     """``generate`` or ``pooling``."""
     convert: str = "none"
-    """How a class that does not pool by itself is made to: ``none``, ``embed`` or ``classify``."""
+    """Conversion of a class that does not pool by itself: ``none``, ``embed`` or ``classify``."""
     pooling: PoolingInfo | None = None
     """With runner ``pooling``."""
     is_encoder_decoder: bool = False
@@ -176,7 +176,7 @@ class WeightRule:
     target: str
     """Name in the model (``layers.{}.attention.qkv``)."""
     part: int = 0
-    """Which part of a fused target this is."""
+    """Index of this part of a fused target."""
     split: tuple[int, ...] | None = None
     """The checkpoint holds several parts in one tensor: their sizes along dimension 0; () = all
     parts of the target, in the target's own sizes. None: the tensor is one part."""
@@ -245,14 +245,6 @@ class TranslatesWeights(Protocol):
         ...
 
 
-class ModelLoader(Protocol):
-    """Builds a model and fills it from its checkpoint."""
-
-    def __call__(self, info: ModelInfo, context: BuildContext) -> CausalLM:
-        """Raises: WeightsError naming file and tensor; UnsupportedModel."""
-        ...
-
-
 @runtime_checkable
 class SupportsLoRA(Protocol):
     """The model's linear layers can take low-rank adapters."""
@@ -273,7 +265,7 @@ class SupportsPP(Protocol):
 
 
 Rows = Literal["last", "first", "all"]
-"""Which hidden states of a prompt pooling needs."""
+"""Rows of a prompt's hidden states that pooling needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,10 +286,10 @@ class Pooler(Protocol):
     """Turns final hidden states into results. Source of truth for what a model can do."""
 
     tasks: Sequence[str]
-    """Of :data:`headrace_core.pooling.POOLING_TASKS`."""
+    """Tasks of :data:`headrace_core.pooling.POOLING_TASKS`."""
 
     def rows(self, params: PoolingParams) -> Rows:
-        """What a request needs."""
+        """Rows that a request needs."""
         ...
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
@@ -358,7 +350,7 @@ class SupportsPromptEmbeds(Protocol):
 
 
 def takes_prompt_embeds(model: object) -> bool:
-    """Whether prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
+    """True if prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
     says by an attribute ``reads_ids`` (Gemma 3n)."""
     return isinstance(model, SupportsPromptEmbeds) and not getattr(model, "reads_ids", False)
 
@@ -396,7 +388,7 @@ class SupportsAlignment(Protocol):
     """
 
     def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """How strongly each token attends to each encoder state: a ``forward`` that keeps weights.
+        """Attention weights from each token to each encoder state: a ``forward`` that keeps weights.
 
         Args:
             batch: one request's whole sequence, its ``encoder_states`` included; never captured.
@@ -428,14 +420,6 @@ def ignore_progress(_: LoadProgress) -> None:
     """A callback that shows nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """One file of a checkpoint."""
-
-    path: Path
-    tensors: tuple[str, ...] = field(default=())
-
-
 class WeightFormat(Protocol):
     """A checkpoint format.
 
@@ -446,7 +430,7 @@ class WeightFormat(Protocol):
     name: str
 
     def recognises(self, path: Path) -> bool:
-        """Whether the folder or file holds a checkpoint of this format. Cheap."""
+        """True if the folder or file holds a checkpoint of this format. Cheap."""
         ...
 
     def tensors(

@@ -1,4 +1,4 @@
-"""What a request yields."""
+"""Outputs of requests."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class RequestMetrics:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     step_times: StepTimes | None = None
-    """Of the steps so far, with ``collect_detailed_traces``."""
+    """Times of the steps so far, with ``collect_detailed_traces``."""
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What is known of a request at one moment, as far as its output kind asks."""
+    """State of a request at one moment, as far as its output kind asks."""
 
     request_id: str
     prompt: str | None
@@ -238,15 +238,57 @@ def _append_delta(into: CompletionOutput, delta: CompletionOutput) -> None:
     into.error = delta.error
 
 
+@dataclass(slots=True)
+class BeamSequence:
+    """One continuation that a beam search found."""
+
+    tokens: list[int]
+    """The prompt's tokens, then the generated ones, the end token included."""
+    logprobs: list[PositionLogprobs]
+    """One entry for each generated token: that token first, then the other candidates."""
+    cum_logprob: float
+    """Sum over the generated tokens."""
+    score: float
+    """``cum_logprob`` divided by the number of generated tokens to the power of ``length_penalty``."""
+    num_prompt_tokens: int
+    text: str | None = None
+    """Text of prompt and output, special tokens included, without an end token unless
+    ``include_stop_str_in_output``; None without a tokenizer."""
+    output_text: str | None = None
+    """Text of the output alone, without special tokens, except for that end token."""
+    finish_reason: str | None = None
+    """``stop`` after an end token, else ``length``."""
+    stop_reason: int | str | None = None
+    """The end token."""
+    lora_request: None = None
+    """Adapters are not served by this version."""
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.num_prompt_tokens :]
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The result of a beam search for one prompt."""
+
+    sequences: list[BeamSequence]
+    """``beam_width`` of them, best first."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held when the search began."""
+
+
 OutputT = TypeVar("OutputT")
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What a pooling model makes of one prompt."""
+    """Pooled result of one prompt."""
 
     data: Any
-    """An engine client gives a :class:`~headrace_core.packed.PackedArray` of float32, the offline API
+    """An engine client gives a :class:`~headrace_core.arrays.PackedArray` of float32, the offline API
     a torch tensor: [size] for a task on the prompt, [tokens, size] for one on its tokens."""
 
 
@@ -276,7 +318,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well the two texts of a pair fit."""
+    """Score of a pair of texts."""
 
     score: float
 

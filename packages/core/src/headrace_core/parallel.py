@@ -18,7 +18,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Of this process in the group, 0-based."""
+        """Rank of this process in the group, 0-based."""
 
     @property
     @abstractmethod

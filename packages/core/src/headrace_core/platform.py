@@ -1,4 +1,4 @@
-"""What a device is like: defaults and facts that are not the model's."""
+"""Platforms: defaults and facts of a device that do not depend on the model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from headrace_core.config import EngineConfig
     from headrace_core.executor import Worker
     from headrace_core.model import ModelInfo
-    from headrace_core.sampling import SamplingParams
+    from headrace_core.sampling.params import SamplingParams
 
 
 class Platform(Protocol):
-    """What a device is like. An entry point of ``headrace.platforms`` is a callable that makes one;
+    """Facts about a device. An entry point of ``headrace.platforms`` is a callable that makes one;
     its name is what ``--device`` takes."""
 
     @property
@@ -40,7 +39,7 @@ class Platform(Protocol):
     def default_max_num_shared_tokens(self) -> int: ...
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
-        """What ``dtype="auto"`` means for weights of that dtype."""
+        """Type that ``dtype="auto"`` means for weights of that dtype."""
         ...
 
     def available_memory(self) -> int:
@@ -52,11 +51,11 @@ class Platform(Protocol):
 class BringsWorker(Protocol):
     """A platform that computes steps by itself: neither torch nor a model class is imported."""
 
-    def make_worker(self, config: EngineConfig, info: ModelInfo) -> Worker:
+    def make_worker(self, config: Any, info: ModelInfo) -> Worker:
         """The worker, called in the thread or process that runs it.
 
         Args:
-            config: resolved.
+            config: the engine's ``headrace_engine.config.EngineConfig``, resolved.
             info: what the checkpoint's files say.
 
         Raises:
@@ -130,7 +129,7 @@ def detect() -> Platform:
 
 
 def _torch_is_for_cpus() -> bool:
-    """Whether the installed torch has its CPU library and none for GPUs, by its files."""
+    """True if the installed torch has its CPU library and none for GPUs, by its files."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -151,7 +150,7 @@ def _free_physical() -> int:
 
 
 def _free_in_cgroup() -> int:
-    """What a container's memory limit leaves; unlimited if there is none."""
+    """Free bytes under a container's memory limit; unlimited if there is none."""
     unlimited = 1 << 62
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:

@@ -8,9 +8,9 @@ from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from headrace_core.grammar import Constraint
-from headrace_core.modality import MediaInput
+from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingParams
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 MediaData = Mapping[str, Any]
 """Modality -> one item or a list. ``audio``: (waveform [samples] or [channels, samples] float32 numpy
@@ -40,7 +40,7 @@ class TokensPrompt(TypedDict):
 
 
 class EncoderDecoderPrompt(TypedDict):
-    """What an encoder-decoder model reads, and what its decoder begins with.
+    """Prompt of an encoder-decoder model: the encoder's input, and the beginning of the decoder's output.
 
     The same as the decoder's prompt with the encoder's ``multi_modal_data``.
     """
@@ -64,7 +64,7 @@ MEDIA_PARTS = ("input_audio", "audio_url")
 
 
 def brings_media(prompt: Prompt) -> bool:
-    """Whether a prompt has more than text or tokens for the model; its form is not checked."""
+    """True if a prompt has more than text or tokens for the model; its form is not checked."""
     if isinstance(prompt, ChatPrompt):
         contents = (message.get("content") for message in prompt.messages
                     if isinstance(message, Mapping))  # fmt: skip
@@ -163,14 +163,14 @@ Prompt = (
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How long a request's reasoning may get before its end is forced."""
+    """Limit on a request's reasoning, after which its end is forced."""
 
     max_tokens: int
     """Tokens between the reasoning's start and its end."""
     end_token_ids: list[int]
-    """What is forced, one token after the other. Not empty."""
+    """Tokens that are forced, one after the other. Not empty."""
     start_token_ids: list[int] = field(default_factory=list)
-    """What begins the reasoning; empty: the output's beginning does."""
+    """Tokens that begin the reasoning; empty: the output begins with it."""
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class CoreRequest:
     thinking: ThinkingBudget | None = None
     """``params.thinking_token_budget``, with what ends the reasoning."""
     owner: str = ""
-    """Who shares the engine under the fair policy (:mod:`headrace_core.owner`)."""
+    """Owner under the fair policy (:mod:`headrace_core.context`)."""
     pooling: PoolingParams | None = None
     """Verified. Given: the request ends with its prompt, whose pooled states are its result;
     ``params`` and ``max_tokens`` (which is 1) mean nothing then."""

@@ -1,4 +1,4 @@
-"""What passes between scheduler and worker: a step's schedule and its result, both plain data.
+"""Data between scheduler and worker: a step's schedule and its result, both plain data.
 
 The schedule is ``{request: number of tokens}``. There are no phases: chunked prefill, prefix hits
 and resumed requests are all "these tokens next". The worker keeps a request's tokens from the step
@@ -12,43 +12,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from headrace_core.grammar import Constraint
-from headrace_core.modality import MediaInput
-from headrace_core.packed import PackedArray
-from headrace_core.pooling import PoolingParams
-from headrace_core.request import PromptEmbeds, ThinkingBudget
-from headrace_core.sampling import SamplingParams
+from headrace_core.arrays import PackedArray
+from headrace_core.request import CoreRequest
 
 
 @dataclass(slots=True)
 class NewRequest:
     """A request that the worker does not hold: just arrived, or resumed after preemption."""
 
-    request_id: str
+    request: CoreRequest
+    """The request as it came; not to be changed."""
     token_ids: list[int]
-    """Prompt, then what was generated before a preemption."""
-    num_prompt_tokens: int
-    params: SamplingParams
-    stop_token_ids: frozenset[int]
-    """For ``min_tokens``."""
-    bad_words_token_ids: list[list[int]]
+    """Prompt, then the tokens that were generated before a preemption."""
     block_ids: tuple[list[int], ...]
     """By cache group; whole table."""
-    num_computed_tokens: int
+    num_computed_tokens: int = 0
     """Already in the cache; less than ``len(token_ids)``."""
-    constraint: Constraint | None = None
-    """On the form of the output."""
-    prompt_embeds: PromptEmbeds | None = None
-    """The prompt, if it came as embeddings: the prompt's token ids mean nothing then."""
-    thinking: ThinkingBudget | None = None
-    """A bound on the output's reasoning."""
-    pooling: PoolingParams | None = None
-    """See :attr:`~headrace_core.request.CoreRequest.pooling`."""
-    token_type_ids: list[int] | None = None
-    media: list[MediaInput] = field(default_factory=list)
-    num_encoder_tokens: int = 0
-    num_attended_tokens: int | None = None
-    """See :attr:`~headrace_core.request.CoreRequest.num_attended_tokens`."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens that were generated before a preemption."""
+        return self.token_ids[self.num_prompt_tokens :]
 
 
 @dataclass(slots=True)
@@ -110,7 +102,7 @@ class RequestStepResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a worker returns for a step."""
+    """A worker's result of a step."""
 
     step_id: int
     requests: dict[str, RequestStepResult]

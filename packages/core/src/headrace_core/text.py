@@ -132,7 +132,7 @@ class ToolCallDelta:
     """A piece of a call while it is being written."""
 
     index: int
-    """Which call of the answer."""
+    """Index of the call in the answer."""
     name: str | None = None
     """Once, with the call's first piece."""
     arguments: str = ""
@@ -141,15 +141,15 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class ParsedDelta:
-    """What a piece of output text turned out to be."""
+    """Parsed parts of a piece of output text."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
-class CallFrame(NamedTuple):
-    """What a format writes around a call's arguments, where these are JSON."""
+class CallDelimiters(NamedTuple):
+    """Texts around a call's arguments, in formats whose arguments are JSON."""
 
     trigger: str
     """The text with which calls begin, whatever tool they call; ``before`` begins with it."""
@@ -170,10 +170,11 @@ class ToolCallParser(ABC):
     """
 
     needs_special_tokens: ClassVar[bool] = False
-    """Whether the format's marks are special tokens, which output texts otherwise leave out."""
-    forms_include_reasoning: ClassVar[bool] = False
-    """True: :meth:`strict_form` and :meth:`forced_form` describe the reasoning, too. Beside a
-    reasoning format with :attr:`ReasoningParser.calls_before_end` they hold from the first token on."""
+    """True if the format's tags are special tokens, which output texts otherwise leave out."""
+    structural_tags_include_reasoning: ClassVar[bool] = False
+    """True if :meth:`strict_structural_tag` and :meth:`forced_structural_tag` describe the reasoning, too.
+    With a reasoning format that has :attr:`ReasoningParser.calls_before_end` they hold from
+    the first token on."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
@@ -183,23 +184,25 @@ class ToolCallParser(ABC):
         return None
 
     @classmethod
-    def call_frame(cls, name: str) -> CallFrame | None:
-        """How a call of one tool is written; None: not as JSON between fixed texts.
+    def call_delimiters(cls, name: str) -> CallDelimiters | None:
+        """Delimiters of a call of one tool; None: the format is not JSON between fixed texts.
 
         By this the arguments of ``strict`` tools are held to their schemas while they are written.
         """
         return None
 
     @classmethod
-    def strict_form(cls, tools: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """What an answer looks like whose calls hold to their schemas: text that is free but for
+    def strict_structural_tag(
+        cls, tools: Mapping[str, Mapping[str, Any] | None]
+    ) -> Mapping[str, Any] | None:
+        """Structural tag of answers whose calls follow their schemas: text that is free but for
         calls, as the ``format`` of a structural tag.
 
         Args:
             tools: name -> schema of the arguments; None: of a tool that is not strict.
 
         Returns:
-            None: only :meth:`call_frame`, if even that, is known.
+            None: only :meth:`call_delimiters`, if even that, is known.
 
         Raises:
             UnsupportedFeature: the format cannot write, or not unmistakably, what a schema asks for.
@@ -207,7 +210,7 @@ class ToolCallParser(ABC):
         return None
 
     @classmethod
-    def forced_form(
+    def forced_structural_tag(
         cls, tools: Mapping[str, Mapping[str, Any]], *, most: int
     ) -> Mapping[str, Any] | None:
         """The form of an answer that is nothing but calls, as the ``format`` of a structural tag.
@@ -220,7 +223,7 @@ class ToolCallParser(ABC):
             most: largest number of calls, at least 1.
 
         Returns:
-            None: only :meth:`call_frame`, if even that, is known.
+            None: only :meth:`call_delimiters`, if even that, is known.
 
         Raises:
             UnsupportedFeature: the format cannot write, or not unmistakably, what a schema asks for.
@@ -251,13 +254,13 @@ class ToolCallParser(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What is known of an answer before its first token."""
+    """Facts about an answer that are known before its first token."""
 
     prompt_end: str = ""
     """The last characters of the rendered prompt, special tokens included; "" if unknown. A
     template may have opened the reasoning there, or closed it."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What the template was given, the operator's defaults included: switches of thinking."""
+    """Arguments of the template, including the operator's defaults, such as switches of thinking."""
 
 
 class ReasoningParser(ABC):
@@ -269,13 +272,16 @@ class ReasoningParser(ABC):
     """The text with which reasoning begins, in the output or already in the prompt; "": none, the
     output begins with reasoning."""
     begins_reasoning: ClassVar[bool] = True
-    """Whether an answer begins with reasoning even if neither prompt nor output holds the start
+    """True if an answer begins with reasoning even if neither prompt nor output holds the start
     marker. False: such an answer is all answer."""
     end_marker: ClassVar[str] = ""
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""
+    keeps_in_content: ClassVar[bool] = False
+    """True: nothing is split; reasoning stays in the content, up to and including the end marker. Where an
+    answer is held to be nothing but calls, they are sought behind that marker."""
     calls_before_end: ClassVar[bool] = False
-    """Whether calls of tools may come before the end marker, where no constraint holds yet."""
+    """True if calls of tools may come before the end marker, where no constraint holds yet."""
     thought_end: ClassVar[str] = ""
     """The text that ends a thought in front of such a call. A thinking budget writes it instead of the
     end marker where a constraint describes reasoning and calls; "": the end marker does for both."""

@@ -1,3 +1,3 @@
-"""The headrace engine: intake, scheduling, execution, sampling, emission, engine clients."""
+"""The headrace engine: from prompts to outputs, over a scheduler, workers and engine clients."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Several threads share one core: :class:`Calls` hands each caller the outputs of its own requests.
+"""Several threads share one core: :class:`OfflineCalls` hands each caller the outputs of its own requests.
 
 No thread stands between the core and its callers. One of the callers that wait takes in the next step for all
 of them, so a caller that is alone gets its outputs without a task switch.
@@ -14,13 +14,12 @@ from typing import NamedTuple, Protocol
 
 from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.output import RequestOutput
-from headrace_core.text import Tokenizer
-from headrace_engine.clients.base import CoreClient
-from headrace_engine.clients.sink import dead_again
-from headrace_engine.emission.pooled import PooledOutput
-from headrace_engine.emission.processor import Followed, OutputProcessor
-from headrace_engine.intake.prepared import PreparedRequest
+from headrace_engine.clients.base import dead_again
+from headrace_engine.front import EngineFront
+from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.output_processing.output_processor import FollowedRequest
+from headrace_engine.output_processing.pooled import PooledOutput
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ LOOK_AGAIN = 1.0
 """Seconds after which a waiting caller checks that the core still runs."""
 
 
-class News(NamedTuple):
+class RequestUpdate(NamedTuple):
     """An update of one request for the call that made it."""
 
     request_id: str
@@ -40,7 +39,7 @@ class News(NamedTuple):
     """The reason for which the request failed, or None."""
 
 
-class RequestWatch(Protocol):
+class OfflineRequestWatch(Protocol):
     """Follows one request that generates, for metrics."""
 
     def saw(self, output: RequestOutput) -> None:
@@ -56,45 +55,44 @@ class RequestObserver(Protocol):
     """Follows all requests of an engine that generate. Its methods are called with the engine's lock
     held: they return at once, and must not raise."""
 
-    def begin(self, request: PreparedRequest) -> RequestWatch:
+    def begin(self, request: PreparedRequest) -> OfflineRequestWatch:
         """Follow a request that goes to the core now."""
         ...
 
 
-class Calls:
+class OfflineCalls:
     """The requests that are under way, by the calls that made them. Thread-safe.
 
     It is the sink of the core's outputs.
 
     Args:
-        client: the way to the core.
-        tokenizer: None: outputs have no text.
+        front: hands requests to the core.
         observer: follows every request that generates; None: nobody does.
     """
 
     def __init__(
         self,
-        client: CoreClient,
-        tokenizer: Tokenizer | None,
+        front: EngineFront,
         observer: RequestObserver | None = None,
     ) -> None:
-        self._client = client
+        self._front = front
+        self._client = front.client
         self._observer = observer
         self._inbox: queue.SimpleQueue[CoreOutputs | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # All below is guarded by the lock.
-        self._processor = OutputProcessor(tokenizer)
-        self._owners: dict[str, Call] = {}
-        self._watches: dict[str, RequestWatch] = {}
-        self._waiting: list[Call] = []
+        self._processor = front.processor
+        self._owners: dict[str, OfflineCall] = {}
+        self._watches: dict[str, OfflineRequestWatch] = {}
+        self._waiting: list[OfflineCall] = []
         self._end: BaseException | None = None
         """The reason for which no more outputs come; None while the core runs."""
         self._taking = False
         """True while a caller takes in the next step."""
 
-    def open(self) -> Call:
+    def open(self) -> OfflineCall:
         """Make a call that has no requests yet."""
-        return Call(self, self._lock)
+        return OfflineCall(self, self._lock)
 
     def close(self) -> None:
         """Make every caller that waits, now or later, raise. Idempotent."""
@@ -112,27 +110,19 @@ class Calls:
 
     # For calls.
 
-    def add(self, call: Call, request: PreparedRequest) -> None:
-        """See :meth:`Call.add`."""
+    def add(self, call: OfflineCall, request: PreparedRequest) -> None:
+        """See :meth:`OfflineCall.add`."""
         with self._lock:
             if self._end is not None:
                 raise dead_again(self._end)
-            state = self._processor.add(request)
+            state = self._front.begin(request)
             self._owners[request.request_id] = call
             call.under_way[request.request_id] = state
             if self._observer is not None and request.pooling is None:
                 self._watches[request.request_id] = self._observer.begin(request)
-        added = False
-        try:
-            self._client.add(request.core_requests)
-            added = True
-        finally:
-            if not added:  # an error, or Ctrl-C: nobody would ever take its outputs
-                with self._lock:
-                    self._forget(state)
 
-    def wait(self, call: Call) -> list[News]:
-        """See :meth:`Call.wait`."""
+    def wait(self, call: OfflineCall) -> list[RequestUpdate]:
+        """See :meth:`OfflineCall.wait`."""
         self._client.check_caller()
         while True:
             with self._lock:
@@ -146,16 +136,16 @@ class Calls:
                 self._taking = True
             self._take_in(call)
 
-    def end(self, call: Call, request_ids: Sequence[str], finish_reason: str) -> None:
-        """See :meth:`Call.abort`."""
+    def end(self, call: OfflineCall, request_ids: Sequence[str], finish_reason: str) -> None:
+        """See :meth:`OfflineCall.abort`."""
         with self._lock:
             own = [request_id for request_id in request_ids if request_id in call.under_way]
             processed = self._processor.end(own, finish_reason)
             self._hand_out(processed.changed)
         self._client.abort(processed.abort_core_ids)
 
-    def drop(self, call: Call) -> None:
-        """See :meth:`Call.close`."""
+    def drop(self, call: OfflineCall) -> None:
+        """See :meth:`OfflineCall.close`."""
         with self._lock:
             left = [core for state in list(call.under_way.values()) for core in self._forget(state)]
         if left and self._client.failure is None:
@@ -163,12 +153,12 @@ class Calls:
 
     # The lock is held in all below but `_take_in` and `_receive`.
 
-    def _take(self, call: Call) -> list[News]:
+    def _take(self, call: OfflineCall) -> list[RequestUpdate]:
         changed, call.fresh = call.fresh, {}
-        news = []
+        updates = []
         for request_id, state in changed.items():
             output = state.take()
-            news.append(News(request_id, output, state.finished, state.error))
+            updates.append(RequestUpdate(request_id, output, state.finished, state.error))
             watch = self._watches.get(request_id)
             if watch is not None and isinstance(output, RequestOutput):
                 watch.saw(output)
@@ -176,16 +166,16 @@ class Calls:
                 self._forget(state)
                 if state.error is not None:
                     logger.error("%s", state.error)
-        return news
+        return updates
 
-    def _wait_for_others(self, call: Call) -> None:
+    def _wait_for_others(self, call: OfflineCall) -> None:
         self._waiting.append(call)
         try:
             call.woken.wait(LOOK_AGAIN)
         finally:
             self._waiting.remove(call)
 
-    def _take_in(self, call: Call) -> None:
+    def _take_in(self, call: OfflineCall) -> None:
         """Wait for a step's outputs and give each call the outputs of its requests."""
         received: CoreOutputs | BaseException | None = None
         try:
@@ -220,7 +210,7 @@ class Calls:
             self._client.abort(processed.abort_core_ids)
         self._hand_out(processed.changed)
 
-    def _hand_out(self, changed: Sequence[Followed]) -> None:
+    def _hand_out(self, changed: Sequence[FollowedRequest]) -> None:
         for state in changed:
             if state.ready:
                 owner = self._owners[state.request.request_id]
@@ -245,12 +235,12 @@ class Calls:
         self._hand_out(processed.changed)
         self._client.abort(processed.abort_core_ids)
 
-    def _lost(self, call: Call, why: BaseException) -> EngineDead:
+    def _lost(self, call: OfflineCall, why: BaseException) -> EngineDead:
         for state in list(call.under_way.values()):
             self._forget(state)
         return dead_again(why)
 
-    def _forget(self, state: Followed) -> list[str]:
+    def _forget(self, state: FollowedRequest) -> list[str]:
         """Stop following a request; returns the ids that the core must abort. Idempotent."""
         request_id = state.request.request_id
         watch = self._watches.pop(request_id, None)
@@ -263,16 +253,16 @@ class Calls:
         return self._processor.remove(state)
 
 
-class Call:
+class OfflineCall:
     """The requests of one caller; nobody else takes their outputs. Leaving the ``with`` block aborts
     the requests that still run."""
 
-    def __init__(self, calls: Calls, lock: threading.Lock) -> None:
+    def __init__(self, calls: OfflineCalls, lock: threading.Lock) -> None:
         self._calls = calls
-        # Guarded by the lock, and changed by Calls only:
-        self.under_way: dict[str, Followed] = {}
+        # Guarded by the lock, and changed by OfflineCalls only:
+        self.under_way: dict[str, FollowedRequest] = {}
         """Requests whose last update was not taken."""
-        self.fresh: dict[str, Followed] = {}
+        self.fresh: dict[str, FollowedRequest] = {}
         """Requests that have an update to take."""
         self.woken = threading.Condition(lock)
 
@@ -290,7 +280,7 @@ class Call:
         """
         self._calls.add(self, request)
 
-    def wait(self) -> list[News]:
+    def wait(self) -> list[RequestUpdate]:
         """Wait for updates of requests; returns [] at once if nothing is under way.
 
         Raises:
@@ -308,7 +298,7 @@ class Call:
         if self.under_way:
             self._calls.drop(self)
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> OfflineCall:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,15 +13,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_core import plugins
-from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
 from headrace_core.kv import CacheSpec
-from headrace_core.log_lines import log_block
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.config import EngineConfig
 from headrace_engine.guests import must_not_end
+from headrace_engine.log_lines import log_block
 from headrace_engine.messages import CoreOutput
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.step_timer import StepTimer
@@ -40,7 +40,7 @@ may, never of what may not: a worker has methods that would end it."""
 
 
 class StepScheduler(Protocol):
-    """What the core needs of a scheduler (``headrace.schedulers``)."""
+    """A scheduler, as the core needs it (``headrace.schedulers``)."""
 
     def add(self, request: CoreRequest) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]: ...
@@ -114,7 +114,7 @@ class EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
         Args:
-            config: resolved (:func:`headrace_core.resolution.resolve`).
+            config: resolved (:func:`headrace.assembly.resolution.resolve`).
             max_model_len: longest context.
             executor: not yet started; shut down again if anything here fails.
             timeline: gets one phase per piece of work.
@@ -144,7 +144,7 @@ class EngineCore:
     ) -> EngineCore:
         with timeline.phase("import engine"):
             import headrace_engine.execution.memory  # noqa: F401 - timed here
-            from headrace_engine.kv.making import make_manager
+            from headrace_engine.kv.factory import make_manager
         with timeline.phase("start workers"):
             executor.start()
         with timeline.phase("load model", is_long=True):
@@ -266,7 +266,7 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What a function says of each worker's model, by rank, after the steps that are in flight."""
+        """Results of a function of each worker's model, by rank, after the steps that are in flight."""
         return self.executor.call("apply_model", function)
 
     def run_on_workers(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
@@ -299,7 +299,7 @@ class EngineCore:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _reload_weights(self) -> list[Any]:
-        """What other weights computed is worth nothing: neither running requests nor cached blocks."""
+        """Read the weights again, if no request runs. Blocks that other weights computed are forgotten."""
         if self.has_unfinished:
             raise RequestError(
                 "method = 'reload_weights': must wait until no request runs: pause first",
@@ -330,14 +330,14 @@ def _plan_memory(
     fit_context: bool,
 ) -> CachePlan:
     """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
-    from headrace_engine.execution.division import Limits
+    from headrace_engine.execution.division import CacheLimits
     from headrace_engine.execution.memory import CachePlan, fit_max_model_len, plan_cache
     from headrace_engine.kv.grouping import plan_groups
 
     if not specs:
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device
-    limits = Limits.of(config, max_model_len)
+    limits = CacheLimits.of(config, max_model_len)
     if fit_context:
         fits = fit_max_model_len(profile, groups, config.cache, limits, device=device)
         logger.info("max_model_len: -1 -> %d (the model's own: %d)", fits, max_model_len)

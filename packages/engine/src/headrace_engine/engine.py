@@ -1,54 +1,66 @@
-"""The engine as a server sees it: intake in front of a core, emission behind it.
+"""The engine as a server sees it: :class:`Engine`, an :class:`~headrace_core.engine.EngineClient`.
 
-:class:`Engine` is the asynchronous one, an :class:`~headrace_core.engine.EngineClient`; the synchronous
-one is :class:`headrace_engine.offline.OfflineEngine`.
+It runs the :class:`~headrace_engine.front.EngineFront` on an event loop; the synchronous engine is
+:class:`headrace_engine.offline.OfflineEngine`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+import weakref
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
-from headrace_core.call_entry import CallEntry
-from headrace_core.config import EngineConfig
-from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
+from headrace_core.arrays import PackedArray
+from headrace_core.context import OWNER
+from headrace_core.engine import AdmissionTicket, EngineStats, Generate, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
-from headrace_core.io_processor import IOProcessor
-from headrace_core.output import RequestOutput
-from headrace_core.owner import OWNER
-from headrace_core.packed import PackedArray
+from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.io_processor import IOProcessor
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
-from headrace_core.sampling import SamplingParams
-from headrace_core.scoring import ScoreInput
-from headrace_core.speech import SpeechModel
+from headrace_core.sampling.params import BeamSearchParams, SamplingParams
+from headrace_core.served_model import ServedModel
+from headrace_core.speech.model import AudioClip, SpeechModel
+from headrace_core.speech.transcription import Transcript, TranscriptionParams, TranscriptPiece
 from headrace_core.text import Tokenizer
-from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, no_answer
-from headrace_engine.clients.sink import WeakSink, dead_again
-from headrace_engine.emission.output import RequestState
-from headrace_engine.emission.pooled import PooledOutput, PooledState
-from headrace_engine.emission.processor import Followed, OutputProcessor, Processed
-from headrace_engine.emission.stream import News, Outputs
-from headrace_engine.guests import name_of
-from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.pooling import PooledPrompt
-from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.intake.threads import IntakeThreads, size_of_texts
+from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, dead_again
+from headrace_engine.config import EngineConfig
+from headrace_engine.front import EngineFront
+from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.input_processing.pooling import PoolingPrompt
+from headrace_engine.input_processing.prepared import PreparedRequest
+from headrace_engine.input_processing.threads import InputThreads
 from headrace_engine.messages import CoreOutputs
-from headrace_engine.pause import PauseGate
+from headrace_engine.output_processing.output import StreamState
+from headrace_engine.output_processing.output_processor import FollowedRequest, ProcessedOutputs
+from headrace_engine.output_processing.pooled import PooledOutput
+from headrace_engine.output_processing.stream import EngineOutputs, OutputChannel
 from headrace_engine.pooling.bounded import run_bounded
-from headrace_engine.pooling.jobs import Gathering, Job, read_job, windows_at_once
+from headrace_engine.pooling.jobs import PoolingJob
 from headrace_engine.pooling.scores import AT_ONCE, Scored
-from headrace_engine.queue_limits import QueueLimits
+from headrace_engine.queue_limits import PauseGate, QueueLimits, arriving
+from headrace_engine.request_ids import as_request_ids
 from headrace_engine.structured.admission import Admitted
+from headrace_engine.transcription.calls import StreamedClipRequests
+from headrace_engine.transcription.recordings import RecordingTask
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +71,9 @@ UNREAD_BYTES = 8 * 1024
 """About what an output may hold that its reader has not taken, before its request is suspended. With what
 waits in a socket it stays below the 64 KiB that a slow reader may cost."""
 PAUSE_POLL = 0.02
-"""Seconds between looks whether the last request has ended."""
+"""Seconds between two checks that the last request has ended."""
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Engine:
@@ -72,7 +84,7 @@ class Engine:
 
     Args:
         client: not yet started.
-        intake: knows tokenizer and model.
+        input_processor: knows tokenizer and model.
         config: resolved; the scheduler's part is read.
         heartbeat_limit: seconds without a round of the loop after which the engine counts as stuck;
             None: the configuration's, or :data:`SLOW_STEP` times what the largest step takes if
@@ -87,7 +99,7 @@ class Engine:
     def __init__(
         self,
         client: CoreClient,
-        intake: Intake,
+        input_processor: InputProcessor,
         config: EngineConfig | None = None,
         *,
         heartbeat_limit: float | None = None,
@@ -99,32 +111,34 @@ class Engine:
         """See :attr:`headrace_core.engine.EngineClient.speech`."""
         self.io_processor = io_processor
         """See :attr:`headrace_core.engine.EngineClient.io_processor`."""
-        scheduler = config.scheduler
         self._client = client
-        self._intake = intake
-        self._processor = OutputProcessor(intake.tokenizer, scheduler.stream_interval)
-        self._limits = QueueLimits(scheduler, self._processor)
-        self._streams: dict[str, News] = {}
-        self._threads = IntakeThreads(intake, config.structured_outputs.compile_processes)
+        self._waiting = _LoopWaiting(
+            self, InputThreads(input_processor, config.structured_outputs.compile_processes)
+        )
+        self._front = EngineFront(
+            client, input_processor, self._waiting, stream_interval=config.scheduler.stream_interval
+        )
+        self._processor = self._front.processor
+        self._limits = QueueLimits(config.scheduler, self._processor)
+        self._gate = PauseGate()
+        self._streams: dict[str, OutputChannel] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
-        self._gate = PauseGate()
         self._config = config
-        client.start(WeakSink(self))
-        intake.limit_context(client.max_model_len)
+        self._front.start(self)
         self._heartbeat_limit = heartbeat_limit or max(
             config.observability.heartbeat_limit, SLOW_STEP * client.step_seconds
         )
 
     @property
     def model(self) -> ServedModel:
-        return self._intake.model
+        return self._front.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer, None if none was loaded."""
-        return self._intake.tokenizer
+        return self._front.tokenizer
 
     @property
     def client(self) -> CoreClient:
@@ -143,44 +157,33 @@ class Engine:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
-    ) -> Outputs:
+    ) -> EngineOutputs:
         """See :meth:`headrace_core.engine.EngineClient.generate`."""
 
-        owner = OWNER.get()  # of the caller's task; preparing may happen in another thread
-
-        def take_in(admitted: Admitted | None) -> PreparedRequest:
-            request = self._intake.prepare(
-                prompt, params, request_id, priority=priority,
-                add_special_tokens=add_special_tokens, admitted=admitted,
-            )  # fmt: skip
-            for core in request.core_requests:
-                core.owner = owner
-            return request
-
-        async def prepare() -> PreparedRequest:
-            admitted = None
-            if params.structured_outputs is not None:
-                admitted = await self._threads.admit(params)
-            return await self._threads.run(prompt, lambda: take_in(admitted))
-
-        news = News()
-        return Outputs(self._pull(news, params.n, prepare), news, self._raise_failure)
+        prepare = partial(
+            self._front.prepare,
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            owner=OWNER.get(),  # of the caller's task; another may iterate
+        )
+        channel = OutputChannel()
+        return EngineOutputs(self._pull(channel, params.n, prepare), channel, self._raise_failure)
 
     async def _pull(
-        self, news: News, n: int, prepare: Callable[[], Awaitable[PreparedRequest]]
+        self, channel: OutputChannel, n: int, prepare: Callable[[], Awaitable[PreparedRequest]]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Take the request in and yield its outputs, as far as they are not poured."""
+        """Take the request in and yield its outputs, as far as they are not pushed."""
         try:
-            self._check_open()
-            with self._limits.arriving(n):
+            async with self._waiting.arriving(n) as admit:
                 request = await prepare()
-                await self._gate.passed()
-                num_tokens = len(request.prompt_token_ids) * len(request.core_requests)
-                self._limits.check_tokens(num_tokens)
-                state = self._open_stream(request, news)
+                await admit(request.num_tokens)
+                state = self._open_stream(request, channel)
         finally:
-            news.decided.set()
-        assert isinstance(state, RequestState)
+            channel.decided.set()
+        assert isinstance(state, StreamState)
         try:
             while not state.exhausted:
                 output = state.take()
@@ -188,9 +191,23 @@ class Engine:
                     yield output
                     continue
                 self._raise_failure(state)
-                await news.wait()
+                await channel.wait()
         finally:
-            self._close_stream(state, news)
+            self._close_stream(state, channel)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> BeamSearchOutput:
+        """See :meth:`headrace_core.engine.EngineClient.beam_search`."""
+        return await self._front.beam_search(
+            prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
+        )
 
     async def encode(
         self,
@@ -201,13 +218,13 @@ class Engine:
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
-        entry: CallEntry | None = None,
+        entry: AdmissionTicket | None = None,
     ) -> PooledOutput:
         """See :meth:`headrace_core.engine.EngineClient.encode`."""
-        job = Job(prompt, params, task, request_id, priority, add_special_tokens)
-        entry = entry or CallEntry()
-        async with entry.place(self._limits.share(AT_ONCE)):
-            return await self._encode(job, entry)
+        job = PoolingJob(prompt, params, task, request_id, priority, add_special_tokens)
+        entry = entry or AdmissionTicket()
+        async with entry.place(self._waiting.share()):
+            return await self._front.encode(job, entry)
 
     async def score(
         self,
@@ -221,89 +238,56 @@ class Engine:
     ) -> list[Scored]:
         """See :meth:`headrace_core.engine.EngineClient.score`."""
         self._check_open()
-        plan = await self._threads.run_sized(
-            size_of_texts(data_1) + size_of_texts(data_2),
-            lambda: self._intake.scores.plan(
-                data_1, data_2, params, request_id, priority=priority, chat_template=chat_template
-            ),
-        )
-        results: dict[int, PooledOutput] = {}
-        entry = CallEntry()
-        prompts = (self._encode(job, entry) for job in plan.jobs)
-        await run_bounded(prompts, self._limits.share(AT_ONCE), results.__setitem__)
-        return plan.outputs([results[index] for index in range(len(plan.jobs))])
+        plan = partial(
+            self._front.input_processor.scores.plan,
+            data_1, data_2, params, request_id, priority=priority, chat_template=chat_template,
+        )  # fmt: skip
+        return await self._front.score(plan, data_1, data_2)
 
-    async def _encode(self, job: Job, entry: CallEntry) -> PooledOutput:
-        """Take in a prompt, run its requests, and wait for the result."""
-        self._check_open()
-        taken = None
-        async with entry.door:  # nobody waits long: whoever finds it let in goes on at once
-            if not entry.let_in:
-                with self._limits.arriving(1):
-                    taken = await self._take_in_pooled(job, check_tokens=True)
-                entry.let_in = True
-        prompt, opened = taken or await self._take_in_pooled(job, check_tokens=False)
-        if opened is not None:
-            return await self._result(*opened)
-        gathering = Gathering(prompt)
-        windows = map(self._window, self._intake.pooling.windows(prompt))
-        at_once = self._limits.share(windows_at_once(prompt))
-        await run_bounded(windows, at_once, gathering.add)
-        return gathering.output()
+    async def transcribe(
+        self,
+        audio: AudioClip,
+        params: TranscriptionParams,
+        request_id: str,
+        *,
+        generate: Generate | None = None,
+    ) -> Transcript:
+        """See :meth:`headrace_core.engine.EngineClient.transcribe`."""
+        return await self._recording(audio, params, request_id, generate).whole()
 
-    async def _take_in_pooled(
-        self, job: Job, *, check_tokens: bool
-    ) -> tuple[PooledPrompt, tuple[Followed, News] | None]:
-        """Read a prompt, and begin it unless it must be computed in windows."""
-        intake = self._intake.pooling
-        prompt = await self._threads.run(job.prompt, lambda: read_job(intake, job))
-        await self._gate.passed()
-        if check_tokens:
-            self._limits.check_tokens(len(prompt.token_ids))
-        return prompt, None if prompt.window else self._open_pooled(intake.request(prompt))
+    def stream_transcript(
+        self,
+        audio: AudioClip,
+        params: TranscriptionParams,
+        request_id: str,
+        *,
+        generate: Generate | None = None,
+    ) -> AsyncGenerator[TranscriptPiece, None]:
+        """See :meth:`headrace_core.engine.EngineClient.stream_transcript`."""
+        return self._recording(audio, params, request_id, generate).pieces()
 
-    async def _window(self, request: PreparedRequest) -> PooledOutput:
-        """One window of a long text."""
-        await self._gate.passed()
-        return await self._result(*self._open_pooled(request))
-
-    def _open_pooled(self, request: PreparedRequest) -> tuple[Followed, News]:
-        for core in request.core_requests:
-            core.owner = OWNER.get()
-        news = News()
-        return self._open_stream(request, news), news
-
-    async def _result(self, state: Followed, news: News) -> PooledOutput:
-        """Of a pooling request that is under way; whoever is cancelled here aborts it."""
-        assert isinstance(state, PooledState)
-        try:
-            while not state.ready:
-                self._raise_failure(state)
-                await news.wait()
-            output = state.take()
-            if output is not None:
-                return output
-            self._raise_failure(state)
-            raise GenerateError(f"request {state.request.request_id!r} was aborted")
-        finally:
-            self._close_stream(state, news)
+    def _recording(
+        self,
+        audio: AudioClip,
+        params: TranscriptionParams,
+        request_id: str,
+        generate: Generate | None,
+    ) -> RecordingTask:
+        front = self._front
+        requests = StreamedClipRequests(front, generate or self.generate, request_id, front.compute)
+        return RecordingTask(self, requests, audio, params, request_id)
 
     async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
         """See :meth:`headrace_core.engine.EngineClient.align`."""
-        self._check_open()
-        with self._limits.arriving(1):
-            intake = self._intake.alignment
-            request = await self._threads.run(
-                prompt, lambda: intake.prepare(prompt, request_id, priority=priority)
-            )
-            await self._gate.passed()
-            self._limits.check_tokens(len(request.prompt_token_ids))
-            opened = self._open_pooled(request)
-        weights: PackedArray = (await self._result(*opened)).outputs.data
-        return weights
+        return await self._front.align(prompt, request_id, priority=priority)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See :meth:`headrace_core.engine.EngineClient.abort`."""
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """See :meth:`headrace_core.engine.EngineClient.abort`; one id is taken as well.
+
+        Raises:
+            RequestError: an id is not text; nothing is aborted.
+        """
+        request_ids = as_request_ids(request_ids)
         if self.model.runner == "pooling":
             calls = set(request_ids)
             states = self._processor.states
@@ -315,22 +299,19 @@ class Engine:
         self, prompt: Prompt, *, add_special_tokens: bool | None = None, strings: bool = False
     ) -> TokenizedPrompt:
         """See :meth:`headrace_core.engine.EngineClient.tokenize`."""
-        return await self._threads.run(
-            prompt, lambda: self._intake.tokenize(prompt, add_special_tokens, strings)
+        return await self._front.tokenize(
+            prompt, add_special_tokens=add_special_tokens, strings=strings
         )
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> str:
         """See :meth:`headrace_core.engine.EngineClient.detokenize`."""
-        return await self._threads.run(
-            token_ids,
-            lambda: self._intake.detokenize(token_ids, skip_special_tokens=skip_special_tokens),
-        )
+        return await self._front.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def stats(self, *, drain: bool = False) -> EngineStats:
         """See :meth:`headrace_core.engine.EngineClient.stats`."""
-        stats = await self._answer(self._client.stats(drain))
+        stats = await self._front.stats(drain)
         stats.heartbeat_age = self._client.heartbeat_age
         stats.num_requests_waiting += self._gate.num_held
         return stats
@@ -348,7 +329,7 @@ class Engine:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See :meth:`headrace_core.engine.EngineClient.reset_prefix_cache`."""
-        return await self._answer(self._client.reset_prefix_cache(reset_running_requests))
+        return await self._front.reset_prefix_cache(reset_running_requests)
 
     async def pause_generation(
         self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
@@ -387,9 +368,7 @@ class Engine:
         self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
     ) -> list[Any]:
         """See :meth:`headrace_core.engine.EngineClient.collective_rpc`."""
-        self._check_open()
-        called = self._client.call_workers(method, args)
-        return await _of_workers(f"collective_rpc: {method}", called, timeout)
+        return await self._call_workers(method, args, timeout)
 
     async def run_on_workers(
         self,
@@ -405,9 +384,14 @@ class Engine:
             UnsupportedFeature: the workers are in another process.
             TimeoutError: there was no answer in time; names the function and the seconds.
         """
+        return await self._call_workers(function, args, timeout)
+
+    async def _call_workers(
+        self, method: str | Callable[..., Any], args: Sequence[Any], timeout: float | None
+    ) -> list[Any]:
         self._check_open()
-        called = self._client.run_on_workers(function, args)
-        return await _of_workers(f"collective_rpc: {name_of(function)}", called, timeout)
+        seconds = CONTROL_TIMEOUT if timeout is None else timeout
+        return await self._front.call_workers(method, args, seconds)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -425,8 +409,8 @@ class Engine:
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._client.shutdown)
         finally:
-            self._threads.close()
-            self._intake.close()
+            self._waiting.threads.close()
+            self._front.input_processor.close()
             if self.speech is not None:
                 self.speech.close()
 
@@ -453,24 +437,24 @@ class Engine:
     def _take_outputs(self, outputs: CoreOutputs) -> None:
         self._publish(self._processor.process(outputs))
 
-    def _publish(self, processed: Processed) -> None:
+    def _publish(self, processed: ProcessedOutputs) -> None:
         if processed.abort_core_ids:
             self._client.abort(processed.abort_core_ids)
         behind = []
         for state in processed.changed:
-            news = self._streams.get(state.request.request_id)
-            if news is not None:
-                news.tell()
+            channel = self._streams.get(state.request.request_id)
+            if channel is not None:
+                channel.tell()
                 if self._is_behind(state):
                     behind.append(state)
         if behind and self._loop is not None:
             # Readers that were woken just now come first.
             self._loop.call_soon(self._suspend, behind)
 
-    def _is_behind(self, state: Followed) -> TypeGuard[RequestState]:
+    def _is_behind(self, state: FollowedRequest) -> TypeGuard[StreamState]:
         """True if much of a request that goes on was not taken, and it is not suspended yet."""
         return (
-            isinstance(state, RequestState)
+            isinstance(state, StreamState)
             and state.on_taken is None
             and state.ready  # else nobody could take anything (--stream-interval)
             and state.num_untaken_bytes > UNREAD_BYTES
@@ -478,14 +462,14 @@ class Engine:
             and not self._gate.paused  # whoever pauses generation waits for what runs
         )
 
-    def _suspend(self, states: Sequence[RequestState]) -> None:
+    def _suspend(self, states: Sequence[StreamState]) -> None:
         """Stop computing what nobody reads, until it is read."""
         if self._closing or self.dead_error is not None:
             return
         for state in states:
             if self._is_behind(state):
                 core_ids = state.unfinished_core_ids
-                state.on_taken = functools.partial(self._resume, core_ids)
+                state.on_taken = partial(self._resume, core_ids)
                 self._client.suspend(core_ids)
 
     def _resume(self, core_ids: Sequence[str]) -> None:
@@ -495,14 +479,14 @@ class Engine:
     def _resume_all(self) -> None:
         """Go on whether anybody reads or not."""
         for state in self._processor.states:
-            if isinstance(state, RequestState) and state.on_taken is not None:
+            if isinstance(state, StreamState) and state.on_taken is not None:
                 on_taken, state.on_taken = state.on_taken, None
                 on_taken()
 
     def _wake_all(self) -> None:
         self._gate.give_up()
-        for news in self._streams.values():
-            news.wake()
+        for channel in self._streams.values():
+            channel.wake()
 
     def _check_open(self) -> None:
         if self.dead_error is not None:
@@ -515,59 +499,86 @@ class Engine:
         elif self._loop is not loop:
             raise RuntimeError("this Engine belongs to another asyncio event loop")
 
-    def _open_stream(self, request: PreparedRequest, news: News) -> Followed:
+    def _open_stream(self, request: PreparedRequest, channel: OutputChannel) -> FollowedRequest:
         self._check_open()  # preparing may have taken a while
-        state = news.state = self._processor.add(request)
-        self._streams[request.request_id] = news
-        try:
-            self._client.add(request.core_requests)
-        except BaseException:
-            self._close_stream(state, news)
-            raise
+        state = channel.state = self._front.begin(request)
+        self._streams[request.request_id] = channel
         return state
 
-    def _close_stream(self, state: Followed, news: News) -> None:
+    def _close_stream(self, state: FollowedRequest, channel: OutputChannel) -> None:
         """Whatever still runs of the request is aborted: its consumer has gone."""
         request_id = state.request.request_id
-        if self._streams.get(request_id) is news:
+        if self._streams.get(request_id) is channel:
             del self._streams[request_id]
         core_ids = self._processor.remove(state)
         if core_ids and self.dead_error is None:
             with contextlib.suppress(EngineDead):
                 self._client.abort(core_ids)
 
-    def _raise_failure(self, state: Followed) -> None:
+    def _raise_failure(self, state: FollowedRequest) -> None:
         if state.error is not None:
             raise state.error
         if self.dead_error is not None:
             raise dead_again(self.dead_error)
 
-    async def _answer(self, future: Future[Result]) -> Result:
+    async def _last_output(self, state: FollowedRequest, channel: OutputChannel) -> Any:
+        """The last output of a request that is under way; a caller that is cancelled here aborts it."""
+        output = None
         try:
-            async with asyncio.timeout(CONTROL_TIMEOUT):
-                return await asyncio.wrap_future(future)
-        except TimeoutError:
-            raise EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s") from None
+            while not state.exhausted:
+                output = state.take() or output
+                self._raise_failure(state)
+                if not state.exhausted:
+                    await channel.wait()
+            if output is None:
+                raise GenerateError(f"request {state.request.request_id!r} was aborted")
+            return output
+        finally:
+            self._close_stream(state, channel)
 
 
-async def _of_workers(call: str, called: Future[Result], timeout: float | None) -> Result:
-    """The answer of workers.
+class _LoopWaiting:
+    """The :class:`~headrace_engine.front.Waiting` of an asynchronous engine.
 
     Args:
-        call: for the error (:func:`~headrace_engine.clients.base.no_answer`).
-        timeout: seconds; None: :data:`CONTROL_TIMEOUT`.
-
-    Raises:
-        TimeoutError: there was none in time.
+        engine: owns the streams, the queue's limits and the gate.
+        threads: do what would keep the event loop waiting.
     """
-    seconds = CONTROL_TIMEOUT if timeout is None else timeout
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await asyncio.wrap_future(called)
-    except TimeoutError:
-        if limit.expired():
-            raise no_answer(call, seconds) from None
-        raise  # of what was called
+
+    def __init__(self, engine: Engine, threads: InputThreads) -> None:
+        self._engine = weakref.proxy(engine)
+        self.threads = threads
+
+    def arriving(
+        self, num_requests: int = 1, ticket: AdmissionTicket | None = None
+    ) -> AbstractAsyncContextManager[Callable[[int], Awaitable[None]]]:
+        engine = self._engine
+        engine._check_open()
+        return arriving(engine._limits, engine._gate, num_requests, ticket)
+
+    def share(self, wanted: int | None = None) -> int:
+        return int(self._engine._limits.share(AT_ONCE if wanted is None else wanted))
+
+    async def read(self, prompt: PoolingPrompt | Sequence[int], work: Callable[[], T]) -> T:
+        return await self.threads.run(prompt, work)
+
+    async def compute(self, work: Callable[[], T], size: int | None = None) -> T:
+        if size is None:
+            return await self.threads.run_heavy(work)
+        return await self.threads.run_sized(size, work)
+
+    async def admit(self, params: SamplingParams) -> Admitted | None:
+        return await self.threads.admit(params)
+
+    def begin(self, request: PreparedRequest) -> Awaitable[Any]:
+        engine: Engine = self._engine
+        channel = OutputChannel()
+        return engine._last_output(engine._open_stream(request, channel), channel)
+
+    async def together(
+        self, work: Iterator[Coroutine[Any, Any, T]], at_once: int, take: Callable[[int, T], object]
+    ) -> None:
+        await run_bounded(work, at_once, take)
 
 
 def plain_settings(config: EngineConfig) -> dict[str, Any]:

@@ -21,15 +21,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from headrace_core.context import in_this_context
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
-from headrace_core.log_lines import in_this_context
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
-from headrace_engine.pace import StepPace
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +42,12 @@ STEP_WAIT = 5.0
 """Seconds of waiting for a step after which the executor's state is looked at."""
 JOIN_TIMEOUT = 30.0
 """Longest wait for the running step at shutdown, in seconds."""
+MARGIN_SECONDS, MARGIN_SHARE = 0.01, 0.25
+"""Least rest of a step when the next one is scheduled: this long, and this share of it."""
 
 
 class OutputSink(Protocol):
-    """Where a core's outputs go. Called from a thread of the core; must not block."""
+    """The receiver of a core's outputs. Called from a thread of the core; must not block."""
 
     def on_outputs(self, outputs: CoreOutputs) -> None: ...
     def on_death(self, error: BaseException) -> None: ...
@@ -55,14 +56,14 @@ class OutputSink(Protocol):
 Result = TypeVar("Result")
 
 
-class _Command(NamedTuple):
+class _LoopCommand(NamedTuple):
     """Something to do between two steps."""
 
     run: Callable[[], Any]
     reply: Future[Any] | None = None
 
 
-_WAKE = _Command(lambda: None)
+_WAKE = _LoopCommand(lambda: None)
 """Makes a waiting loop look around."""
 
 
@@ -81,12 +82,12 @@ class EngineLoop:
         self._core = core
         self._sink = sink
         self._clock = clock
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_LoopCommand] = queue.SimpleQueue()
         self._in_flight: deque[tuple[ScheduledStep, Future[StepResult]]] = deque()
         self._pace = StepPace()
         self._timer = core.step_timer
         self._began = clock()
-        """When the oldest step in flight began, about."""
+        """Time at which the oldest step in flight began, about."""
         self._stopping = False
         self._closed = False
         self._idle = False
@@ -96,7 +97,7 @@ class EngineLoop:
             target=in_this_context(self._run), name="headrace-engine", daemon=True
         )
         self.failure: BaseException | None = None
-        """Why the loop ended, if it was not told to."""
+        """The error that ended the loop, if it was not told to end."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -108,7 +109,7 @@ class EngineLoop:
         Args:
             wait: until it has ended.
         """
-        self._commands.put(_Command(self._leave))
+        self._commands.put(_LoopCommand(self._leave))
         if (
             wait
             and self._thread.ident is not None
@@ -118,7 +119,7 @@ class EngineLoop:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -128,19 +129,19 @@ class EngineLoop:
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Queue requests; one that the scheduler refuses ends with reason ``error``."""
-        self._commands.put(_Command(lambda: self._add(requests)))
+        self._commands.put(_LoopCommand(lambda: self._add(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with reason ``abort``; unknown ids are ignored."""
-        self._commands.put(_Command(lambda: self._emit(self._core.abort(request_ids))))
+        self._commands.put(_LoopCommand(lambda: self._emit(self._core.abort(request_ids))))
 
     def suspend(self, request_ids: Sequence[str]) -> None:
         """Compute nothing of these requests until :meth:`resume`; unknown ids are ignored."""
-        self._commands.put(_Command(lambda: self._core.suspend(request_ids)))
+        self._commands.put(_LoopCommand(lambda: self._core.suspend(request_ids)))
 
     def resume(self, request_ids: Sequence[str]) -> None:
         """Go on with suspended requests; other ids are ignored."""
-        self._commands.put(_Command(lambda: self._core.resume(request_ids)))
+        self._commands.put(_LoopCommand(lambda: self._core.resume(request_ids)))
 
     def stats(self, drain: bool = False) -> Future[EngineStats]:
         """Statistics as of the next pause between steps."""
@@ -166,7 +167,7 @@ class EngineLoop:
 
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         reply: Future[Result] = Future()
-        self._commands.put(_Command(function, reply))
+        self._commands.put(_LoopCommand(function, reply))
         if self._closed:
             self._refuse_commands()
         return reply
@@ -293,13 +294,13 @@ class EngineLoop:
             self._handle(command)
             command = self._next_command(0.0)
 
-    def _next_command(self, wait: float) -> _Command | None:
+    def _next_command(self, wait: float) -> _LoopCommand | None:
         try:
             return self._commands.get(block=wait > 0, timeout=wait)
         except queue.Empty:
             return None
 
-    def _handle(self, command: _Command) -> None:
+    def _handle(self, command: _LoopCommand) -> None:
         """Run one command. What it raises goes to who asked, or else is fatal; it is fatal too if it
         ended a worker."""
         if command.reply is None:
@@ -389,3 +390,37 @@ def _as_dead(error: BaseException) -> EngineDead:
     dead = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
     dead.__cause__ = error
     return dead
+
+
+class StepPace:
+    """Forecast of a step's time, judged by the last ones of its kind.
+
+    Two kinds: steps in which every request computes one token, whose time hardly depends on how many they
+    are, and steps with prompts, whose time grows with their tokens.
+    """
+
+    def __init__(self) -> None:
+        self._decoding = 0.0
+        self._per_token = 0.0
+
+    def record(self, step: ScheduledStep, seconds: float) -> None:
+        """A step took so long. One without requests says nothing of the others."""
+        if not step.num_tokens:
+            return
+        if _decodes(step):
+            self._decoding = seconds
+        else:
+            self._per_token = seconds / step.num_tokens
+
+    def expected(self, step: ScheduledStep) -> float:
+        """Seconds; 0 before the first step of its kind."""
+        return self._decoding if _decodes(step) else self._per_token * step.num_tokens
+
+    def spare(self, step: ScheduledStep) -> float:
+        """Seconds of a step in which the next one need not be scheduled yet."""
+        expected = self.expected(step)
+        return max(0.0, expected - max(MARGIN_SECONDS, MARGIN_SHARE * expected))
+
+
+def _decodes(step: ScheduledStep) -> bool:
+    return step.num_tokens == len(step.num_scheduled_tokens)

@@ -1,7 +1,7 @@
-"""What the engine's core and its front end say to each other.
+"""Messages between the engine's core and its front end.
 
-The core (scheduler, KV manager, executor) knows token ids only; the front end (intake, emission)
-knows text. In one process these objects are handed over as they are; between processes they
+The core (scheduler, KV manager, executor) knows token ids only; the front end (input and output
+processing) knows text. In one process these objects are handed over as they are; between processes they
 travel as msgpack (msgspec), never as pickle.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace_core.arrays import PackedArray
 from headrace_core.output import StepTimes
-from headrace_core.packed import PackedArray
 from headrace_core.step import TokenLogprobs
 
 
 @dataclass(slots=True)
 class CoreOutput:
-    """What one step did for one request."""
+    """One step's output for one request."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class CoreOutput:
 
 
 class TimedStep(NamedTuple):
-    """What a step took, and who was part of it, with or without an output."""
+    """A step's time, and the requests that were part of it, with or without an output."""
 
     request_ids: list[str]
     times: StepTimes

@@ -1,7 +1,8 @@
-"""The synchronous engine, for scripts: intake in front of a core, emission behind it.
+"""The synchronous engine, for scripts: :class:`OfflineEngine`.
 
 A calling thread takes each step's outputs from a queue itself, so no event loop and no task switch
-comes between two tokens (:mod:`headrace_engine.calls`).
+comes between two tokens (:mod:`headrace_engine.calls`). What waits for several requests are coroutines of
+the :class:`~headrace_engine.front.EngineFront`, run in the same thread (:mod:`headrace_engine.stepping`).
 """
 
 from __future__ import annotations
@@ -10,33 +11,34 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from headrace_core.engine import EngineStats, ServedModel
-from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
-from headrace_core.output import PoolingRequestOutput, RequestOutput
-from headrace_core.packed import PackedArray
+from headrace_core.arrays import PackedArray
+from headrace_core.engine import AdmissionTicket, EngineStats
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.output import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
-from headrace_core.scoring import ScoreInput
+from headrace_core.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from headrace_core.served_model import ServedModel
 from headrace_core.text import Tokenizer
-from headrace_engine.calls import Call, Calls, News, RequestObserver
-from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, no_answer
-from headrace_engine.clients.sink import WeakSink
-from headrace_engine.emission.pooled import PooledOutput
-from headrace_engine.guests import name_of
-from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.pooling.jobs import Gathering, Job, read_job, requests_of
+from headrace_engine.beam_search import BeamSearchTask
+from headrace_engine.calls import OfflineCall, OfflineCalls, RequestObserver, RequestUpdate
+from headrace_engine.clients.base import PROFILE_TIMEOUT, CoreClient
+from headrace_engine.front import EngineFront
+from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.input_processing.prepared import PreparedRequest
+from headrace_engine.output_processing.pooled import PooledOutput
+from headrace_engine.pooling.jobs import PoolingJob, read_job
 from headrace_engine.pooling.scores import Scored
+from headrace_engine.request_ids import as_request_ids
+from headrace_engine.stepping import CoroutineStepper, ThreadWaiting, result_at_once
+from headrace_engine.transcription.calls import ClipRequests
 
-FED_AT_ONCE = 1024
-"""Pooling requests of one call that are under way together; the others are read meanwhile."""
-
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class EngineObserver(RequestObserver, Protocol):
@@ -57,7 +59,7 @@ class EngineObserver(RequestObserver, Protocol):
         ...
 
 
-class Batch:
+class OfflineBatch:
     """Requests that were started together and end as one list of outputs. Leaving the ``with`` block
     aborts the requests that still run. Belongs to one thread at a time.
 
@@ -66,7 +68,7 @@ class Batch:
         requests: their parameters by request id, in order.
     """
 
-    def __init__(self, call: Call, requests: dict[str, SamplingParams]) -> None:
+    def __init__(self, call: OfflineCall, requests: dict[str, SamplingParams]) -> None:
         self._call = call
         self._params = list(requests.values())
         self._index = {request_id: index for index, request_id in enumerate(requests)}
@@ -93,7 +95,7 @@ class Batch:
         """Abort the requests that still run. Idempotent."""
         self._call.close()
 
-    def __enter__(self) -> Batch:
+    def __enter__(self) -> OfflineBatch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +109,7 @@ class OfflineEngine:
 
     Args:
         client: not yet started.
-        intake: knows tokenizer and model.
+        input_processor: knows tokenizer and model.
         observer: follows all requests; None: nobody does.
 
     Raises:
@@ -115,28 +117,33 @@ class OfflineEngine:
     """
 
     def __init__(
-        self, client: CoreClient, intake: Intake, observer: EngineObserver | None = None
+        self,
+        client: CoreClient,
+        input_processor: InputProcessor,
+        observer: EngineObserver | None = None,
     ) -> None:
         self._client = client
-        self._intake = intake
+        ended = None if observer is None else observer.pooling_ended
+        self._front = EngineFront(
+            client, input_processor, ThreadWaiting(ended), clamp_max_tokens=True
+        )
         self._observer = observer
-        self._calls = Calls(client, intake.tokenizer, observer)
+        self._calls = OfflineCalls(self._front, observer)
         self._own = self._calls.open()
         self._own_pooling: dict[str, tuple[str, float]] = {}
         """Pooling requests of :meth:`add_request`: id -> (task, when it came); only for an observer."""
         self._serial = itertools.count(1)  # next() is atomic
-        client.start(WeakSink(self._calls))
-        intake.limit_context(client.max_model_len)
+        self._front.start(self._calls)
 
     @property
     def model(self) -> ServedModel:
         """Facts about the model."""
-        return self._intake.model
+        return self._front.model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer, None if none was loaded."""
-        return self._intake.tokenizer
+        return self._front.tokenizer
 
     @property
     def client(self) -> CoreClient:
@@ -184,8 +191,8 @@ class OfflineEngine:
         priority: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
         on_added: Callable[[], None] | None = None,
-    ) -> Batch:
-        """Queue requests and return at once; :meth:`Batch.wait` returns their outputs.
+    ) -> OfflineBatch:
+        """Queue requests and return at once; :meth:`OfflineBatch.wait` returns their outputs.
 
         Args:
             prompts, params, priority, add_special_tokens: as :meth:`run`.
@@ -218,9 +225,18 @@ class OfflineEngine:
                 if on_added is not None:
                     on_added()
             undo.pop_all()
-        return Batch(call, requests)
+        return OfflineBatch(call, requests)
 
-    def open_call(self) -> Call:
+    def stepper(self) -> CoroutineStepper:
+        """A driver of coroutines that wait for requests of this engine: many, side by side."""
+        return CoroutineStepper(self._calls)
+
+    def clip_requests(self) -> ClipRequests:
+        """The requests of recordings' clips, for coroutines that a :meth:`stepper` drives."""
+        front = self._front
+        return ClipRequests(front, front.complete, self._next_id(), front.compute)
+
+    def open_call(self) -> OfflineCall:
         """A place for requests whose outputs :meth:`step` does not return, but the call itself."""
         return self._calls.open()
 
@@ -232,7 +248,7 @@ class OfflineEngine:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
-        call: Call | None = None,
+        call: OfflineCall | None = None,
     ) -> None:
         """Queue one request; :meth:`step` returns its outputs.
 
@@ -259,32 +275,30 @@ class OfflineEngine:
         priority: int,
         add_special_tokens: bool | None,
     ) -> PreparedRequest:
-        if isinstance(params, PoolingParams):
-            if params.task is None:
-                tasks = ", ".join(self.model.tasks)
-                raise RequestError(
-                    f"task = None: must be one of those that the model has: {tasks}", param="task"
+        if isinstance(params, SamplingParams):
+            return result_at_once(
+                self._front.prepare(
+                    prompt,
+                    params,
+                    request_id,
+                    priority=priority,
+                    add_special_tokens=add_special_tokens,
                 )
-            return self._pooling_request(
-                Job(prompt, params, params.task, request_id, priority, add_special_tokens)
             )
-        return self._intake.prepare(
-            prompt,
-            params,
-            request_id,
-            priority=priority,
-            add_special_tokens=add_special_tokens,
-            clamp_max_tokens=True,
-        )
-
-    def _pooling_request(self, job: Job) -> PreparedRequest:
-        prompt = read_job(self._intake.pooling, job)
-        if prompt.window:
+        if params.task is None:
+            tasks = ", ".join(self.model.tasks)
+            raise RequestError(
+                f"task = None: must be one of those that the model has: {tasks}", param="task"
+            )
+        pooling = self._front.input_processor.pooling
+        job = PoolingJob(prompt, params, params.task, request_id, priority, add_special_tokens)
+        pooled = read_job(pooling, job)
+        if pooled.window:
             raise UnsupportedFeature(
-                f"prompt: {len(prompt.token_ids)} tokens are several windows; `encode` computes them",
+                f"prompt: {len(pooled.token_ids)} tokens are several windows; `encode` computes them",
                 param="prompt",
             )
-        return self._intake.pooling.request(prompt)
+        return pooling.request(pooled)
 
     def encode(
         self,
@@ -306,7 +320,7 @@ class OfflineEngine:
 
         Returns:
             One result per prompt, in order; ``outputs.data`` is a
-            :class:`~headrace_core.packed.PackedArray`.
+            :class:`~headrace_core.arrays.PackedArray`.
 
         Raises:
             UnsupportedFeature, RequestError: as :meth:`headrace_core.engine.EngineClient.encode`;
@@ -321,7 +335,7 @@ class OfflineEngine:
                     f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
                 )
         jobs = [
-            Job(
+            PoolingJob(
                 prompt,
                 every[index],
                 task,
@@ -331,7 +345,15 @@ class OfflineEngine:
             )
             for index, prompt in enumerate(prompts)
         ]
-        return self._pool(jobs, on_output, observed_as=task)
+        started, front, observer = time.monotonic(), self._front, self._observer
+
+        async def encode(job: PoolingJob, ticket: AdmissionTicket) -> PooledOutput:
+            result = await front.encode(job, ticket)
+            if observer is not None:
+                observer.pooled(task, [result], started)
+            return result
+
+        return self._result(front.encode_all(jobs, encode, on_output))
 
     def score(
         self,
@@ -350,77 +372,53 @@ class OfflineEngine:
             on_output: called with (index, result) for each prompt that is pooled for them.
         """
         started = time.monotonic()
-        plan = self._intake.scores.plan(
+        plan = partial(
+            self._front.input_processor.scores.plan,
             data_1, data_2, params, self._next_id(),
             chat_template=chat_template, add_special_tokens=add_special_tokens,
         )  # fmt: skip
-        scored = plan.outputs(self._pool(plan.jobs, on_output))
+        scored = self._result(self._front.score(plan, data_1, data_2, on_output))
         if self._observer is not None:
             self._observer.pooled("score", scored, started)
         return scored
 
+    def beam_search(
+        self,
+        prompts: Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        at_once: int | None = None,
+        on_output: Callable[[int, BeamSearchOutput], object] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of prompts; see
+        :meth:`headrace_core.engine.EngineClient.beam_search`.
+
+        Args:
+            at_once: prompts that are searched at the same time; None: all.
+            on_output: called with (index of the prompt, output) as searches end. Must not raise.
+
+        Raises:
+            RequestError: a prompt or a parameter is wrong; nothing has run.
+        """
+        tasks = [BeamSearchTask(self._front, p, params, self._next_id()) for p in prompts]
+        for task in tasks:
+            result_at_once(task.prepare())
+        work = (task.run() for task in tasks)
+        return self._result(self._front.results(work, at_once or len(tasks), on_output))
+
     def align(self, prompts: Sequence[Prompt]) -> list[PackedArray]:
-        """Which part of its media each token of a sequence comes from; see
+        """The part of its media that each token of a sequence comes from; see
         :meth:`headrace_core.engine.EngineClient.align`.
 
         Raises: as :meth:`encode`.
         """
-        pending: dict[str, int] = {}
-        found: dict[int, PackedArray] = {}
-        with self._calls.open() as call:
-            for index, prompt in enumerate(prompts):
-                request = self._intake.alignment.prepare(prompt, self._next_id())
-                call.add(request)
-                pending[request.request_id] = index
-            while call.num_unfinished:
-                for news in call.wait():
-                    found[pending[news.request_id]] = _pooled(news).outputs.data
-        return [found[index] for index in range(len(prompts))]
+        work = (self._front.align(prompt, self._next_id()) for prompt in prompts)
+        return self._result(self._front.results(work, len(prompts)))
 
-    def _pool(
-        self,
-        jobs: Sequence[Job],
-        on_output: Callable[[int, PooledOutput], None] | None,
-        observed_as: str | None = None,
-    ) -> list[PooledOutput]:
-        """Results of prompts, in order. New ones are read while others run.
-
-        Args:
-            observed_as: the task under which the observer is told of each result; None: it is not.
-        """
-        started = time.monotonic()
-        feed = self._feed(jobs)
-        pending: dict[str, tuple[int, int, Gathering]] = {}
-        results: dict[int, PooledOutput] = {}
-        with self._calls.open() as call:
-            while True:
-                for request, place in itertools.islice(feed, FED_AT_ONCE - call.num_unfinished):
-                    call.add(request)
-                    pending[request.request_id] = place
-                if not call.num_unfinished:
-                    return [results[index] for index in range(len(jobs))]
-                for news in call.wait():
-                    index, part, gathering = pending.pop(news.request_id)
-                    if self._observer is not None and news.output is None:
-                        self._observer.pooling_ended("abort" if news.error is None else "error")
-                    gathering.add(part, _pooled(news))
-                    if gathering.complete:
-                        result = results[index] = gathering.output()
-                        if self._observer is not None and observed_as is not None:
-                            self._observer.pooled(observed_as, [result], started)
-                        if on_output is not None:
-                            on_output(index, result)
-
-    def _feed(
-        self, jobs: Sequence[Job]
-    ) -> Iterator[tuple[PreparedRequest, tuple[int, int, Gathering]]]:
-        """Requests of the jobs: (job, part of it, where its results go)."""
-        intake = self._intake.pooling
-        for index, job in enumerate(jobs):
-            prompt = read_job(intake, job)
-            gathering = Gathering(prompt)
-            for part, request in enumerate(requests_of(intake, prompt)):
-                yield request, (index, part, gathering)
+    def _result(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine of the front; if it fails, its requests are aborted."""
+        with self.stepper() as stepper:
+            return stepper.result(work)
 
     def has_unfinished_requests(self) -> bool:
         """Return True while :meth:`step` has anything to wait for."""
@@ -433,28 +431,35 @@ class OfflineEngine:
             EngineDead: the engine stopped; all requests are gone.
         """
         every = self._own.wait()
-        for news in every:
-            self._observe_own(news)
-        return [news.output for news in every if news.output is not None]
+        for update in every:
+            self._observe_own(update)
+        return [update.output for update in every if update.output is not None]
 
     @property
     def num_unfinished(self) -> int:
         """Number of requests of which :meth:`step` will return more."""
         return self._own.num_unfinished
 
-    def _observe_own(self, news: News) -> None:
+    def _observe_own(self, update: RequestUpdate) -> None:
         """Tell the observer of a pooling request that :meth:`add_request` queued."""
-        if self._observer is None or not news.finished:
+        if self._observer is None or not update.finished:
             return
-        task, started = self._own_pooling.pop(news.request_id, ("", 0.0))
-        if isinstance(news.output, PoolingRequestOutput):
-            self._observer.pooled(task, [news.output], started)
+        task, started = self._own_pooling.pop(update.request_id, ("", 0.0))
+        if isinstance(update.output, PoolingRequestOutput):
+            self._observer.pooled(task, [update.output], started)
         elif task:
-            self._observer.pooling_ended("abort" if news.error is None else "error")
+            self._observer.pooling_ended("abort" if update.error is None else "error")
 
-    def abort_request(self, request_ids: Sequence[str]) -> None:
-        """End requests with finish reason ``abort``; their last outputs come with :meth:`step`."""
-        self._own.abort(request_ids)
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests with finish reason ``abort``; their last outputs come with :meth:`step`.
+
+        Args:
+            request_ids: one id or several; unknown ones are ignored.
+
+        Raises:
+            RequestError: an id is not text; nothing is aborted.
+        """
+        self._own.abort(as_request_ids(request_ids))
 
     def stats(self, *, drain: bool = False) -> EngineStats:
         """Counters and gauges of the core.
@@ -462,7 +467,7 @@ class OfflineEngine:
         Raises:
             EngineDead: it gave no answer in :data:`~headrace_engine.clients.base.CONTROL_TIMEOUT`.
         """
-        return _of_core(self._client.stats(drain))
+        return self._front.stats(drain).answer()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False while requests hold some and may not be reset.
@@ -470,7 +475,7 @@ class OfflineEngine:
         Raises:
             EngineDead: as :meth:`stats`.
         """
-        return _of_core(self._client.reset_prefix_cache(reset_running_requests))
+        return self._front.reset_prefix_cache(reset_running_requests).answer()
 
     def shutdown(self) -> None:
         """Stop the core and free everything; calls that still wait raise. Idempotent.
@@ -482,7 +487,7 @@ class OfflineEngine:
         try:
             self._client.shutdown()
         finally:
-            self._intake.close()
+            self._front.input_processor.close()
 
     def check_caller(self) -> None:
         """Check that the calling thread may wait for the engine.
@@ -505,7 +510,7 @@ class OfflineEngine:
         args: Sequence[Any] = (),
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a method of every worker: results by rank.
+        """OfflineCall a method of every worker: results by rank.
 
         Args:
             method: its name; or a function that gets the worker before ``args``, only where the
@@ -520,18 +525,8 @@ class OfflineEngine:
                 engine for something.
             TimeoutError: there was no answer in time; names the call and the seconds.
         """
-        if isinstance(method, str):
-            name = method
-            future = self._client.call_workers(method, args)
-        elif callable(method):
-            name = name_of(method)
-            future = self._client.run_on_workers(method, args)
-        else:
-            raise RequestError(
-                f"method = {method!r:.100}: must be the name of a worker method, or a function",
-                param="method",
-            )
-        return _of_workers(f"collective_rpc: {name}", future, timeout)
+        seconds = PROFILE_TIMEOUT if timeout is None else timeout
+        return self._front.call_workers(method, args, seconds).answer()
 
     def apply_model(
         self, function: Callable[[Any], Any], *, timeout: float | None = None
@@ -543,55 +538,11 @@ class OfflineEngine:
             EngineError: as :meth:`collective_rpc`.
             TimeoutError: no answer in time.
         """
-        called = self._client.apply_model(function)
-        return _of_workers(f"apply_model: {name_of(function)}", called, timeout)
+        seconds = PROFILE_TIMEOUT if timeout is None else timeout
+        return self._front.apply_model(function, seconds).answer()
 
     def _next_id(self) -> str:
         return f"offline-{next(self._serial)}"
-
-
-def _of_core(called: Future[Result]) -> Result:
-    """The core's answer to a control call.
-
-    Raises:
-        EngineDead: there was none in time.
-    """
-    try:
-        return called.result(CONTROL_TIMEOUT)
-    except TimeoutError:
-        if called.done():
-            return called.result(0)  # its own error
-        raise EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s") from None
-
-
-def _of_workers(call: str, called: Future[Result], timeout: float | None) -> Result:
-    """The answer of workers.
-
-    Args:
-        call: for the error (:func:`~headrace_engine.clients.base.no_answer`).
-        timeout: seconds; None: :data:`PROFILE_TIMEOUT`.
-
-    Raises:
-        TimeoutError: there was none in time.
-    """
-    seconds = PROFILE_TIMEOUT if timeout is None else timeout
-    try:
-        return called.result(seconds)
-    except TimeoutError:
-        if called.done():  # it is of what was called, or the answer has come now
-            return called.result(0)
-        raise no_answer(call, seconds) from None
-
-
-def _pooled(news: News) -> PooledOutput:
-    """The result of a pooling request that has ended.
-
-    Raises:
-        GenerateError: there is none.
-    """
-    if isinstance(news.output, PoolingRequestOutput):
-        return news.output
-    raise news.error or GenerateError(f"request {news.request_id!r} was aborted")
 
 
 def _collect(

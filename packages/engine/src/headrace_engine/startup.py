@@ -1,4 +1,4 @@
-"""Where the time of a start goes: named phases that leave no gap."""
+"""The time of a start: named phases that leave no gap."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What steps take, for spans that tell it of each request (``--collect-detailed-traces``).
+"""Times of steps, for spans that tell it of each request (``--collect-detailed-traces``).
 
 The loop has the scheduler timed, and the worker is wrapped to time itself: a step's result waits
 for the next step's model, so the time until it arrives says nothing of the worker. What a request's
-steps came to is added up where its outputs are (:mod:`headrace_engine.emission`).
+steps came to is added up where its outputs are (:mod:`headrace_engine.output_processing`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from headrace_core.config import ObservabilityConfig
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_core.output import StepTimes
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.config import ObservabilityConfig
 from headrace_engine.messages import CoreOutput, TimedStep
 
 
@@ -38,7 +38,7 @@ class StepTimer:
 
     @classmethod
     def of(cls, config: ObservabilityConfig) -> StepTimer | None:
-        """What the configuration asks for; None if that is nothing."""
+        """The timer that the configuration asks for; None if it asks for none."""
         if not config.collect_detailed_traces:
             return None
         return cls(forward=config.collect_forward_time, execute=config.collect_execute_time)

@@ -12,23 +12,24 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model
+from engine_fakes import PATIENCE, CharTokenizer, ChildSteps, expected_tokens, served_model
 
-from headrace_core.config import EngineConfig, LoadConfig
+from headrace_core.config import LoadConfig
 from headrace_core.errors import EngineDead
 from headrace_core.output import RequestOutput, StepTimes
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.clients import front_ends as front_ends_module
 from headrace_engine.clients.front_ends import FrontEnds
 from headrace_engine.clients.joined import JoinedClient
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.wire import Heartbeat, Outputs, Stop
+from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
-from headrace_engine.intake.intake import Intake
+from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_testing.waiting import until
 
 FAKES = Path(__file__).parents[1] / "loop"
-pytestmark = pytest.mark.spec("CLI-SERVE")
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
@@ -43,17 +44,17 @@ class Nobody:
 class Shared:
     """A core in a process of its own, and the front ends that were let in."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        config = EngineConfig(load=LoadConfig(load_format="slow"))
+    def __init__(self, folder: Path, steps: ChildSteps) -> None:
+        self.folder, self.steps = folder, steps
+        config = EngineConfig(load=LoadConfig(load_format="held"))
         self.core = ProcessClient("engine_fakes:core_factory", config, folder=folder)
         self.engines: list[Engine] = []
 
-    async def let_in(self, name: str) -> tuple[JoinedClient, Engine]:
+    async def add_front_end(self, name: str) -> tuple[JoinedClient, Engine]:
         client = JoinedClient(self.folder, name)
-        making = asyncio.to_thread(Engine, client, Intake(CharTokenizer(), served_model()))
+        making = asyncio.to_thread(Engine, client, InputProcessor(CharTokenizer(), served_model()))
         task = asyncio.create_task(making)
-        self.core.let_in(name)
+        self.core.add_front_end(name)
         engine = await task
         self.engines.append(engine)
         return client, engine
@@ -67,11 +68,14 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Shared]:
+async def shared(
+    folder: Path, steps: ChildSteps, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Shared]:
     monkeypatch.setenv("PYTHONPATH", str(FAKES), prepend=os.pathsep)
-    made = Shared(folder)
+    made = Shared(folder, steps)
     made.core.start(Nobody())
     yield made
+    steps.open()
     for engine in made.engines:
         await engine.shutdown()
     made.core.shutdown()
@@ -82,16 +86,11 @@ async def collect(engine: Engine, prompt: str, params: SamplingParams, name: str
     return list(outputs[-1].outputs[0].token_ids)
 
 
-async def no_longer_running(engine: Engine, left: int = 0) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while (await engine.stats()).num_requests_running > left:
-            await asyncio.sleep(0.01)
-
-
 async def test_equal_ids_of_two_front_ends_never_meet(shared: Shared) -> None:
-    _, one = await shared.let_in("one")
-    _, two = await shared.let_in("two")
+    _, one = await shared.add_front_end("one")
+    _, two = await shared.add_front_end("two")
     params = SamplingParams(max_tokens=30)
+    shared.steps.open()
     asked = [
         (prompt, asyncio.create_task(collect(engine, prompt, params, f"r{index}")))
         for index in range(8)
@@ -104,59 +103,62 @@ async def test_equal_ids_of_two_front_ends_never_meet(shared: Shared) -> None:
 
 
 async def test_an_abort_reaches_only_ones_own(shared: Shared) -> None:
-    _, one = await shared.let_in("one")
-    _, two = await shared.let_in("two")
+    _, one = await shared.add_front_end("one")
+    _, two = await shared.add_front_end("two")
     kept = asyncio.create_task(collect(two, "kept", LONG, "same"))
     stream = one.generate("dropped", LONG, "same")
-    await anext(stream)
+    begun = asyncio.create_task(anext(stream))
+    await shared.steps.go_on_until(begun.done)
+    await shared.steps.go_on_until_running(two, 2)
     await stream.aclose()
+    await shared.steps.go_on_until_running(two, 1)
+    shared.steps.open()
     assert await kept == expected_tokens("kept", LONG)
-    await no_longer_running(two)
 
 
 @pytest.mark.req("REL-05")
 async def test_what_a_front_end_leaves_behind_is_aborted(shared: Shared) -> None:
-    gone, one = await shared.let_in("one")
-    _, two = await shared.let_in("two")
+    gone, one = await shared.add_front_end("one")
+    _, two = await shared.add_front_end("two")
     left = [asyncio.create_task(collect(one, "left", LONG, f"r{i}")) for i in range(5)]
     kept = asyncio.create_task(collect(two, "kept", LONG, "r0"))
-    async with asyncio.timeout(PATIENCE):
-        while (await two.stats()).num_requests_running < 6:
-            await asyncio.sleep(0.01)
+    await shared.steps.go_on_until_running(two, 6)
     gone.shutdown()  # as if killed: it says nothing
-    shared.core.turn_out("one")
-    await no_longer_running(two, left=1)
+    shared.core.remove_front_end("one")
+    await shared.steps.go_on_until_running(two, 1)
+    shared.steps.open()
     assert await kept == expected_tokens("kept", LONG)
     stats = await two.stats()
     assert stats.num_free_blocks == stats.num_blocks
     for task in left:
         task.cancel()
-    _, again = await shared.let_in("three")
+    _, again = await shared.add_front_end("three")
     params = SamplingParams(max_tokens=9)
     assert await collect(again, "new", params, "r0") == expected_tokens("new", params)
 
 
 async def test_one_hears_the_heartbeat_while_another_talks(shared: Shared) -> None:
-    quiet, _ = await shared.let_in("quiet")
-    _, busy = await shared.let_in("busy")
+    quiet, _ = await shared.add_front_end("quiet")
+    _, busy = await shared.add_front_end("busy")
     heard = set()  # it is told nothing else
-    async with asyncio.timeout(PATIENCE):
-        while len(heard) < 4:
-            await busy.stats()
-            await asyncio.sleep(0.005)
-            heard.add(quiet._heartbeat)
+
+    async def hears() -> bool:
+        await busy.stats()
+        heard.add(quiet._heartbeat)
+        return len(heard) == 4
+
+    await until(hears)
 
 
 @pytest.mark.req("REL-03")
 async def test_the_cores_end_is_everybodys(shared: Shared) -> None:
-    clients = [await shared.let_in(name) for name in ("one", "two")]
+    clients = [await shared.add_front_end(name) for name in ("one", "two")]
     streams = [asyncio.create_task(collect(engine, "x", LONG, "r")) for _, engine in clients]
-    await asyncio.sleep(0.05)
+    await shared.steps.go_on_until_running(clients[0][1], 2)
     assert shared.core.pid is not None
     os.kill(shared.core.pid, signal.SIGKILL)
+    await until(lambda: shared.core.failure is not None)
     async with asyncio.timeout(PATIENCE):
-        while shared.core.failure is None:
-            await asyncio.sleep(0.01)
         for client, _ in clients:
             client.core_ended("killed by signal 9")
         ended = await asyncio.gather(*streams, return_exceptions=True)
@@ -165,15 +167,20 @@ async def test_the_cores_end_is_everybodys(shared: Shared) -> None:
 
 async def test_a_core_that_dies_says_so_itself(shared: Shared) -> None:
     """To front ends that it has talked to before: a connection is nothing to make while dying."""
-    _, one = await shared.let_in("one")
-    _, two = await shared.let_in("two")
-    await collect(one, "x", SamplingParams(max_tokens=1), "first")
+    _, one = await shared.add_front_end("one")
+    _, two = await shared.add_front_end("two")
+    steps = shared.steps
+    first = asyncio.create_task(collect(one, "x", SamplingParams(max_tokens=1), "first"))
+    await steps.go_on_until(first.done)
     waiting = two.generate("x", LONG, "r")
-    await anext(waiting)
+    begun = asyncio.create_task(anext(waiting))
+    await steps.go_on_until(begun.done)
     fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 2})
+    dying = asyncio.create_task(collect(one, "x", fatal, "r"))
+    await steps.go_on_until(dying.done)
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineDead, match="died as told"):
-            await collect(one, "x", fatal, "r")
+            await dying
         with pytest.raises(EngineDead, match="died as told"):
             async for _ in waiting:
                 pass
@@ -181,9 +188,10 @@ async def test_a_core_that_dies_says_so_itself(shared: Shared) -> None:
 
 @pytest.mark.req("SEC-02")
 async def test_only_the_parent_may_stop_the_core(shared: Shared) -> None:
-    client, one = await shared.let_in("one")
+    client, one = await shared.add_front_end("one")
     client._send(Stop())
     params = SamplingParams(max_tokens=9)
+    shared.steps.open()
     assert await collect(one, "on", params, "r") == expected_tokens("on", params)
 
 

@@ -16,16 +16,25 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model, wait_until
+from engine_fakes import (
+    PATIENCE,
+    CharTokenizer,
+    ChildSteps,
+    expected_tokens,
+    served_model,
+    until_stats,
+)
 
-from headrace_core.config import EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
+from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import CapacityError, EngineDead, RequestError
 from headrace_core.output import RequestOutput
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.clients.process import ProcessClient
+from headrace_engine.config import EngineConfig, SchedulerConfig
 from headrace_engine.engine import Engine
-from headrace_engine.intake.intake import Intake
+from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.offline import OfflineEngine
+from headrace_testing.waiting import until, wait_until
 
 FAKES = Path(__file__).parents[1] / "loop"
 FACTORY = "engine_fakes:core_factory"
@@ -54,7 +63,7 @@ def client(story: str = "auto", **scheduler: Any) -> ProcessClient:
 
 
 def engine(made: ProcessClient) -> Engine:
-    return Engine(made, Intake(CharTokenizer(), served_model()))
+    return Engine(made, InputProcessor(CharTokenizer(), served_model()))
 
 
 def gone(pid: int | None) -> bool:
@@ -148,13 +157,15 @@ async def test_sockets_are_private() -> None:
 
 @pytest.mark.req("REL-03")
 @pytest.mark.parametrize("how", ["kill", "exit", "error"])
-async def test_death_of_the_child_ends_every_stream(how: str) -> None:
-    made = client("slow")
+async def test_death_of_the_child_ends_every_stream(how: str, steps: ChildSteps) -> None:
+    made = client("held")
     running = engine(made)
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     streams = [asyncio.create_task(collect(running, f"s{i}", params, f"s{i}")) for i in range(4)]
     first = running.generate("first", params, "first")
-    await anext(first)
+    begun = asyncio.create_task(anext(first))
+    await steps.go_on_until(begun.done)
+    await steps.go_on_until_running(running, 5)
     if how == "kill":
         assert made.pid is not None
         os.kill(made.pid, signal.SIGKILL)
@@ -162,6 +173,7 @@ async def test_death_of_the_child_ends_every_stream(how: str) -> None:
         args = {"exit_at" if how == "exit" else "die_at": 3}
         fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args=args)
         streams.append(asyncio.create_task(collect(running, "fatal", fatal, "fatal")))
+        await steps.go_on_until(streams[-1].done)
     async with asyncio.timeout(PATIENCE):
         ended = await asyncio.gather(*streams, return_exceptions=True)
         with pytest.raises(EngineDead):
@@ -195,16 +207,16 @@ def test_start_errors_reach_the_parent(story: str, error: type[Exception], messa
     assert gone(made.pid)
 
 
-async def test_dropped_consumers_free_everything() -> None:
-    running = engine(client("slow"))
+async def test_dropped_consumers_free_everything(steps: ChildSteps) -> None:
+    running = engine(client("held"))
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     for index in range(5):
         stream = running.generate(f"x{index}", params, f"r{index}")
-        await anext(stream)
+        first = asyncio.create_task(anext(stream))
+        await steps.go_on_until(first.done)
         await stream.aclose()
-    async with asyncio.timeout(PATIENCE):
-        while (stats := await running.stats()).num_requests_running:
-            await asyncio.sleep(0.01)
+    await steps.go_on_until_running(running, 0)
+    stats = await running.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.generation_tokens < 5 * 400, "they ended by themselves"
     await running.shutdown()
@@ -212,28 +224,31 @@ async def test_dropped_consumers_free_everything() -> None:
 
 async def test_a_frozen_child_is_unhealthy() -> None:
     made = client()
-    running = Engine(made, Intake(CharTokenizer(), served_model()), heartbeat_limit=1.5)
-    await until(running, healthy=True)
+    running = Engine(made, InputProcessor(CharTokenizer(), served_model()), heartbeat_limit=1.5)
+    await until_health(running, healthy=True)
     assert made.pid is not None
     os.kill(made.pid, signal.SIGSTOP)
-    assert "no progress" in await until(running, healthy=False)
+    assert "no progress" in await until_health(running, healthy=False)
     os.kill(made.pid, signal.SIGCONT)
-    await until(running, healthy=True)
+    await until_health(running, healthy=True)
     await running.shutdown()
 
 
-async def until(engine: Engine, *, healthy: bool) -> str:
+async def until_health(engine: Engine, *, healthy: bool) -> str:
     """Wait for it; returns what is wrong."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            wrong = ""
-            try:
-                await engine.check_health()
-            except EngineDead as error:
-                wrong = str(error)
-            if healthy == (not wrong):
-                return wrong
-            await asyncio.sleep(0.05)
+    wrong = ""
+
+    async def found() -> bool:
+        nonlocal wrong
+        wrong = ""
+        try:
+            await engine.check_health()
+        except EngineDead as error:
+            wrong = str(error)
+        return healthy == (not wrong)
+
+    await until(found)
+    return wrong
 
 
 @pytest.mark.req("REL-04")
@@ -243,7 +258,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import sys, time
-            from headrace_core.config import EngineConfig
+            from headrace_engine.config import EngineConfig
             from headrace_engine.clients.process import ProcessClient
             class Sink:
                 def on_outputs(self, outputs): pass
@@ -251,7 +266,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
             client = ProcessClient("engine_fakes:core_factory", EngineConfig())
             client.start(Sink())
             print(client.pid, flush=True)
-            time.sleep(600)
+            time.sleep(600)  # until it is killed
             """
         )
     )
@@ -269,36 +284,43 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
 
 def test_offline_over_a_process() -> None:
     params = SamplingParams(max_tokens=20)
-    with OfflineEngine(client(), Intake(CharTokenizer(), served_model())) as offline:
+    with OfflineEngine(client(), InputProcessor(CharTokenizer(), served_model())) as offline:
         outputs = offline.run(["a", "b"], params)
     assert [o.outputs[0].token_ids for o in outputs] == [
         expected_tokens(p, params) for p in ("a", "b")
     ]
 
 
-@pytest.mark.spec("API-PAUSE")
-async def test_pause_and_calls_cross() -> None:
-    running = engine(client(story="slow"))
+async def test_pause_and_calls_cross(steps: ChildSteps) -> None:
+    running = engine(client(story="held"))
     try:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         asked = [asyncio.create_task(collect(running, "x", params, f"r{i}")) for i in range(3)]
-        async with asyncio.timeout(PATIENCE):
-            while not (await running.stats()).num_requests_running:
-                await asyncio.sleep(0.01)
-        assert await running.collective_rpc("report") == [{"rank": 0}]
-        await running.start_profile()
-        await running.stop_profile()
+        await steps.go_on_until_running(running, 3)
+
+        async def call_workers() -> list[Any]:
+            found = await running.collective_rpc("report")
+            await running.start_profile()
+            await running.stop_profile()
+            return found
+
+        called = asyncio.create_task(call_workers())
+        await steps.go_on_until(called.done)
+        assert await called == [{"rank": 0}]
         with pytest.raises(RequestError, match="must be one of"):
             await running.collective_rpc("close")
-        await running.pause_generation()
+        pausing = asyncio.create_task(running.pause_generation())
+        await steps.go_on_until(pausing.done)
+        await pausing
         for outputs in await asyncio.gather(*asked):
             assert outputs[-1].outputs[0].finish_reason == "abort"
         stats = await running.stats()
         assert stats.num_free_blocks == stats.num_blocks
         held = asyncio.create_task(collect(running, "x", SamplingParams(max_tokens=3), "held"))
-        await asyncio.sleep(0.05)
+        await until_stats(running, lambda stats: stats.num_requests_waiting)
         assert not held.done()
         await running.resume_generation()
+        steps.open()
         assert (await held)[-1].finished
     finally:
         await running.shutdown()

@@ -19,7 +19,7 @@ from headrace_core.errors import (
 )
 from headrace_core.output import StepTimes
 from headrace_core.request import CoreRequest, PromptEmbeds, ThinkingBudget
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import TokenLogprobs
 from headrace_engine.clients import wire
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
@@ -144,6 +144,6 @@ def test_no_pickle_in_the_package() -> None:
 
     package = Path(wire.__file__).parents[1]
     words = ("import pickle", "cloudpickle", "marshal", " eval(", " exec(", "send_pyobj")
-    for folder in ("clients", "intake", "emission"):
+    for folder in ("clients", "input_processing", "output_processing"):
         for path in (package / folder).glob("*.py"):
             assert not any(word in path.read_text() for word in words), path

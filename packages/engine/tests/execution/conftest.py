@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec
+from headrace_core.attention import CHUNKS, SLIDING_WINDOW, AttentionBackend, AttentionLayerSpec
 from headrace_core.batch import ForwardBatch
 from headrace_core.kv import (
     CrossAttentionSpec,
@@ -22,13 +22,14 @@ from headrace_core.kv import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from headrace_core.modality import MediaInput
 from headrace_core.model import WeightRule
+from headrace_core.multimodal import MediaInput
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.reference.attention import attend
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
+from headrace_reference.attention import attend
+from headrace_testing.fakes.requests import new_request
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1] / "structured"):
     sys.path.insert(0, str(folder))
@@ -42,8 +43,7 @@ class PagedBackend(AttentionBackend):
     """Test-only: straight to the ops."""
 
     name: ClassVar[str] = "test-paged"
-    supports_sliding_window = True
-    supports_chunks = True
+    supported_features = frozenset({SLIDING_WINDOW, CHUNKS})
 
     def prepare(self, batch: ForwardBatch, group: int) -> ForwardBatch:
         self.prepared = getattr(self, "prepared", 0) + 1
@@ -75,7 +75,7 @@ class PagedBackend(AttentionBackend):
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
             sliding_window=layer.sliding_window,
-            attention_chunk=layer.attention_chunk_size,
+            **layer.extras,
         )
 
 
@@ -257,15 +257,14 @@ class Harness:
         states = sum(item.num_tokens for item in media if item.offset < 0)
         self.encoder_tokens[request_id] = states
         self.computed[request_id] = 0
-        return NewRequest(
+        return new_request(
             request_id,
             tokens,
-            len(prompt),
-            params or SamplingParams(temperature=0.0),
-            frozenset(stop_token_ids),
-            [list(word) for word in bad_words],
             self.blocks(request_id, len(tokens) if first is None else first),
-            0,
+            params,
+            num_prompt_tokens=len(prompt),
+            stop_token_ids=stop_token_ids,
+            bad_words_token_ids=bad_words,
             media=list(media),
             num_encoder_tokens=states,
         )

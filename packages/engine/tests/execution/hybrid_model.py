@@ -16,7 +16,6 @@ from torch import Tensor
 
 from headrace_core.attention import AttentionLayerSpec
 from headrace_core.batch import ForwardBatch
-from headrace_core.config import SchedulerConfig
 from headrace_core.kv import (
     CacheSpec,
     ChunkedLocalSpec,
@@ -27,14 +26,15 @@ from headrace_core.kv import (
     StateShape,
 )
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.reference.attention import attend
 from headrace_core.request import CoreRequest
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import SchedulerConfig
 from headrace_engine.execution import ModelWorker
 from headrace_engine.execution.cache import state_groups
 from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.kv.manager import PagedKVCacheManager
-from headrace_engine.scheduling.scheduler import Scheduler
+from headrace_engine.scheduler.scheduler import Scheduler
+from headrace_reference.attention import attend
 
 VOCAB, HIDDEN, HEADS, BLOCK_SIZE, MAX_LEN = 37, 16, 4, 4, 96
 BUDGET = 16
@@ -60,7 +60,9 @@ class AttendingLayer:
         special = {own[kind]: 6} if kind in own else {}
         self.spec = AttentionLayerSpec(
             f"layers.{index}", HEADS, 2, self.head_dim, self.head_dim**-0.5,
-            kv_sharing_target=target and target.spec.name, **special,
+            sliding_window=special.get("sliding_window"),
+            kv_sharing_target=target and target.spec.name,
+            extras={"attention_chunk": 6} if kind is ChunkedLocalSpec else {},
         )  # fmt: skip
         self.kv_spec = kind and kind(BLOCK_SIZE, 2, self.head_dim, "float32", **special)
         self.backend = backend
@@ -88,7 +90,7 @@ class AttendingLayer:
         out = attend(
             query, *(self.target or self).last, scale=self.spec.scale,
             sliding_window=self.spec.sliding_window,
-            attention_chunk=self.spec.attention_chunk_size,
+            **self.spec.extras,
         )  # fmt: skip
         return x + out.flatten(1) @ self.out
 
@@ -145,7 +147,7 @@ class RecurrentLayer:
 
 
 class HybridLM(torch.nn.Module):
-    """See the module's docstring."""
+    """A tiny model whose layers are of every kind that the engine knows."""
 
     weight_rules = ()
 

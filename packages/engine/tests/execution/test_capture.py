@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused, ReplayFailed
-from headrace_core.graph import GraphNeed, Step, StepGraph, capture_sizes
-from headrace_core.sampling import SamplingParams
+from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import capture_sizes
 from headrace_engine.execution.capture import Capture, capture_steps
 
 

@@ -12,7 +12,7 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ConfigError
 from headrace_core.model import INPUT_EMBEDS
 from headrace_core.request import PromptEmbeds
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 PARAMS: dict[str, Any] = {"temperature": 0.7, "seed": 11, "logprobs": 37}
@@ -44,7 +44,7 @@ def embedded(h: Any, name: str, prompt: list[int], **settings: Any) -> Any:
     params = SamplingParams(**PARAMS, **settings.pop("params", {}))
     new = h.new(name, prompt, params, **settings)
     rows = h.model.embed[torch.tensor(prompt)].detach().contiguous()
-    new.prompt_embeds = PromptEmbeds.of(
+    new.request.prompt_embeds = PromptEmbeds.of(
         "float32", len(prompt), rows.shape[1], rows.view(torch.uint8).numpy().tobytes()
     )
     new.token_ids[: len(prompt)] = [0] * len(prompt)
@@ -57,7 +57,6 @@ def result(h: Any, *args: Any, **kwargs: Any) -> Any:
     return found.token_ids, found.logprobs
 
 
-@pytest.mark.spec("PROMPT-EMBEDS")
 @pytest.mark.parametrize("chunks", [[11], [4, 7], [1, 1, 9], [10, 1]])
 def test_bit_for_bit_as_the_tokens_in_any_chunks(make: Any, chunks: list[int]) -> None:
     h, plain = make(), make()
@@ -74,7 +73,6 @@ def test_bit_for_bit_as_the_tokens_in_any_chunks(make: Any, chunks: list[int]) -
     assert h.model.given[-len(chunks) - 3 :] == [*chunks, 0, 0, 0]
 
 
-@pytest.mark.spec("PROMPT-EMBEDS")
 def test_beside_requests_of_tokens_and_after_a_preemption(make: Any) -> None:
     h, plain = make(), make()
     params = SamplingParams(**PARAMS)
@@ -134,7 +132,6 @@ def test_steps_with_vectors_do_not_fit_a_captured_step(make: Any) -> None:
     new = embedded(h, "a", PROMPT)
     runner = h.worker._runner
     runner.requests.add(new)
-    runner.inputs.given.set(runner.requests.row_of["a"], new.prompt_embeds)
     batch = runner.inputs.build({"a": 11}).batch
     assert batch.extra, "graphs refuse batches with extra inputs"
 

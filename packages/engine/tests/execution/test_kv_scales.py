@@ -11,16 +11,14 @@ import torch
 
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.kv import KVCacheConfig
-from headrace_core.kv_scales import ScaleConstants
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.execution.capture import Capture
 from headrace_engine.execution.kv_scales import (
     MEASURED_TOKENS,
     measure_kv_scales,
     measuring_batch,
 )
-
-pytestmark = pytest.mark.spec("KV-QUANT")
+from headrace_engine.execution.scale_constants import ScaleConstants
 
 CONSTANTS = ScaleConstants(90.0, 100.0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from held_matching import CONSTRAINT, PATIENCE, HeldBackend, HeldStore
 
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest, StepResult
 from headrace_engine.structured import matching
 from headrace_engine.structured.budget import MatchingBudget
@@ -36,7 +35,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldBackend]:
 
 
 def constrained(h: Any, params: SamplingParams | None = None, **fields: Any) -> NewRequest:
-    return dataclasses.replace(h.new("slow", PROMPT, params, **fields), constraint=CONSTRAINT)
+    new: NewRequest = h.new("slow", PROMPT, params, **fields)
+    new.request.constraint = CONSTRAINT
+    return new
 
 
 def until_late(h: Any, result: StepResult) -> Any:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace_core.arrays import PackedArray
 from headrace_core.batch import ForwardBatch
 from headrace_core.kv import CrossAttentionSpec, KVCacheSpec
-from headrace_core.modality import MediaInput
 from headrace_core.model import INPUT_EMBEDS
-from headrace_core.packed import PackedArray
+from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingParams
-from headrace_core.reference.attention import attend
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_reference.attention import attend
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5]
@@ -106,8 +106,6 @@ def hearing(tiny: Any) -> Any:
     return HearingLM
 
 
-@pytest.mark.spec("ENCDEC-PROMPT")
-@pytest.mark.spec("ATTN-CROSS")
 def test_requests_hear_what_is_theirs_at_any_length(tiny: Any, hearing: Any) -> None:
     h = tiny.Harness(hearing())
     media = {"a": item(7, 1), "b": item(33, 2), "c": item(1, 3)}
@@ -219,7 +217,6 @@ def watching(tiny: Any) -> Any:
     return WatchingLM
 
 
-@pytest.mark.spec("MM-PROCESSOR")
 @pytest.mark.parametrize("chunks", [[14], [3, 4, 7], [1] * 14, [2, 1, 11], [9, 5]])
 def test_items_are_embedded_once_however_the_prompt_is_cut(
     tiny: Any, watching: Any, chunks: list[int]
@@ -266,11 +263,10 @@ def test_rows_are_used_again_without_their_media(tiny: Any, watching: Any) -> No
 
 def aligned(h: Any, name: str, tokens: list[int], media: Sequence[MediaInput]) -> Any:
     new = h.new(name, tokens, GREEDY, media=media)
-    new.pooling = PoolingParams(task="align")
+    new.request.pooling = PoolingParams(task="align")
     return new
 
 
-@pytest.mark.spec("MODEL-ASR")
 def test_alignment_is_computed_beside_requests_that_decode(tiny: Any, hearing: Any) -> None:
     class Aligning(hearing):  # type: ignore[misc]
         def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:

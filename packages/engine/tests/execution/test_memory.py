@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_core.config import CacheConfig
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import (
@@ -18,7 +17,8 @@ from headrace_core.kv import (
     SlidingWindowSpec,
     StateShape,
 )
-from headrace_engine.execution.division import Limits, pool_needs
+from headrace_engine.config import CacheConfig
+from headrace_engine.execution.division import CacheLimits, pool_needs
 from headrace_engine.execution.memory import (
     CPU_CACHE_BYTES,
     CachePlan,
@@ -45,20 +45,21 @@ def plan(cache: CacheConfig | None = None, **changes: Any) -> Any:
     settings.update(changes)
     memory = settings.pop("profile", profile())
     groups, device = settings.pop("groups", GROUPS), settings.pop("device", "cuda")
-    return plan_cache(memory, groups, cache or CacheConfig(), Limits(**settings), device=device)
+    return plan_cache(
+        memory, groups, cache or CacheConfig(), CacheLimits(**settings), device=device
+    )
 
 
 def blocks_for(groups: Any, length: int, step: int | None = None) -> int:
-    (need,) = pool_needs(groups, Limits(length, 1, step))
+    (need,) = pool_needs(groups, CacheLimits(length, 1, step))
     return need.needed
 
 
 def longest(cache: CacheConfig, limit: int, device: str = "cpu", **changes: Any) -> int:
     memory, groups = changes.pop("profile", profile()), changes.pop("groups", GROUPS)
-    return fit_max_model_len(memory, groups, cache, Limits(limit, 1, **changes), device=device)
+    return fit_max_model_len(memory, groups, cache, CacheLimits(limit, 1, **changes), device=device)
 
 
-@pytest.mark.spec("CFG-CACHE")
 def test_the_override_is_the_number_of_usable_blocks() -> None:
     got = plan(CacheConfig(num_gpu_blocks_override=70, kv_cache_memory_bytes=1 << 30))
     assert got.config.pools == (71,)
@@ -66,7 +67,6 @@ def test_the_override_is_the_number_of_usable_blocks() -> None:
     assert got.largest_batch == 1
 
 
-@pytest.mark.spec("CFG-CACHE")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
     got = plan(CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 5), device=device)
@@ -75,7 +75,6 @@ def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
     assert got.config.groups == GROUPS
 
 
-@pytest.mark.spec("CFG-CACHE")
 def test_the_share_is_what_weights_and_activations_leave() -> None:
     got = plan(CacheConfig(gpu_memory_utilization=0.5), device="cuda:1")
     assert got.config.pools == ((4 * GIB - GIB - GIB // 2) // BLOCK,)
@@ -165,7 +164,6 @@ def test_the_plan_is_described() -> None:
     assert "3 requests of 1000 tokens" in text
 
 
-@pytest.mark.spec("ENCDEC-PROMPT")
 def test_a_longest_request_comes_with_its_encoder_states() -> None:
     cross = CrossAttentionSpec(16, 2, 32, "float32", max_encoder_tokens=1500)
     groups = (*GROUPS, KVCacheGroup(("c", "d"), cross))
@@ -263,7 +261,7 @@ def test_what_is_missing_is_of_the_pool_that_is_too_small() -> None:
     cache = CacheConfig(num_gpu_blocks_override=10)
     with pytest.raises(CapacityError, match=f", {readable(53 * BLOCK)} more than there are"):
         plan(cache, groups=MIXED)
-    assert spare_bytes(profile(), MIXED, cache, Limits(1000, 8)) == -53 * BLOCK
+    assert spare_bytes(profile(), MIXED, cache, CacheLimits(1000, 8)) == -53 * BLOCK
 
 
 def test_every_pool_is_described() -> None:
@@ -292,5 +290,5 @@ def test_a_division_is_within_its_budget_and_wastes_little(
         return
     assert got.cache <= num_bytes
     assert num_bytes - got.cache < 3 * BLOCK + STATE_BLOCK
-    needs = pool_needs(groups, Limits(length, seqs, caching=caching))
+    needs = pool_needs(groups, CacheLimits(length, seqs, caching=caching))
     assert all(count > need.needed for count, need in zip(got.config.pools, needs))

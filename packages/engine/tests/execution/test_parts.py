@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.execution.parts import LEAST_TOKENS, divide, longest_first
+from headrace_engine.execution.pooling import LEAST_TOKENS, divide, longest_first
 
 COUNTS = st.lists(st.integers(1, 300), min_size=1, max_size=60).map(
     lambda counts: sorted(counts, reverse=True)

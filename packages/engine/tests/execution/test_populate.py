@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from headrace_engine.execution.populate import WHOLE, CachePopulator, populated_bytes
+from headrace_testing.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS = 64
@@ -35,33 +34,24 @@ def resident(buffer: Tensor) -> list[bool]:
         return [bool(pages.read(8)[7] & 0x80) for _ in range(NUM_BLOCKS)]
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    for _ in range(6000):
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @linux
 def test_as_much_as_asked_for_is_resident_and_follows_use() -> None:
     memory = buffers()
     populator = CachePopulator(memory, NUM_BLOCKS, 16 * PAGE)  # 8 blocks of both
     populator.start()
     try:
-        assert soon(lambda: populator.num_populated == 8)
+        wait_until(lambda: populator.num_populated == 8)
         for buffer in memory:
             assert resident(buffer) == [True] * 8 + [False] * (NUM_BLOCKS - 8)
         populator.used(3)  # half is left: that will do for now
-        time.sleep(0.05)
-        assert populator.num_populated == 8
+        assert populator._target == 8
         populator.used(4)
-        assert soon(lambda: populator.num_populated == 13)
+        wait_until(lambda: populator.num_populated == 13)
         populator.used(20)
-        assert soon(lambda: populator.num_populated == 29)
+        wait_until(lambda: populator.num_populated == 29)
         assert all(all(resident(buffer)[:29]) for buffer in memory)
         populator.used(NUM_BLOCKS - 1)
-        assert soon(lambda: populator.num_populated == NUM_BLOCKS)
+        wait_until(lambda: populator.num_populated == NUM_BLOCKS)
     finally:
         populator.close()
 
@@ -73,7 +63,7 @@ def test_what_is_written_meanwhile_stays() -> None:
     populator = CachePopulator(memory, NUM_BLOCKS, NUM_BLOCKS * PAGE)
     populator.start()
     try:
-        assert soon(lambda: populator.num_populated == NUM_BLOCKS)
+        wait_until(lambda: populator.num_populated == NUM_BLOCKS)
     finally:
         populator.close()
     assert bool((memory[0] == 7).all())
@@ -106,7 +96,7 @@ def test_what_is_populated_is_counted_while_it_is_held() -> None:
     before = populated_bytes()
     populator = CachePopulator(buffers(), NUM_BLOCKS, 16 * PAGE)
     populator.start()
-    assert soon(lambda: populator.num_populated == 8)
+    wait_until(lambda: populator.num_populated == 8)
     assert populated_bytes() - before == 16 * PAGE
     populator.close()
     assert populated_bytes() == before

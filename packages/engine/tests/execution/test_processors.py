@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, EngineError
-from headrace_core.logits_processor import (
-    AdapterLogitsProcessor,
+from headrace_core.sampling.logits_processor import (
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
     process_dict_updates,
 )
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import EngineConfig
+from headrace_engine.logits_adapter import AdapterLogitsProcessor
 from headrace_engine.sampling.processors import make_processors
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -117,7 +117,6 @@ def greedy(**extra: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, extra_args=extra or None)
 
 
-@pytest.mark.spec("LOGITSPROC-LOAD", "ENGINE-LOGITSPROC", "LOGITSPROC-ADAPTER")
 @pytest.mark.parametrize("cls", [Target, AdaptedTarget])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_forced_token_and_untouched_neighbours(
@@ -192,7 +191,6 @@ class SharpenTail(LogitsProcessor):
         return logits
 
 
-@pytest.mark.spec("LOGITSPROC-API", "ENGINE-LOGITSPROC")
 def test_invariant_processors_work_after_temperature_and_min_p(harness: Any) -> None:
     [sharpen], make = made(SharpenTail)
     params = {
@@ -222,7 +220,6 @@ def test_invariant_processors_work_after_temperature_and_min_p(harness: Any) -> 
     assert 0 < int(kept.sum()) < 37, "min_p has worked"
 
 
-@pytest.mark.spec("LOGITSPROC-API")
 def test_only_invariant_processors_are_left_out_of_greedy_steps(harness: Any) -> None:
     processors, make = made(Recorder, InvariantRecorder)
     changing, invariant = processors
@@ -249,7 +246,6 @@ def test_prompts_under_way_have_no_slot_and_no_call(harness: Any) -> None:
     assert recorder.slots == {0: ("a", PROMPT, [token, again])}
 
 
-@pytest.mark.spec("LOGITSPROC-BATCHUPDATE")
 @pytest.mark.parametrize("seed", range(6))
 def test_replaying_the_updates_gives_every_steps_batch(harness: Any, seed: int) -> None:
     """Arrivals, chunks, finishes, aborts and preemptions at random; greedy tokens stay the same."""

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.config import EngineConfig, ProfilerConfig
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
+from headrace_engine.config import EngineConfig, ProfilerConfig
 from headrace_engine.execution.profiling import STEP_MARK, StepProfiler
-
-pytestmark = pytest.mark.spec("CFG-PROF")
 
 
 def make(folder: Path, **settings: Any) -> StepProfiler:

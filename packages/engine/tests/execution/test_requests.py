@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest
 from headrace_engine.execution.inputs import InputBuilder
 from headrace_engine.execution.requests import RequestTable
+from headrace_testing.fakes.requests import new_request as taken_in
 
 
 def new_request(name: str, tokens: list[int], blocks: tuple[list[int], ...]) -> NewRequest:
     params = SamplingParams(temperature=0.0)
-    return NewRequest(name, tokens, len(tokens), params, frozenset(), [], blocks, 0)
+    return taken_in(name, tokens, blocks, params)
 
 
 ACTIONS = st.lists(

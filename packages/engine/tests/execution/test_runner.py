@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace_core.grammar import Constraint, GrammarSpec
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 PROMPTS = {
     "a": [3, 1, 4, 1, 5, 9, 2, 6, 5],
@@ -22,7 +22,6 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {
 }
 
 
-@pytest.mark.spec("ENGINE-UNIFIED")
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 def test_a_prompt_and_its_decoding_equal_the_dense_model(harness: Any, windows: Any) -> None:
     h = harness(windows)
@@ -201,7 +200,7 @@ class TestOneRequestFailsAlone:
         prompt = PROMPTS["c"]
         bad, good = h.new("bad", prompt), h.new("good", prompt)
         # This worker knows no grammars.
-        bad.constraint = Constraint(GrammarSpec("none", "regex", "a"), ())
+        bad.request.constraint = Constraint(GrammarSpec("none", "regex", "a"), ())
         good.block_ids = (bad.block_ids[0][:4] + good.block_ids[0][4:],)
         good.num_computed_tokens = h.computed["good"] = 16
         result = h.step({"bad": len(prompt), "good": len(prompt) - 16}, [bad, good])
@@ -249,7 +248,6 @@ def test_seeded_output_survives_preemption(harness: Any) -> None:
     assert tokens == want
 
 
-@pytest.mark.spec("ENGINE-UNIFIED")
 @pytest.mark.parametrize(
     "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 )
@@ -271,7 +269,6 @@ def test_logprobs_modes(harness: Any, mode: str) -> None:
     assert entry.ranks == [order.index(t) + 1 for t in entry.token_ids]
 
 
-@pytest.mark.spec("ENGINE-UNIFIED")
 @pytest.mark.parametrize("chunks", [[21], [1, 20], [5, 7, 8, 1], [20, 1]], ids=str)
 @pytest.mark.parametrize("wanted", [0, 3, -1])
 def test_prompt_logprobs_of_chunked_prompts(harness: Any, chunks: list[int], wanted: int) -> None:

@@ -20,9 +20,10 @@ from headrace_core.errors import (
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from headrace_core.ops import KernelNeed, bind_ops
-from headrace_core.sampling import SamplingParams
-from headrace_core.step import NewRequest, ScheduledStep
+from headrace_core.sampling.params import SamplingParams
+from headrace_core.step import ScheduledStep
 from headrace_engine.execution import ModelWorker
+from headrace_testing.fakes.requests import new_request
 
 
 def make_worker(model: Any, **changes: Any) -> ModelWorker:
@@ -143,7 +144,7 @@ def test_warm_up_leaves_no_trace(tiny: Any) -> None:
     assert {1, 16} <= set(model.forwards)
     assert all(not layer.cache.any() for layer in model.layers)
     prompt = [3, 1, 4, 1, 5]
-    new = NewRequest("a", prompt, 5, SamplingParams(temperature=0.0), frozenset(), [], ([7, 3],), 0)
+    new = new_request("a", prompt, ([7, 3],))
     result = worker.execute(ScheduledStep(1, {"a": 5}, new_requests=[new]))
     assert result.requests["a"].token_ids == model.dense_greedy(prompt, 1)
     assert result.forward_seconds > 0
@@ -174,7 +175,6 @@ def test_close_frees_the_cache_and_may_be_called_twice(tiny: Any) -> None:
         worker.execute(ScheduledStep(1, {}))
 
 
-@pytest.mark.spec("EX-DUMMY-RELOAD")
 def test_weights_are_read_again_under_the_same_plan(tiny: Any) -> None:
     old, new = tiny.LM(), tiny.LM()
     gone, seen = weakref.ref(old), list[Any]()
@@ -198,7 +198,6 @@ def test_weights_are_read_again_under_the_same_plan(tiny: Any) -> None:
     worker.close()
 
 
-@pytest.mark.spec("EX-DUMMY-RELOAD")
 def test_weights_that_cannot_be_read_are_read_later(tiny: Any) -> None:
     def rebuild(changes: Mapping[str, str]) -> Any:
         if changes:
@@ -219,7 +218,6 @@ def test_weights_that_cannot_be_read_are_read_later(tiny: Any) -> None:
     assert worker.execute(ScheduledStep(1, {})).requests == {}
 
 
-@pytest.mark.spec("EX-DUMMY-RELOAD")
 def test_a_worker_that_reads_its_weights_once(tiny: Any) -> None:
     worker = make_worker(tiny.LM())
     worker.load()
@@ -259,7 +257,7 @@ def test_it_says_when_the_model_is_about_to_run(tiny: Any) -> None:
     worker.load()
     worker.allocate_cache(config_for(tiny))
     ran = len(model.forwards)
-    new = NewRequest("a", [1, 2], 2, SamplingParams(), frozenset(), [], ([1],), 0)
+    new = new_request("a", [1, 2], ([1],), SamplingParams())
     worker.execute(ScheduledStep(1, {"a": 2}, [new]))
     worker.execute(ScheduledStep(2, {"a": 1}))
     assert seen == [ran, ran + 1]

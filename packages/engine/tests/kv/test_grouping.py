@@ -9,11 +9,11 @@ from headrace_core.kv import (
     CacheSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    IndexKeySpec,
     KVCacheConfig,
-    LatentAttentionSpec,
+    MLASpec,
     RecurrentSpec,
     SlidingWindowSpec,
+    SparseIndexerSpec,
     StateShape,
 )
 from headrace_engine.kv.grouping import plan_groups
@@ -90,7 +90,7 @@ def test_pages_of_another_size_are_another_pool() -> None:
 
 def test_states_and_latents_have_pools_of_their_own() -> None:
     """Also where their pages are as large as others': they lie otherwise in the tensor."""
-    latent = LatentAttentionSpec(16, 1, 32, "float32")
+    latent = MLASpec(16, 1, 32, "float32")
     state = RecurrentSpec(16, (StateShape((512,), "float32"),))
     assert FULL.page_bytes == latent.page_bytes == state.page_bytes
     specs: dict[str, CacheSpec] = {"a": FULL, "b": latent, "c": state, "d": state, "e": SLIDING}
@@ -102,8 +102,8 @@ def test_states_and_latents_have_pools_of_their_own() -> None:
 
 def test_keys_of_an_indexer_have_a_pool_beside_latents() -> None:
     """They lie alike, and share blocks only where they are as long."""
-    latent = LatentAttentionSpec(16, 1, 32, "float32")
-    short, long = (IndexKeySpec(16, 1, size, "float32") for size in (8, 32))
+    latent = MLASpec(16, 1, 32, "float32")
+    short, long = (SparseIndexerSpec(16, 1, size, "float32") for size in (8, 32))
     specs: dict[str, CacheSpec] = {"a": latent, "a.indexer": short, "b": latent, "b.indexer": short}
     assert [(g.layer_names, g.spec, g.pool) for g in plan_groups(specs)] == [
         (("a", "b"), latent, 0), (("a.indexer", "b.indexer"), short, 1)

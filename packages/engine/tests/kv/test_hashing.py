@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_core.modality import MediaInput
+from headrace_core.multimodal import MediaInput
 from headrace_core.request import PromptEmbeds
 from headrace_engine.kv.hashing import MAX_TOKEN_ID, BlockHashes, block_digest, root_digest
 
 STORED = "cd9caedf526483f5e8059a2bc3451e91cb8f7e4774d0b846e9f68968334bc6c5"
 
 
-@pytest.mark.spec("CFG-CACHE")
 def test_digests_equal_the_stored_constant() -> None:
     """On every machine, byte order and Python: a shared cache depends on it."""
     hashes = BlockHashes(4, "tenant é")
@@ -90,7 +89,6 @@ def embeds(*rows: float) -> PromptEmbeds:
     return PromptEmbeds.of("float32", len(rows), 1, struct.pack(f"{len(rows)}f", *rows))
 
 
-@pytest.mark.spec("PROMPT-EMBEDS", "APC")
 @pytest.mark.req("SEC-23")
 def test_blocks_of_embeddings_are_found_by_content() -> None:
     zeros = [0] * 5
@@ -102,7 +100,6 @@ def test_blocks_of_embeddings_are_found_by_content() -> None:
     assert not set(one) & set(BlockHashes(2, "salt", embeds(1.0, 2.0, 3.0, 4.0)).extend(zeros))
 
 
-@pytest.mark.spec("PROMPT-EMBEDS", "APC")
 def test_a_block_of_embeddings_and_tokens_depends_on_both() -> None:
     prompt = embeds(1.0, 2.0, 3.0)
     mixed = {
@@ -145,7 +142,6 @@ def contents(ids: list[int], media: list[MediaInput]) -> list[object]:
     return found
 
 
-@pytest.mark.spec("APC", "MM-PROCESSOR")
 @given(prompts(), prompts(), st.integers(1, 5))
 def test_blocks_with_media_are_equal_only_if_everything_before_is(
     one: tuple[list[int], list[MediaInput]], other: tuple[list[int], list[MediaInput]], size: int

@@ -14,7 +14,8 @@ from headrace_core.kv import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from headrace_core.testing.kv import (
+from headrace_engine.kv.manager import PagedKVCacheManager
+from headrace_testing.engine.kv_managers import (
     MAX_MODEL_LEN,
     FakeSequence,
     KVCacheManagerConformance,
@@ -22,7 +23,6 @@ from headrace_core.testing.kv import (
     cache_config,
     run_whole,
 )
-from headrace_engine.kv.manager import PagedKVCacheManager
 
 
 def make_manager(num_blocks: int, *groups: str, block_size: int = 2) -> PagedKVCacheManager:
@@ -35,7 +35,6 @@ class TestPagedKVCacheManager(KVCacheManagerConformance):
         return PagedKVCacheManager(config, enable_prefix_caching, MAX_MODEL_LEN)
 
 
-@pytest.mark.spec("APC")
 def test_exact_ids_of_a_hit_with_a_partial_block() -> None:
     manager = make_manager(8)
     one = FakeSequence("a", [1, 2, 3, 4, 5])

@@ -8,7 +8,7 @@ MODULES = (
     "headrace_engine.kv.grouping",
     "headrace_engine.kv.hashing",
     "headrace_engine.kv.manager",
-    "headrace_engine.scheduling.scheduler",
+    "headrace_engine.scheduler.scheduler",
 )
 
 

@@ -4,9 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PrefixMatch
-from headrace_engine.kv.making import make_manager
+from headrace_engine.kv.factory import UncachedKVManager, make_manager
 from headrace_engine.kv.manager import PagedKVCacheManager
-from headrace_engine.kv.uncached import UncachedKVManager
 
 
 def test_what_caches_nothing_has_room_for_every_prompt_and_finds_none() -> None:

@@ -7,18 +7,22 @@ misbehave; see :class:`FakeWorker`.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from headrace_core.config import EngineConfig, SchedulerConfig
-from headrace_core.engine import ServedModel
+if TYPE_CHECKING:  # children do without
+    import pytest
+
+from headrace_core.engine import EngineClient, EngineStats
 from headrace_core.executor import Executor, MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_core.served_model import ServedModel
 from headrace_core.step import (
     NewRequest,
     RequestStepResult,
@@ -26,18 +30,22 @@ from headrace_core.step import (
     StepResult,
     TokenLogprobs,
 )
-from headrace_core.testing.engine import fake_served_model
+from headrace_engine.config import EngineConfig, SchedulerConfig
 from headrace_engine.core import EngineCore
 from headrace_engine.kv.manager import PagedKVCacheManager
-from headrace_engine.scheduling.scheduler import Scheduler
+from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.step_timer import StepTimer
+from headrace_testing.fakes.engine import fake_served_model
+from headrace_testing.waiting import until
 
 EOS = 0x110000
 VOCAB = 0x110001
 BLOCK_SIZE = 4
 PATIENCE = 60.0
 """Seconds after which a test gives up waiting; nothing waits that long unless it is broken."""
+STEPS = "HEADRACE_TEST_STEPS"
+"""Environment variable: the pipe that lets a child's steps through."""
 
 
 class CharTokenizer:
@@ -94,7 +102,7 @@ class _Held:
         self.tokens = list(request.token_ids)
         self.num_computed = request.num_computed_tokens
         self.num_prompt = request.num_prompt_tokens
-        self.params = request.params
+        self.params = request.request.params
         self.failed = False
 
     @property
@@ -102,20 +110,102 @@ class _Held:
         return len(self.tokens) - self.num_prompt
 
 
+class Steps:
+    """A gate that lets steps through."""
+
+    def release(self, count: float = 1) -> None:
+        """Let so many more through."""
+        raise NotImplementedError
+
+    async def go_on_until(self, condition: Callable[[], Awaitable[object] | object]) -> None:
+        """Steps are made, one at a time, until it is so."""
+
+        def found() -> Awaitable[object] | object:
+            self.release()
+            return condition()
+
+        await until(found)
+
+    async def go_on_until_running(self, engine: EngineClient, count: int) -> None:
+        """Steps are made until exactly so many requests run."""
+
+        async def found() -> bool:
+            return (await engine.stats()).num_requests_running == count
+
+        await self.go_on_until(found)
+
+
+class Turnstile(Steps):
+    """Holds a worker's steps: lets as many through as it is told to, or all once it is open."""
+
+    def __init__(self, count: float = 0) -> None:
+        self._changed = threading.Condition()
+        self._left = count
+
+    def pass_one(self) -> None:
+        """The worker's side: wait to be let through."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._left > 0, PATIENCE), "nobody opened it"
+            self._left -= 1
+
+    def release(self, count: float = 1) -> None:
+        with self._changed:
+            self._left += count
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let all through from now on."""
+        self.release(math.inf)
+
+    def hold(self) -> None:
+        """Let none through from now on."""
+        with self._changed:
+            self._left = 0
+
+
+class PipedTurnstile(Turnstile):
+    """The gate of a worker in another process: a byte in a pipe lets a step through, ``*`` opens it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._pipe = os.open(path, os.O_RDWR)
+
+    def pass_one(self) -> None:
+        if not self._left:
+            self._left = math.inf if os.read(self._pipe, 1) == b"*" else 0
+
+
+class ChildSteps(Steps):
+    """The test's end of it: the steps of a child whose story is ``held``."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = folder / "steps"
+        os.mkfifo(path)
+        monkeypatch.setenv(STEPS, str(path))
+        self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def release(self, count: float = 1) -> None:
+        os.write(self._pipe, b"." * int(count))
+
+    def open(self) -> None:
+        """Let all steps through from now on."""
+        os.write(self._pipe, b"*")
+
+    def close(self) -> None:
+        os.close(self._pipe)
+
+
 class FakeWorker:
     """Generates :func:`next_token`.
 
     ``extra_args`` of a request: ``fail_at`` (its own error at that many tokens), ``raise_at`` (the
-    step raises), ``die_at`` (the executor dies), ``exit_at`` (the process ends), ``hang_at`` (the
-    step takes ``hang`` seconds).
+    step raises), ``die_at`` (the executor dies), ``exit_at`` (the process ends).
 
-    A step takes ``step_seconds``; with a ``turnstile`` it ends when that lets it through, and is said
-    to have taken them.
+    A step takes no time, but ends when the ``turnstile`` lets it through. It is said to have taken
+    ``step_seconds``: while a later step of its kind runs, the loop expects that and hears commands.
     """
 
-    def __init__(
-        self, step_seconds: float = 0.0, turnstile: threading.Semaphore | None = None
-    ) -> None:
+    def __init__(self, step_seconds: float = 0.0, turnstile: Turnstile | None = None) -> None:
         self.step_seconds = step_seconds
         self.turnstile = turnstile
         self.held: dict[str, _Held] = {}
@@ -167,9 +257,7 @@ class FakeWorker:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         if self.turnstile is not None:
-            assert self.turnstile.acquire(timeout=PATIENCE)
-        elif self.step_seconds:
-            time.sleep(self.step_seconds)
+            self.turnstile.pass_one()
         for request_id in step.gone_request_ids:
             self.held.pop(request_id, None)
         for request in step.new_requests:
@@ -209,8 +297,6 @@ class FakeWorker:
             raise SystemError("died as told")
         if held.num_generated == args.get("exit_at", -1):
             os._exit(3)
-        if held.num_generated == args.get("hang_at", -1):
-            time.sleep(args["hang"])
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:
@@ -270,7 +356,7 @@ def make_core(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 256,
     step_seconds: float = 0.0,
-    turnstile: threading.Semaphore | None = None,
+    turnstile: Turnstile | None = None,
     max_model_len: int = 512,
     policy: Any = "fcfs",
     log_stats_interval: float = 0.0,
@@ -312,15 +398,18 @@ def core_factory(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
         raise KeyError("a bug")
     with timeline.phase("load model"):
         pass
-    slow = story == "slow"
-    return make_core(overlapped=config.scheduler.async_scheduling is not False,
-                     step_seconds=0.02 if slow else 0.0)  # fmt: skip
+    held = story == "held"
+    return make_core(
+        overlapped=config.scheduler.async_scheduling is not False,
+        turnstile=PipedTurnstile(os.environ[STEPS]) if held else None,
+        step_seconds=PATIENCE if held else 0.0,
+    )
 
 
-def wait_until(condition: Any, seconds: float = PATIENCE) -> None:
-    """Wait for a condition without assuming how long it takes."""
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        pause.wait(0.005)
+async def until_stats(engine: EngineClient, condition: Callable[[EngineStats], object]) -> None:
+    """Until the engine's statistics are such."""
+
+    async def found() -> object:
+        return condition(await engine.stats())
+
+    await until(found)

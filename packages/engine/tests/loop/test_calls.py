@@ -8,22 +8,23 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from engine_fakes import CharTokenizer, expected_tokens, make_core, served_model
+from engine_fakes import CharTokenizer, Turnstile, expected_tokens, make_core, served_model
 
 from headrace_core.errors import EngineDead, RequestError
 from headrace_core.output import RequestOutput
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.emission.processor import OutputProcessor
-from headrace_engine.intake.intake import Intake
+from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.offline import OfflineEngine
+from headrace_engine.output_processing.output_processor import OutputProcessor
+from headrace_testing.waiting import wait_until
 
 LIMIT = 60.0
 
 
 def make_offline(**core: Any) -> OfflineEngine:
     return OfflineEngine(
-        InprocClient(lambda _: make_core(**core)), Intake(CharTokenizer(), served_model())
+        InprocClient(lambda _: make_core(**core)), InputProcessor(CharTokenizer(), served_model())
     )
 
 
@@ -64,24 +65,34 @@ def test_many_threads_get_what_each_would_get_alone(kind: RequestOutputKind) -> 
 
 
 def test_a_dead_engine_ends_the_calls_of_all_threads() -> None:
-    with make_offline(step_seconds=0.001) as engine:
+    turnstile = Turnstile()
+    with make_offline(turnstile=turnstile) as engine:
         futures = [begin(lambda: engine.run(["a", "b"], params(400))) for _ in range(4)]
         futures.append(begin(lambda: engine.run(["c"], params(20, extra_args={"die_at": 4}))))
+        wait_until(lambda: len(engine._calls._processor.states) == 9)
+        turnstile.open()
         for future in futures:
             with pytest.raises(EngineDead, match="died as told"):
                 future.result(LIMIT)
 
 
-def test_a_shutdown_ends_the_calls_of_all_threads() -> None:
+def test_a_shutdown_ends_the_calls_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     running = threading.Event()
     wanted = params(500, output_kind=RequestOutputKind.DELTA)
-    engine = make_offline(step_seconds=0.001)
+    turnstile = Turnstile(1)
+    engine = make_offline(turnstile=turnstile)
     futures = [
         begin(lambda: engine.run(["a", "b"], wanted, on_output=lambda *_: running.set()))
         for _ in range(3)
     ]
     assert running.wait(LIMIT)
-    engine.shutdown()
+    stop = engine.client._loop.stop
+    told = threading.Event()
+    monkeypatch.setattr(engine.client._loop, "stop", lambda: (stop(wait=False), told.set(), stop()))
+    ending = begin(engine.shutdown)
+    assert told.wait(LIMIT)
+    turnstile.open()
+    ending.result(LIMIT)
     for future in futures:
         with pytest.raises(EngineDead, match="shut down"):
             future.result(LIMIT)
@@ -103,7 +114,7 @@ def test_whoever_is_interrupted_while_it_takes_a_step_in_for_all_hangs_nobody(
         return real(self, step)
 
     monkeypatch.setattr(OutputProcessor, "process", process)
-    with make_offline(step_seconds=0.001) as engine:
+    with make_offline() as engine:
         delta = params(400, output_kind=RequestOutputKind.DELTA)
         other = begin(lambda: engine.run(["b"], delta, on_output=lambda *_: other_runs.set()))
         main_s = iter(lambda: engine.run(["a"], params(100)), None)

@@ -7,14 +7,26 @@ import dataclasses
 import gc
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_fakes import EOS, PATIENCE, CharTokenizer, expected_tokens, make_core, served_model
+from engine_fakes import (
+    EOS,
+    PATIENCE,
+    CharTokenizer,
+    Turnstile,
+    expected_tokens,
+    make_core,
+    served_model,
+    until_stats,
+)
 
-from headrace_core.config import EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
+from headrace_core.config import ModelConfig
+from headrace_core.context import OWNER
 from headrace_core.engine import EngineClient
 from headrace_core.errors import (
     EngineDead,
@@ -24,14 +36,16 @@ from headrace_core.errors import (
     RequestError,
 )
 from headrace_core.output import FlatLogprobs, RequestOutput
-from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
+from headrace_engine import engine as engine_module
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.emission.output import ENTRY_BYTES, TOKEN_BYTES
+from headrace_engine.config import EngineConfig, ObservabilityConfig, SchedulerConfig
 from headrace_engine.engine import UNREAD_BYTES, Engine, plain_settings
-from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.threads import IntakeThreads
+from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.input_processing.threads import InputThreads
+from headrace_engine.output_processing.output import ENTRY_BYTES, TOKEN_BYTES
+from headrace_testing.waiting import until
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -42,7 +56,7 @@ def make_engine(
     max_queued_tokens: int | None = None,
     **core: Any,
 ) -> Engine:
-    intake = Intake(CharTokenizer(), served_model())
+    input_processor = InputProcessor(CharTokenizer(), served_model())
     config = EngineConfig(
         scheduler=SchedulerConfig(
             stream_interval=stream_interval,
@@ -50,7 +64,7 @@ def make_engine(
             max_queued_tokens=max_queued_tokens,
         )
     )
-    return Engine(InprocClient(lambda _: make_core(**core)), intake, config)
+    return Engine(InprocClient(lambda _: make_core(**core)), input_processor, config)
 
 
 @pytest_asyncio.fixture(params=[True, False], ids=["overlapped", "simple"])
@@ -68,22 +82,23 @@ def text_of(tokens: list[int]) -> str:
     return "".join(chr(t) for t in tokens if t != EOS)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def until_held(engine: Engine, count: int) -> None:
+    """So many requests have been taken in and have not ended."""
+    await until(lambda: len(engine._processor.states) == count)
+
+
+async def until_waiting(engine: Engine, count: int) -> None:
+    await until_stats(engine, lambda stats: stats.num_requests_waiting == count)
 
 
 async def until_free(engine: Engine) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            stats = await engine.stats()
-            if (
-                stats.num_requests_running == stats.num_requests_waiting == 0
-                and stats.num_free_blocks == stats.num_blocks
-            ):
-                return
-            await asyncio.sleep(0.005)
+    await until_stats(
+        engine,
+        lambda stats: (
+            stats.num_requests_running == stats.num_requests_waiting == 0
+            and stats.num_free_blocks == stats.num_blocks
+        ),
+    )
 
 
 async def test_is_an_engine_client(engine: Engine) -> None:
@@ -94,7 +109,6 @@ async def test_is_an_engine_client(engine: Engine) -> None:
 
 
 @pytest.mark.req("REL-16")
-@pytest.mark.spec("ENGINE-OUTPUTS")
 async def test_deltas_equal_the_whole(engine: Engine) -> None:
     params = SamplingParams(max_tokens=80, ignore_eos=True, output_kind=DELTA)
     deltas = await collect(engine, "hello", params, "r1")
@@ -136,7 +150,7 @@ async def test_64_streams_half_cancelled(engine: Engine) -> None:
         async for output in engine.generate(f"p{index}", params, f"r{index}"):
             tokens += output.outputs[0].token_ids
             if index % 2 and len(tokens) > index:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()  # until it is cancelled
         return tokens
 
     tasks = [asyncio.create_task(stream(i)) for i in range(64)]
@@ -166,14 +180,39 @@ async def test_dropped_consumers_free_everything(engine: Engine) -> None:
     await until_free(engine)
 
 
+@pytest.mark.parametrize("given", [None, 3, b"r1", ["r1", None]])
+async def test_ids_to_abort_that_are_not_text_are_refused(given: Any) -> None:
+    turnstile = Turnstile(1)
+    engine = make_engine(turnstile=turnstile)
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    outputs = engine.generate("x", params, "r1")
+    await anext(outputs)
+    with pytest.raises(
+        RequestError, match=r"^request_ids.*: must be text, or a list of request ids"
+    ):
+        await engine.abort(given)
+    await engine.abort("unknown")
+    turnstile.release()
+    assert not (await anext(outputs)).finished
+    await engine.abort("r1")
+    turnstile.open()
+    ended = [output async for output in outputs][-1]
+    assert ended.outputs[0].finish_reason == "abort"
+    await until_free(engine)
+    await engine.shutdown()
+
+
 async def test_abort_ends_with_reason_abort() -> None:
-    engine = make_engine(step_seconds=0.01)
+    turnstile = Turnstile(1)
+    engine = make_engine(turnstile=turnstile)
     params = SamplingParams(max_tokens=400, ignore_eos=True, n=2, seed=1)
     outputs = []
     async for output in engine.generate("x", params, "r1"):
         outputs.append(output)
         if len(outputs) == 2:
             await engine.abort(["r1", "unknown"])
+            turnstile.open()
+        turnstile.release()
     assert outputs[-1].finished
     assert [c.finish_reason for c in outputs[-1].outputs] == ["abort", "abort"]
     await until_free(engine)
@@ -245,7 +284,7 @@ async def test_readers_that_keep_up_are_never_suspended(engine: Engine) -> None:
     whole = dataclasses.replace(params, output_kind=FINAL)
     await asyncio.gather(
         *(collect(engine, f"p{i}", params, f"r{i}") for i in range(8)),
-        *(pour_all(engine, f"poured {i}", params) for i in range(4)),
+        *(push_all(engine, f"pushed {i}", params) for i in range(4)),
         *(collect(engine, f"w{i}", whole, f"w{i}") for i in range(4)),
     )
     assert suspended == []
@@ -273,8 +312,8 @@ async def test_a_pause_that_waits_does_not_wait_for_readers(engine: Engine) -> N
     await engine.resume_generation()
 
 
-async def pour_all(engine: Engine, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-    """The first output by iteration, the others poured, refusing every third."""
+async def push_all(engine: Engine, prompt: str, params: SamplingParams) -> list[RequestOutput]:
+    """The first output by iteration, the others pushed, refusing every third."""
     stream = engine.generate(prompt, params, prompt)
     outputs = [await anext(stream)]
 
@@ -283,17 +322,17 @@ async def pour_all(engine: Engine, prompt: str, params: SamplingParams) -> list[
         return len(outputs) % 3 != 0
 
     while not outputs[-1].finished:
-        await stream.pour(take)
-    await stream.pour(take)  # nothing is left: returns at once
+        await stream.push(take)
+    await stream.push(take)  # nothing is left: returns at once
     assert [output async for output in stream] == []
     return outputs
 
 
-async def test_poured_outputs_are_those_of_iteration(engine: Engine) -> None:
+async def test_pushed_outputs_are_those_of_iteration(engine: Engine) -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True, output_kind=DELTA)
-    prompts = [f"poured {i}" for i in range(16)]
+    prompts = [f"pushed {i}" for i in range(16)]
     for prompt, outputs in zip(
-        prompts, await asyncio.gather(*(pour_all(engine, p, params) for p in prompts))
+        prompts, await asyncio.gather(*(push_all(engine, p, params) for p in prompts))
     ):
         expected = expected_tokens(prompt, params)
         assert [t for o in outputs for t in o.outputs[0].token_ids] == expected
@@ -303,9 +342,9 @@ async def test_poured_outputs_are_those_of_iteration(engine: Engine) -> None:
 
 @pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "simple"])
 @pytest.mark.parametrize("n", [1, 2])
-async def test_text_is_poured_without_outputs(overlapped: bool, n: int) -> None:
+async def test_text_is_pushed_without_outputs(overlapped: bool, n: int) -> None:
     """Whatever one completion says before its end; several, and log-probabilities, need outputs."""
-    turnstile = threading.Semaphore(0)
+    turnstile = Turnstile(0)
     engine = make_engine(turnstile=turnstile, overlapped=overlapped)
     loop = asyncio.get_running_loop()
     for logprobs in (None, 1):
@@ -315,9 +354,9 @@ async def test_text_is_poured_without_outputs(overlapped: bool, n: int) -> None:
         stream = engine.generate("text", params, f"text {logprobs}")
         turnstile.release()
         outputs, texts = [await anext(stream)], []
-        loop.call_soon(turnstile.release, 39)  # once it is being poured
+        loop.call_soon(turnstile.release, 39)  # once it is being pushed
         while not outputs[-1].finished:
-            await stream.pour(
+            await stream.push(
                 lambda output: outputs.append(output) is not None,  # noqa: B023
                 lambda text, tokens: texts.append((text, tokens)) is None,  # noqa: B023
             )
@@ -332,19 +371,19 @@ async def test_text_is_poured_without_outputs(overlapped: bool, n: int) -> None:
     await engine.shutdown()
 
 
-async def test_pouring_switches_no_task() -> None:
-    turnstile = threading.Semaphore(1)
+async def test_pushing_switches_no_task() -> None:
+    turnstile = Turnstile(1)
     engine = make_engine(turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True, output_kind=DELTA)
     stream, tasks = engine.generate("p", params, "r"), set()
     await anext(stream)
-    asyncio.get_running_loop().call_soon(turnstile.release, 100)  # once it is being poured
+    asyncio.get_running_loop().call_soon(turnstile.release, 100)  # once it is being pushed
 
     def take(output: RequestOutput) -> bool:
         tasks.add(asyncio.current_task())
         return True
 
-    await stream.pour(take)
+    await stream.push(take)
     assert tasks - {asyncio.current_task()} == {None}, "called by the loop, not by a task"
     await engine.shutdown()
 
@@ -356,35 +395,42 @@ async def test_a_refusal_lets_outputs_merge() -> None:
     outputs = [await anext(stream)]
     while not outputs[-1].finished:
         await until_free(engine)
-        await stream.pour(lambda output: outputs.append(output) is not None)
+        await stream.push(lambda output: outputs.append(output) is not None)
     assert [t for o in outputs for t in o.outputs[0].token_ids] == expected_tokens("slow", params)
     assert len(outputs) <= 3
     await engine.shutdown()
 
 
-async def test_pouring_raises_what_goes_wrong() -> None:
-    engine = make_engine(step_seconds=0.002)
+async def test_pushing_raises_what_goes_wrong() -> None:
+    turnstile = Turnstile(1)
+    engine = make_engine(turnstile=turnstile)
     params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
     with pytest.raises(RuntimeError, match="by iterating"):
-        await engine.generate("x", params, "x").pour(lambda _: True)
+        await engine.generate("x", params, "x").push(lambda _: True)
 
     def broken(output: RequestOutput) -> bool:
         raise ZeroDivisionError
 
     stream = engine.generate("y", params, "y")
     await anext(stream)
+    turnstile.release()
     with pytest.raises(ZeroDivisionError):
-        await stream.pour(broken)
+        await stream.push(broken)
     await stream.aclose()
-    cancelled = asyncio.create_task(pour_all(engine, "cancelled", params))
-    await asyncio.sleep(0.02)
+    cancelled = asyncio.create_task(push_all(engine, "cancelled", params))
+    await until_held(engine, 1)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
+    turnstile.open()
     await until_free(engine)
-    doomed = asyncio.create_task(pour_all(engine, "doomed", params))
+    turnstile.hold()
+    doomed = asyncio.create_task(push_all(engine, "doomed", params))
     fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 10})
+    dying = asyncio.create_task(collect(engine, "fatal", fatal, "fatal"))
+    await until_held(engine, 2)
+    turnstile.open()
     with pytest.raises(EngineDead, match="died as told"):
-        await collect(engine, "fatal", fatal, "fatal")
+        await dying
     with pytest.raises(EngineDead):
         async with asyncio.timeout(PATIENCE):
             await doomed
@@ -392,7 +438,7 @@ async def test_pouring_raises_what_goes_wrong() -> None:
 
 
 async def test_stream_interval_first_and_last_at_once() -> None:
-    turnstile = threading.Semaphore(1)
+    turnstile = Turnstile(1)
     engine = make_engine(stream_interval=10, turnstile=turnstile)
     params = SamplingParams(max_tokens=35, ignore_eos=True, output_kind=DELTA)
     sizes = []
@@ -405,7 +451,6 @@ async def test_stream_interval_first_and_last_at_once() -> None:
     await engine.shutdown()
 
 
-@pytest.mark.spec("ENGINE-SAMPLING")
 async def test_several_completions(engine: Engine) -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=25, ignore_eos=True, prompt_logprobs=0)
     last = (await collect(engine, "many", params, "r1"))[-1]
@@ -419,7 +464,6 @@ async def test_several_completions(engine: Engine) -> None:
     assert [c.text for c in again.outputs] == [c.text for c in last.outputs]
 
 
-@pytest.mark.spec("ENGINE-OUTPUTS")
 async def test_finish_and_stop_reasons(engine: Engine) -> None:
     def last_of(outputs: list[RequestOutput]) -> tuple[str | None, object, str]:
         completion = outputs[-1].outputs[0]
@@ -450,7 +494,6 @@ async def test_finish_and_stop_reasons(engine: Engine) -> None:
     await until_free(engine)
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 async def test_logprobs_flat_and_listed(engine: Engine) -> None:
     def params(flat: bool) -> SamplingParams:
         return SamplingParams(
@@ -504,12 +547,16 @@ async def test_a_failing_request_does_not_stop_others(engine: Engine, failure: s
 
 @pytest.mark.req("REL-03")
 async def test_death_ends_every_stream() -> None:
-    engine = make_engine(step_seconds=0.002)
+    turnstile = Turnstile()
+    engine = make_engine(turnstile=turnstile)
     long = SamplingParams(max_tokens=400, ignore_eos=True)
     streams = [asyncio.create_task(collect(engine, f"s{i}", long, f"s{i}")) for i in range(8)]
     fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 10})
+    dying = asyncio.create_task(collect(engine, "fatal", fatal, "fatal"))
+    await until_held(engine, 9)
+    turnstile.open()
     with pytest.raises(EngineDead, match="died as told"):
-        await collect(engine, "fatal", fatal, "fatal")
+        await dying
     async with asyncio.timeout(PATIENCE):
         ended = await asyncio.gather(*streams, return_exceptions=True)
     assert all(isinstance(e, EngineDead) for e in ended)
@@ -528,7 +575,7 @@ class Stuck:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.turnstile = threading.Semaphore(0)
+        self.turnstile = Turnstile(0)
 
     @classmethod
     async def made(cls, config: EngineConfig, largest_step: float = 0.0, **options: Any) -> Stuck:
@@ -540,7 +587,9 @@ class Stuck:
             return core
 
         client = InprocClient(build)
-        self.engine = Engine(client, Intake(CharTokenizer(), served_model()), config, **options)
+        self.engine = Engine(
+            client, InputProcessor(CharTokenizer(), served_model()), config, **options
+        )
         loop: Any = client._loop
         loop._clock = lambda: self.seconds
         params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -579,13 +628,13 @@ async def test_a_stuck_step_is_unhealthy() -> None:
 
 
 async def test_queue_full() -> None:
-    turnstile = threading.Semaphore(1)
+    turnstile = Turnstile(1)
     engine = make_engine(max_queued=2, max_num_seqs=1, turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     first = engine.generate("a", params, "a")
     await anext(first)
     waiting = [asyncio.create_task(collect(engine, "b", params, f"b{i}")) for i in range(2)]
-    await asyncio.sleep(0.02)
+    await until_held(engine, 3)
     with pytest.raises(QueueFull) as caught:
         await collect(engine, "c", params, "c")
     assert 0 < caught.value.retry_after <= 60
@@ -600,18 +649,18 @@ async def test_queue_full() -> None:
 
 @pytest.mark.req("REL-07")
 async def test_the_queue_is_bounded_in_tokens_too() -> None:
-    turnstile = threading.Semaphore(1)
+    turnstile = Turnstile(1)
     engine = make_engine(max_queued_tokens=20, max_num_seqs=1, turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     first = engine.generate("a" * 30, params, "a")  # nobody waits: taken, however long
     await anext(first)
     waiting = [asyncio.create_task(collect(engine, "b" * 15, params, "b"))]
-    await asyncio.sleep(0.02)
+    await until_held(engine, 2)
     with pytest.raises(QueueFull, match="max_queued_tokens = 20") as caught:
         await collect(engine, "c" * 6, params, "c")
     assert 1 <= caught.value.retry_after <= 60
     waiting.append(asyncio.create_task(collect(engine, "d" * 5, params, "d")))
-    await asyncio.sleep(0.02)
+    await until_held(engine, 3)
     assert not waiting[-1].done()
     for task in waiting:
         task.cancel()
@@ -666,10 +715,9 @@ async def test_two_requests_one_after_the_other_may_share_an_id(engine: Engine) 
     await until_free(engine)
 
 
-@pytest.mark.spec("ENGINE-CORE")
 @pytest.mark.parametrize("overlapped", [True, False])
 async def test_reset_prefix_cache(overlapped: bool) -> None:
-    turnstile = threading.Semaphore(10)
+    turnstile = Turnstile(10)
     engine = make_engine(turnstile=turnstile, overlapped=overlapped)
 
     async def reset(**options: bool) -> bool:
@@ -714,17 +762,35 @@ async def test_tokenize_and_chat(engine: Engine) -> None:
     assert outputs[-1].prompt == "user: hi\n"
 
 
-async def test_shutdown_drains_then_aborts() -> None:
-    engine = make_engine(step_seconds=0.02)
+async def test_shutdown_drains_then_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    turnstile = Turnstile()
+    engine = make_engine(turnstile=turnstile)
+    aborted, now = asyncio.Event(), 0.0
+    monkeypatch.setattr(
+        engine_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+    )
+    abort = engine.abort
+
+    async def watched(request_ids: Any) -> None:
+        await abort(request_ids)
+        aborted.set()
+
+    monkeypatch.setattr(engine, "abort", watched)
     quick = asyncio.create_task(
         collect(engine, "q", SamplingParams(max_tokens=2, ignore_eos=True), "q")
     )
     slow = asyncio.create_task(
         collect(engine, "s", SamplingParams(max_tokens=500, ignore_eos=True), "s")
     )
-    await asyncio.sleep(0.01)
-    await engine.shutdown(drain_timeout=1.5)
+    await until_held(engine, 2)
+    ending = asyncio.create_task(engine.shutdown(drain_timeout=1000))
+    turnstile.release(5)
     assert (await quick)[-1].outputs[0].finish_reason == "length"
+    assert not aborted.is_set()
+    now = 1001.0
+    await aborted.wait()
+    turnstile.open()
+    await ending
     assert (await slow)[-1].outputs[0].finish_reason == "abort"
     with pytest.raises(EngineDead):
         await collect(engine, "late", SamplingParams(), "late")
@@ -740,7 +806,8 @@ async def test_random_lives(seed: int, overlapped: bool) -> None:
     rng = random.Random(seed)
 
     async def live(index: int) -> None:
-        await asyncio.sleep(rng.random() * 0.05)
+        for _ in range(rng.randrange(200)):
+            await asyncio.sleep(0)
         fate = rng.choice(["whole", "whole", "close", "cancel", "abort", "fail", "stop"])
         params = SamplingParams(
             max_tokens=rng.randint(1, 60),
@@ -767,7 +834,7 @@ async def test_random_lives(seed: int, overlapped: bool) -> None:
             assert fate == "fail"
 
     tasks = [asyncio.create_task(live(i)) for i in range(40)]
-    await asyncio.sleep(0.06)
+    await until(lambda: any(task.done() for task in tasks))
     for task in tasks[::9]:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -779,14 +846,12 @@ async def test_random_lives(seed: int, overlapped: bool) -> None:
     await engine.shutdown()
 
 
-@pytest.mark.spec("API-PAUSE")
 async def test_death_and_shutdown_reach_who_waits_at_the_gate() -> None:
     for end in ("death", "shutdown"):
         engine = make_engine()
         await engine.pause_generation()
         waiting = asyncio.create_task(anext(engine.generate("x", SamplingParams(), "r")))
-        await asyncio.sleep(0.02)
-        assert (await engine.stats()).num_requests_waiting == 1
+        await until_waiting(engine, 1)
         if end == "death":
             engine.on_death(EngineDead("killed"))
         else:
@@ -804,7 +869,7 @@ async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
         asyncio.create_task(anext(engine.generate("x", SamplingParams(), f"r{i}")))
         for i in range(2)
     ]
-    await asyncio.sleep(0.02)
+    await until_waiting(engine, 2)
     with pytest.raises(QueueFull):
         await anext(engine.generate("x", SamplingParams(), "too many"))
     await engine.resume_generation()
@@ -812,13 +877,16 @@ async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
     await engine.shutdown()
 
 
-@pytest.mark.spec("API-PAUSE")
 async def test_pausing_does_not_wait_for_who_does_not_read() -> None:
-    engine = make_engine(step_seconds=0.01)
+    turnstile = Turnstile(1)
+    engine = make_engine(turnstile=turnstile)
     stream = engine.generate("x", SamplingParams(max_tokens=500, ignore_eos=True), "r")
     await anext(stream)  # and then no more
+    pausing = asyncio.create_task(engine.pause_generation())
+    await until(engine.is_paused)  # and the abort is on its way
+    turnstile.open()
     async with asyncio.timeout(PATIENCE):
-        await engine.pause_generation()
+        await pausing
     assert (await engine.stats()).kv_cache_usage == 0
     last = [output async for output in stream][-1]
     assert last.outputs[0].finish_reason == "abort"
@@ -829,11 +897,17 @@ async def test_who_is_being_taken_in_at_shutdown_hears_of_it() -> None:
     engine = make_engine()
     may_encode = threading.Event()
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(PATIENCE) and encode(*a, **k)
+    encoding: list[Any] = []
+
+    def held_up(*args: Any, **kwargs: Any) -> Any:
+        encoding.append(args)
+        return may_encode.wait(PATIENCE) and encode(*args, **kwargs)
+
+    engine.tokenizer.encode = held_up
     long = "x" * 3000
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
     coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
-    await asyncio.sleep(0.02)
+    await until(lambda: bool(encoding))
     await engine.shutdown()
     may_encode.set()
     ends = await asyncio.gather(*coming, return_exceptions=True)
@@ -848,7 +922,7 @@ async def test_long_chats_are_not_read_on_the_event_loop(large: str | None) -> N
     message = {"role": "assistant", "content": large}
     if large is None:
         message["tool_calls"] = [call]
-    threads, seen = IntakeThreads(None, 1), []
+    threads, seen = InputThreads(None, 1), []
     await threads.run(ChatPrompt([message]), lambda: seen.append(threading.current_thread()))
     threads.close()
     assert seen[0] is not threading.current_thread()
@@ -863,7 +937,7 @@ async def test_the_queue_limit_counts_who_is_being_taken_in() -> None:
     long = "x" * 3000  # taken in by another thread
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
     coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
-    await asyncio.sleep(0.02)
+    await until(lambda: sum(task.done() for task in coming) >= 2)
     refused = [task for task in coming if task.done()]
     assert [type(task.exception()) for task in refused] == [QueueFull] * 2
     may_encode.set()

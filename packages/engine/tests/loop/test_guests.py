@@ -17,20 +17,21 @@ from engine_fakes import (
     core_factory,
     make_core,
     served_model,
-    wait_until,
 )
 
-from headrace_core.config import EngineConfig, LoadConfig
+from headrace_core.config import LoadConfig
 from headrace_core.errors import EngineDead, EngineError, RequestError
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.clients.process import ProcessClient
+from headrace_engine.config import EngineConfig
 from headrace_engine.core import EngineCore
 from headrace_engine.engine import Engine
-from headrace_engine.intake.intake import Intake
+from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
+from headrace_testing.waiting import wait_until
 
 LIMIT = 20.0
 """Seconds after which a hang is one."""
@@ -52,7 +53,9 @@ class Pair(FakeExecutor):
 
 
 def offline(core: Callable[[], EngineCore]) -> OfflineEngine:
-    return OfflineEngine(InprocClient(lambda _: core()), Intake(CharTokenizer(), served_model()))
+    return OfflineEngine(
+        InprocClient(lambda _: core()), InputProcessor(CharTokenizer(), served_model())
+    )
 
 
 def pair() -> EngineCore:
@@ -125,7 +128,7 @@ def test_a_step_that_calls_its_engine_fails_alone() -> None:
 
     class Asking(FakeWorker):
         def execute(self, step: ScheduledStep) -> StepResult:
-            if any(request.params.seed == 7 for request in step.new_requests):
+            if any(new.request.params.seed == 7 for new in step.new_requests):
                 engines[0].run(["a"], GREEDY)
             return super().execute(step)
 
@@ -149,7 +152,7 @@ def test_a_function_may_call_another_engine(engine: OfflineEngine) -> None:
 def test_an_engine_forgotten_by_all_but_its_function_ends() -> None:
     """The function drops the last reference, in the thread for which the engine's end would wait."""
     client = InprocClient(lambda _: make_core())
-    engine = OfflineEngine(client, Intake(CharTokenizer(), served_model()))
+    engine = OfflineEngine(client, InputProcessor(CharTokenizer(), served_model()))
     loop, begun, go_on = client._loop, threading.Event(), threading.Event()
     assert loop is not None
     kept: list[Any] = [engine, client]
@@ -199,7 +202,7 @@ def test_an_error_of_the_callers_function_stays_its_own(engine: OfflineEngine) -
 async def test_the_same_of_the_asynchronous_engine() -> None:
     released = threading.Event()
     client = InprocClient(lambda _: make_core())
-    running = Engine(client, Intake(CharTokenizer(), served_model()), EngineConfig())
+    running = Engine(client, InputProcessor(CharTokenizer(), served_model()), EngineConfig())
     try:
         with pytest.raises(TimeoutError, match=r"^collective_rpc: waiting: no answer .* 0.01 s"):
             await running.run_on_workers(waiting, args=(released,), timeout=0.01)
@@ -231,7 +234,7 @@ def test_a_worker_s_method_that_exits_fails_alone(
     if where == "process":
         monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
         client = ProcessClient("test_guests:exiting", config)
-    with OfflineEngine(client, Intake(CharTokenizer(), served_model())) as engine:
+    with OfflineEngine(client, InputProcessor(CharTokenizer(), served_model())) as engine:
         with pytest.raises(
             EngineError, match=r"collective_rpc: report raised SystemExit\('as told'"
         ):

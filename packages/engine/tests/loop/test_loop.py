@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from typing import Any
 
@@ -13,20 +12,21 @@ from engine_fakes import (
     PATIENCE,
     FakeExecutor,
     FakeWorker,
+    Turnstile,
     expected_tokens,
     make_core,
-    wait_until,
 )
 
-from headrace_core.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import CapacityError, EngineDead
 from headrace_core.request import CoreRequest
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace_engine.core import EngineCore
 from headrace_engine.loop import EngineLoop, describe_stats
 from headrace_engine.messages import CoreOutput, CoreOutputs
 from headrace_engine.startup import StartupTimeline
+from headrace_testing.waiting import wait_until
 
 
 class Sink:
@@ -57,7 +57,7 @@ def request(name: str, max_tokens: int = 10, **changes: Any) -> CoreRequest:
 
 
 def test_who_comes_early_in_a_step_is_part_of_the_next() -> None:
-    turnstile = threading.Semaphore(3)
+    turnstile = Turnstile(3)
     core, sink = make_core(step_seconds=0.2, turnstile=turnstile), Sink()
     loop = EngineLoop(core, sink, clock=lambda: 0.0)
     loop.add([request("a", 12)])
@@ -73,7 +73,7 @@ def test_who_comes_early_in_a_step_is_part_of_the_next() -> None:
 
 
 def test_a_running_step_does_not_keep_commands_waiting() -> None:
-    turnstile = threading.Semaphore(3)
+    turnstile = Turnstile(3)
     core, sink = make_core(step_seconds=0.5, turnstile=turnstile), Sink()
     loop = EngineLoop(core, sink, clock=lambda: 0.0)
     loop.add([request("a", 100)])
@@ -101,7 +101,8 @@ def test_a_step_s_outputs_arrive_together() -> None:
 
 
 def test_overlapping_keeps_two_steps_in_flight() -> None:
-    core = make_core(overlapped=True, step_seconds=0.002)
+    turnstile = Turnstile()
+    core = make_core(overlapped=True, turnstile=turnstile)
     depth = []
     submit = core.executor.submit
 
@@ -114,6 +115,8 @@ def test_overlapping_keeps_two_steps_in_flight() -> None:
     loop = EngineLoop(core, sink)
     loop.start()
     loop.add([request("r", 20)])
+    wait_until(lambda: 2 in depth)
+    turnstile.open()
     wait_until(lambda: sink.of("r") and sink.of("r")[-1].finish_reason)
     loop.stop()
     assert max(depth) == 2
@@ -181,7 +184,7 @@ def test_a_failing_control_call_fails_its_caller_only() -> None:
 
 def test_idle_does_nothing() -> None:
     core, sink = make_core(), Sink()
-    rounds = 0
+    now, rounds = 0.0, 0
     schedule = core.schedule
 
     def counted() -> Any:
@@ -190,10 +193,14 @@ def test_idle_does_nothing() -> None:
         return schedule()
 
     core.schedule = counted  # type: ignore[method-assign]
-    loop = EngineLoop(core, sink)
+    loop = EngineLoop(core, sink, clock=lambda: now)
     loop.start()
-    time.sleep(0.3)
-    assert rounds <= 2
+    wait_until(lambda: loop._idle)
+    before, now = rounds, 1000.0
+    for _ in range(5):
+        loop.stats().result(PATIENCE)  # makes it go round once
+        wait_until(lambda: loop._idle)
+    assert rounds <= before + 5
     assert loop.heartbeat_age == 0.0
     loop.stop()
 
@@ -211,16 +218,21 @@ def test_step_sizes_are_drained() -> None:
     loop.stop()
 
 
-@pytest.mark.spec("OBS-LOG")
 def test_periodic_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    core, sink = make_core(log_stats_interval=0.05, step_seconds=0.002), Sink()
-    loop = EngineLoop(core, sink)
+    now, turnstile = 0.0, Turnstile(5)
+    core, sink = make_core(log_stats_interval=10.0, turnstile=turnstile), Sink()
+    loop = EngineLoop(core, sink, clock=lambda: now)
     loop.start()
     loop.add([request("r", 100)])
+    wait_until(lambda: len(sink.of("r")) == 5)
+    assert "tokens/s" not in caplog.text, "before its time"
+    now = 10.0
+    turnstile.release()
     wait_until(lambda: "tokens/s" in caplog.text)
+    turnstile.open()
     loop.stop()
-    line = next(m for m in caplog.messages if "tokens/s" in m)
+    [line] = [m for m in caplog.messages if "tokens/s" in m]
     for part in ("prompt", "generation", "running 1", "waiting 0", "KV cache", "prefix hits"):
         assert part in line
 

@@ -6,22 +6,23 @@ import gc
 from typing import Any
 
 import pytest
-from engine_fakes import CharTokenizer, expected_tokens, make_core, served_model, wait_until
+from engine_fakes import CharTokenizer, Turnstile, expected_tokens, make_core, served_model
 
 from headrace_core.errors import EngineDead, PromptTooLong, RequestError
 from headrace_core.output import RequestOutput
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.prepared import PreparedRequest
+from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.offline import OfflineEngine
+from headrace_testing.waiting import wait_until
 
 FINAL = RequestOutputKind.FINAL_ONLY
 
 
 def make_offline(**core: Any) -> OfflineEngine:
     return OfflineEngine(
-        InprocClient(lambda _: make_core(**core)), Intake(CharTokenizer(), served_model())
+        InprocClient(lambda _: make_core(**core)), InputProcessor(CharTokenizer(), served_model())
     )
 
 
@@ -77,7 +78,7 @@ def test_max_tokens_is_clamped_to_the_context() -> None:
 
 def test_keyboard_interrupt_aborts_everything() -> None:
     params = SamplingParams(max_tokens=400, ignore_eos=True)
-    with make_offline(step_seconds=0.001) as engine:
+    with make_offline() as engine:
         calls = 0
 
         def interrupt(index: int, output: RequestOutput) -> None:
@@ -201,7 +202,7 @@ class Watched:
 def test_an_observer_sees_every_request_begin_and_end_once() -> None:
     noted, params = Noted(), SamplingParams(max_tokens=5, ignore_eos=True, output_kind=FINAL)
     client = InprocClient(lambda _: make_core())
-    with OfflineEngine(client, Intake(CharTokenizer(), served_model()), noted) as engine:
+    with OfflineEngine(client, InputProcessor(CharTokenizer(), served_model()), noted) as engine:
         outputs = engine.run(["a", "b"], params)
         assert {o.request_id for o in noted.seen} == set(noted.begun)
         assert sorted(noted.ended) == sorted(noted.begun) == sorted(o.request_id for o in outputs)
@@ -225,10 +226,10 @@ def test_death_raises() -> None:
             engine.run(["a"], fatal)
 
 
-@pytest.mark.spec("ENGINE-CORE")
 def test_add_step_abort() -> None:
     params = SamplingParams(max_tokens=300, ignore_eos=True)
-    with make_offline(step_seconds=0.001) as engine:
+    turnstile = Turnstile()
+    with make_offline(turnstile=turnstile) as engine:
         assert engine.step() == []
         engine.add_request("one", "first", params)
         engine.add_request("two", "second", SamplingParams(max_tokens=10, ignore_eos=True))
@@ -236,24 +237,54 @@ def test_add_step_abort() -> None:
             engine.add_request("one", "again", params)
         finished: dict[str, RequestOutput] = {}
         while engine.has_unfinished_requests():
+            turnstile.release()
             for output in engine.step():
                 if output.finished:
                     finished[output.request_id] = output
             if "two" in finished:
                 engine.abort_request(["one", "unknown"])
+        turnstile.open()
         assert finished["one"].outputs[0].finish_reason == "abort"
         assert finished["two"].outputs[0].finish_reason == "length"
         assert_free(engine)
 
 
-@pytest.mark.spec("ENGINE-CORE")
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (None, "request_ids = None"), (3, "request_ids = 3"), (b"one", "request_ids = b'one'"),
+        (["one", None], "request_ids[1] = None"), ([["one"]], "request_ids[0] = ['one']"),
+    ],
+)  # fmt: skip
+def test_ids_to_abort_that_are_not_text_are_refused(given: Any, named: str) -> None:
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    turnstile = Turnstile()
+    with make_offline(turnstile=turnstile) as engine:
+        engine.add_request("one", "first", params)
+        with pytest.raises(RequestError) as refused:
+            engine.abort_request(given)
+        assert str(refused.value) == f"{named}: must be text, or a list of request ids, each text"
+        assert refused.value.param == "request_ids"
+        assert engine.num_unfinished == 1, "nothing is aborted"
+        engine.abort_request([])
+        engine.abort_request("unknown")
+        engine.abort_request("one")
+        turnstile.open()
+        [ended] = engine.step()
+        assert ended.outputs[0].finish_reason == "abort"
+
+
 def test_reset_while_running() -> None:
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    with make_offline(step_seconds=0.001) as engine:
+    turnstile = Turnstile(1)
+    with make_offline(turnstile=turnstile) as engine:
         engine.add_request("r", "reset", params)
         engine.step()
+        turnstile.release(2)  # for those in flight: a reset waits for them
         assert engine.reset_prefix_cache() is False
+        turnstile.release(2)
         assert engine.reset_prefix_cache(reset_running_requests=True) is True
+        turnstile.open()
         last = None
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -263,11 +294,13 @@ def test_reset_while_running() -> None:
 
 
 def test_a_timeout_of_zero_is_one() -> None:
-    with make_offline(step_seconds=0.05) as engine:
+    turnstile = Turnstile(1)
+    with make_offline(turnstile=turnstile) as engine:
         engine.add_request("r", "busy", SamplingParams(max_tokens=5, ignore_eos=True))
         engine.step()  # the next one runs
         with pytest.raises(TimeoutError):
             engine.collective_rpc("report", timeout=0)
+        turnstile.open()
 
 
 def test_a_shutdown_that_raises_ends_the_intake_s_processes(
@@ -281,19 +314,18 @@ def test_a_shutdown_that_raises_ends_the_intake_s_processes(
         raise OSError("worker would not die")
 
     monkeypatch.setattr(engine.client, "shutdown", shutdown)
-    monkeypatch.setattr(engine._intake, "close", lambda: closed.append(True))
+    monkeypatch.setattr(engine._front.input_processor, "close", lambda: closed.append(True))
     with pytest.raises(OSError, match="would not die"):
         engine.shutdown()
     assert closed
 
 
-@pytest.mark.spec("ENGINE-SAMPLING")
 def test_priorities() -> None:
-    intake = Intake(CharTokenizer(), served_model(priority_scheduling=True))
+    input_processor = InputProcessor(CharTokenizer(), served_model(priority_scheduling=True))
     client = InprocClient(lambda _: make_core(policy="priority", max_num_seqs=1))
     order: list[int] = []
     params = SamplingParams(max_tokens=4, ignore_eos=True, output_kind=FINAL)
-    with OfflineEngine(client, intake) as engine:
+    with OfflineEngine(client, input_processor) as engine:
         engine.run(
             ["a", "b", "c", "d"], params, priority=[0, 5, -1, 3],
             on_output=lambda i, _: order.append(i),
@@ -303,7 +335,7 @@ def test_priorities() -> None:
 
 def test_a_forgotten_engine_ends() -> None:
     client = InprocClient(lambda _: make_core())
-    engine = OfflineEngine(client, Intake(CharTokenizer(), served_model()))
+    engine = OfflineEngine(client, InputProcessor(CharTokenizer(), served_model()))
     engine.run(["a"], SamplingParams(max_tokens=3))
     loop = client._loop
     assert loop is not None

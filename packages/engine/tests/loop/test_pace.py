@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_core.step import ScheduledStep
-from headrace_engine.pace import StepPace
+from headrace_engine.loop import StepPace
 
 DECODING = ScheduledStep(1, {"a": 1, "b": 1})
 PROMPT = ScheduledStep(2, {"a": 100, "b": 1})

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from headrace_core.attention import AttentionBackend, AttentionLayerSpec
 from headrace_core.batch import ForwardBatch
-from headrace_core.config import CacheConfig, EngineConfig, SchedulerConfig
-from headrace_core.engine import ServedModel
 from headrace_core.executor import Executor
 from headrace_core.kv import FullAttentionSpec
 from headrace_core.model import PoolingBatch, Rows
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
-from headrace_core.reference.attention import attend
+from headrace_core.served_model import ServedModel
 from headrace_core.step import ScheduledStep, StepResult
-from headrace_core.testing.engine import fake_served_model
-from headrace_core.testing.model import ReferenceAttention
 from headrace_core.text import EncodedPair
 from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from headrace_engine.core import EngineCore
 from headrace_engine.engine import Engine
 from headrace_engine.execution import ModelWorker
 from headrace_engine.execution.capture import Capture
-from headrace_engine.intake.intake import Intake
+from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
+from headrace_reference.attention import attend
+from headrace_testing.fakes.engine import fake_served_model
+from headrace_testing.model.decoders import ReferenceAttention
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, BLOCK = 128, 8, 2, 4, 8
 CLS, SEP = 1, 2
@@ -321,7 +321,7 @@ class Made:
         self.config = setting.config()
         self.core: EngineCore | None = None
         served = setting.served_model(self.model.info)
-        self.intake = Intake(Tokens(), served)  # type: ignore[arg-type]
+        self.input_processor = InputProcessor(Tokens(), served)  # type: ignore[arg-type]
         self.client = InprocClient(self._build)
 
     def _build(self, timeline: StartupTimeline) -> EngineCore:
@@ -352,10 +352,10 @@ class Made:
         )
 
     def offline(self) -> OfflineEngine:
-        return OfflineEngine(self.client, self.intake)
+        return OfflineEngine(self.client, self.input_processor)
 
     def engine(self, **options: Any) -> Engine:
-        return Engine(self.client, self.intake, self.config, **options)
+        return Engine(self.client, self.input_processor, self.config, **options)
 
 
 def make(**settings: Any) -> Made:

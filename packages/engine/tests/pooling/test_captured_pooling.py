@@ -60,7 +60,6 @@ def embedded(graph: Replaying, task: str = "embed", **settings: Any) -> list[int
     return graph.replayed
 
 
-@pytest.mark.spec("POOL-GRAPH")
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_what_needs_all_rows_gets_all(task: str) -> None:
     graph = Replaying()
@@ -68,7 +67,6 @@ def test_what_needs_all_rows_gets_all(task: str) -> None:
     assert (graph.need.all_rows, graph.need.token_types, graph.need.num_groups) == (True, True, 0)
 
 
-@pytest.mark.spec("POOL-GRAPH")
 def test_what_needs_one_row_gets_one() -> None:
     graph = Replaying()
     assert embedded(graph, causal=True) == [1, 1]
@@ -120,7 +118,6 @@ class InParts(Replaying):
         return self.results[0, : len(hidden)]
 
 
-@pytest.mark.spec("POOL-GRAPH")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_full_steps_are_run_in_parts(task: str, fails: bool) -> None:
@@ -143,7 +140,6 @@ def test_full_steps_are_run_in_parts(task: str, fails: bool) -> None:
     assert all(counts == sorted(counts, reverse=True) for counts in graph.counts), "longest first"
 
 
-@pytest.mark.spec("POOL-GRAPH")
 def test_small_steps_are_not_divided() -> None:
     graph = InParts()
     assert embedded(graph) == [None, None, None]
@@ -161,7 +157,6 @@ def last_rows(graph: InParts) -> Made:
     )
 
 
-@pytest.mark.spec("POOL-GRAPH")
 @pytest.mark.parametrize(("task", "divided"), [("embed", True), ("token_embed", False)])
 def test_all_rows_of_a_graph_for_chosen_ones_are_not_computed_in_parts(
     task: str, divided: bool
@@ -179,7 +174,6 @@ def test_all_rows_of_a_graph_for_chosen_ones_are_not_computed_in_parts(
     assert all(owners == list(range(len(owners))) for owners in graph.owners)
 
 
-@pytest.mark.spec("POOL-GRAPH")
 def test_two_rows_of_one_request_do_not_stand_for_one_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

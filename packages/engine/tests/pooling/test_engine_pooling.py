@@ -12,12 +12,13 @@ import pytest
 import torch
 from pooling_stub import Made, Tokens, make
 
-from headrace_core.call_entry import CallEntry
+from headrace_core.context import OWNER
+from headrace_core.engine import AdmissionTicket
 from headrace_core.errors import GenerateError, QueueFull, RequestError, UnsupportedFeature
-from headrace_core.io_processor import IOProcessor, IOProcessorResponse, answer
-from headrace_core.owner import OWNER
 from headrace_core.pooling import PoolingParams
-from headrace_core.sampling import SamplingParams
+from headrace_core.pooling.io_processor import IOProcessor, IOProcessorResponse
+from headrace_core.pooling.plugin_task import answer
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.engine import Engine
 from headrace_engine.pooling.vectors import as_array
 
@@ -110,7 +111,6 @@ async def test_aborting_by_name_ends_the_call() -> None:
         assert (await engine.encode("on", PoolingParams(), "next", task="embed")).finished
 
 
-@pytest.mark.spec("POOL-LONGTEXT")
 async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
     made = make(max_model_len=16, max_num_batched_tokens=16, max_num_seqs=4,
                 info={"enable_chunked_processing": True, "native_len": 16,
@@ -130,7 +130,6 @@ async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
         assert not engine._processor.states
 
 
-@pytest.mark.spec("POOL-LONGTEXT")
 async def test_long_texts_are_the_same_online() -> None:
     settings: dict[str, Any] = {
         "max_model_len": 16,
@@ -192,7 +191,7 @@ async def test_a_call_that_was_let_in_is_not_refused_in_its_middle(limits: dict[
 @pytest.mark.parametrize("limits", [{"max_queued_requests": 1}, {"max_queued_requests": 6,
                                     "max_queued_tokens": 40}])  # fmt: skip
 async def test_the_prompts_of_one_call_are_one_request_to_the_queue(limits: dict[str, int]) -> None:
-    made, entry, most = make(scheduler=limits), CallEntry(), 0
+    made, entry, most = make(scheduler=limits), AdmissionTicket(), 0
     async with started(made) as engine:
         add = made.client.add
 
@@ -217,7 +216,7 @@ async def test_a_call_that_is_refused_is_so_before_any_of_its_prompts_runs() -> 
             first = asyncio.create_task(engine.encode("t", PoolingParams(), "0", task="embed"))
             while not engine._processor.states:
                 await asyncio.sleep(0)
-            entry = CallEntry()
+            entry = AdmissionTicket()
             calls = [engine.encode("t", PoolingParams(), f"r-{i}", task="embed", entry=entry)
                      for i in range(3)]  # fmt: skip
             ends = await asyncio.gather(*calls, return_exceptions=True)
@@ -282,10 +281,9 @@ class Products(IOProcessor):
         return IOProcessorResponse(output)
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 async def test_fifty_requests_through_an_io_processor() -> None:
     made = make(max_num_batched_tokens=64)
-    processor = Products(made.config, made.intake.model)
+    processor = Products(made.config, made.input_processor.model)
     async with started(made, io_processor=processor) as engine:
         texts = [f"text {i}" for i in range(50)]
         answers = await asyncio.gather(
@@ -299,10 +297,9 @@ async def test_fifty_requests_through_an_io_processor() -> None:
         )
 
 
-@pytest.mark.spec("POOL-IOPLUGIN")
 async def test_a_failure_within_an_io_processor_is_that_request_s() -> None:
     made = make(poison=77)
-    processor = Products(made.config, made.intake.model)
+    processor = Products(made.config, made.input_processor.model)
     async with started(made, io_processor=processor) as engine:
         good, bad = await asyncio.gather(
             answer(engine, "good", None, "good"),

@@ -23,7 +23,7 @@ from headrace_core.errors import (
 )
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import LateInteraction, PoolingParams
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.pooling.vectors import as_array
 
@@ -45,7 +45,6 @@ def ids(text: str) -> list[int]:
     return Tokens().encode(text)
 
 
-@pytest.mark.spec("POOL-VARLEN")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("task", ["embed", "token_embed", "classify", "score", "token_classify"])
 def test_a_batch_is_what_each_prompt_is_alone(causal: bool, task: str) -> None:
@@ -59,7 +58,6 @@ def test_a_batch_is_what_each_prompt_is_alone(causal: bool, task: str) -> None:
         assert tensor(output).shape[:-1] == (() if rows is None else (rows,))
 
 
-@pytest.mark.spec("POOL-VARLEN")
 def test_no_row_is_padding(caplog: pytest.LogCaptureFixture) -> None:
     made = make(causal=False, max_num_batched_tokens=300, max_model_len=250)
     with engine(made) as llm:
@@ -93,7 +91,6 @@ def test_rows_of_earlier_chunks_are_kept(pooling_type: str) -> None:
             torch.testing.assert_close(tensor(output), first)
 
 
-@pytest.mark.spec("POOL-PREFIXCACHE")
 def test_a_cached_beginning_gives_the_cold_result() -> None:
     made = make(causal=True)
     prefix = list(range(20, 52))
@@ -188,7 +185,6 @@ def test_a_pooler_that_raises_for_one_prompt_fails_that_one(
     assert sorted(output.request_id for output in outputs) == ["a", "c"]
 
 
-@pytest.mark.spec("POOL-PARAMS")
 def test_parameters_are_the_prompts_own() -> None:
     made = make()
     params = [PoolingParams(dimensions=3), PoolingParams(normalize=False), PoolingParams()]
@@ -205,7 +201,6 @@ def test_parameters_are_the_prompts_own() -> None:
     torch.testing.assert_close(tensor(outputs[1]), made.model.dense(ids("two"), normalize=False))
 
 
-@pytest.mark.spec("POOL-PARAMS")
 def test_truncation_keeps_the_end_and_what_stands_around_the_text() -> None:
     made = make(max_model_len=10)
     with engine(made) as llm:
@@ -228,7 +223,6 @@ def test_truncation_keeps_the_end_and_what_stands_around_the_text() -> None:
             llm.encode([[]], PoolingParams(), task="embed")
 
 
-@pytest.mark.spec("POOL-PARAMS")
 def test_truncation_can_keep_the_beginning() -> None:
     """The text's own beginning, the prompt before it included, and what stands around it."""
     said = {"prompts": {"query": "q: "}, "include_prompt": False, "pooling_type": "MEAN"}
@@ -249,7 +243,6 @@ def test_truncation_can_keep_the_beginning() -> None:
         PoolingParams(truncation_side="both")  # type: ignore[arg-type]
 
 
-@pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_named_prompts_come_before_texts(task: str) -> None:
     prompts = {"query": "q: ", "title": "t: "}
@@ -276,7 +269,6 @@ def test_a_default_prompt_is_not_for_classes() -> None:
     assert output.prompt_token_ids == ids("ab")
 
 
-@pytest.mark.spec("MODEL-RUNNER")
 def test_what_a_pooling_model_cannot_do_is_said() -> None:
     made = make(info={"tasks": ("embed",)}, served={"unmet": {"score": ("it has 2 labels",)}})
     with engine(made) as llm:
@@ -294,7 +286,6 @@ def test_what_a_pooling_model_cannot_do_is_said() -> None:
 LONG = {"enable_chunked_processing": True, "native_len": 16, "max_embed_len": 1000}
 
 
-@pytest.mark.spec("POOL-LONGTEXT")
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_long_text_is_the_weighted_mean_of_its_windows(
     normalize: bool, caplog: pytest.LogCaptureFixture
@@ -318,7 +309,6 @@ def test_a_long_text_is_the_weighted_mean_of_its_windows(
     assert "5 windows of at most 16 tokens" in caplog.text
 
 
-@pytest.mark.spec("POOL-LONGTEXT")
 def test_which_lengths_are_windows() -> None:
     made = make(max_model_len=16, info=LONG)
     with engine(made) as llm:
@@ -332,7 +322,7 @@ def test_which_lengths_are_windows() -> None:
 
 
 def test_many_prompts_are_fed_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_engine.offline.FED_AT_ONCE", 3)
+    monkeypatch.setattr("headrace_engine.stepping.AT_ONCE", 3)
     made = make()
     seen: list[int] = []
     prompts = [[20 + i] for i in range(20)]
@@ -345,7 +335,6 @@ def test_many_prompts_are_fed_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [output.prompt_token_ids for output in outputs] == prompts
 
 
-@pytest.mark.spec("POOL-EMBED")
 def test_pairs_by_cosine() -> None:
     made = make()
     with engine(made) as llm:
@@ -359,7 +348,6 @@ def test_pairs_by_cosine() -> None:
     assert scores[1].prompt_token_ids == ids("abc") + ids("xyz")
 
 
-@pytest.mark.spec("POOL-ST")
 def test_a_prompt_is_read_and_left_out() -> None:
     """With the special token before it, as Sentence Transformers does."""
     said = {"prompts": {"query": "q: "}, "include_prompt": False, "pooling_type": "MEAN"}
@@ -391,7 +379,6 @@ def test_a_prompt_is_read_and_left_out() -> None:
     torch.testing.assert_close(tensor(output), made.model.dense(ids("q: ab")))
 
 
-@pytest.mark.spec("POOL-ST", "POOL-LONGTEXT")
 def test_windows_of_a_text_leave_its_prompt_out() -> None:
     prompt = "q" * 18
     said = {"prompts": {"query": prompt}, "include_prompt": False, "pooling_type": "MEAN",
@@ -409,7 +396,6 @@ def test_windows_of_a_text_leave_its_prompt_out() -> None:
     torch.testing.assert_close(tensor(output), expected)
 
 
-@pytest.mark.spec("POOL-EMBED")
 def test_pairs_in_one_prompt() -> None:
     made = make(info={"scoring": "cross", "token_types": True})
     with engine(made) as llm:
@@ -439,7 +425,6 @@ def test_pairs_without_special_tokens() -> None:
                 llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=False)
 
 
-@pytest.mark.spec("POOL-SCORE-TEMPLATE")
 def test_a_template_is_refused_where_texts_are_read_one_by_one() -> None:
     with engine(make()) as llm:
         with pytest.raises(UnsupportedFeature, match="chat_template: must be left out") as error:
@@ -447,7 +432,6 @@ def test_a_template_is_refused_where_texts_are_read_one_by_one() -> None:
         assert error.value.param == "chat_template"
 
 
-@pytest.mark.spec("POOL-SCORE-TEMPLATE")
 def test_pairs_by_a_template() -> None:
     template = "Q:{{ messages[0].content }} D:{{ messages[1]['content'] }}{{ messages[1].role }}"
     made = make(causal=True, info={"scoring": "cross", "score_template": template})
@@ -503,7 +487,6 @@ def max_sim(query: Tensor, document: Tensor) -> float:
     return float((query @ document.T).max(1).values.sum())
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
 def test_fillers_that_nothing_attends_to(caplog: pytest.LogCaptureFixture) -> None:
     """They count in the score, and share steps with texts that have none."""
     marks = LateInteraction(query_length=8, document_length=16)
@@ -598,7 +581,6 @@ def test_media_are_not_passed_over_in_scores(scoring: str) -> None:
         llm.score([side], ["b"], PoolingParams())
 
 
-@pytest.mark.spec("POOL-PREFIXCACHE")
 def test_results_of_all_tokens_read_no_cached_prefix_whatever_is_asked() -> None:
     made, text = make(causal=True), "a prefix of several blocks of eight tokens"
     asked = PoolingParams(skip_reading_prefix_cache=False)
@@ -625,7 +607,6 @@ def test_values_that_mean_nothing_are_refused_by_name(task: str, asked: dict[str
         llm.encode(["text"], PoolingParams(**asked), task=task)
 
 
-@pytest.mark.spec("POOL-PARAMS")
 def test_extra_keywords_reach_the_pooler_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, seen = PoolingParams(extra_kwargs={"scale": [2, None]}), []
     theirs = make(served={"source": "plugin:theirs"})

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.reference import sample, top_logprobs
-from headrace_core.sampling import SamplingParams
-from headrace_core.step import NewRequest
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.sampling import Sampler, SamplerOutput
 from headrace_engine.sampling.state import SamplingBatch
+from headrace_reference import sample, top_logprobs
+from headrace_testing.fakes.requests import new_request
 
 
 @dataclass
@@ -36,15 +36,13 @@ def table_of(rows: Sequence[Row], vocab_size: int, seed: int = 0) -> tuple[Reque
     table = RequestTable([0], vocab_size=vocab_size, seed=seed)
     numbers = [
         table.add(
-            NewRequest(
-                request_id=row.request_id or f"r{i}",
-                token_ids=[*row.prompt, *row.output],
-                num_prompt_tokens=len(row.prompt),
+            new_request(
+                row.request_id or f"r{i}",
+                [*row.prompt, *row.output],
                 params=row.params,
-                stop_token_ids=frozenset(row.stop_token_ids),
-                bad_words_token_ids=[list(word) for word in row.bad_words],
-                block_ids=([],),
-                num_computed_tokens=0,
+                num_prompt_tokens=len(row.prompt),
+                stop_token_ids=row.stop_token_ids,
+                bad_words_token_ids=row.bad_words,
             )
         )
         for i, row in enumerate(rows)

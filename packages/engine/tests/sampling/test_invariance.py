@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 GREEDY, WARM = 0.0, 0.9
 SETTINGS: list[dict[str, Any]] = [

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_core.reference import top_logprobs
 from headrace_engine.sampling.logprobs import describe
+from headrace_reference import top_logprobs
 
 
 def entries_of(values: Any, chosen: Any, wanted: Any) -> Any:
@@ -22,7 +22,6 @@ def one(values: list[float], chosen: int, wanted: int) -> Any:
     return entry
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 @pytest.mark.parametrize(
     ("chosen", "wanted", "ids", "ranks"),
     [
@@ -69,7 +68,6 @@ def test_equal_values_go_by_token_id_in_any_batch(
         assert entry.ranks == [1 + sum(v > row[i] for v in row) for i in entry.token_ids]
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 def test_the_whole_vocabulary_sums_to_one(kit: Any) -> None:
     logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(3)) * 4
     output = kit.choose(logits, [kit.Row(kit.greedy(logprobs=-1)), kit.Row(kit.greedy())])
@@ -93,7 +91,6 @@ def test_raw_values_are_taken_before_any_processing(kit: Any) -> None:
     assert cooked.ranks == [1]
 
 
-@pytest.mark.spec("ENGINE-LOGPROBS")
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs"])
 def test_named_tokens_are_described_besides_the_best(kit: Any, mode: str) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4))

@@ -10,15 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_core.reference import sample, top_logprobs
-from headrace_core.sampling import SamplingParams
-from headrace_engine.sampling.counts import TokenCounts
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.sampling.logits_constraints import TokenCounts
 from headrace_engine.sampling.masks import completions
+from headrace_reference import sample, top_logprobs
 
 NO = -torch.inf
 LOGITS = [1.0, 2.0, 3.0, -1.0, 0.5]
-
-pytestmark = pytest.mark.spec("ENGINE-SAMPLING")
 
 
 @pytest.mark.parametrize(

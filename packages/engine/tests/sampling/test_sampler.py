@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from headrace_core.errors import ConfigError
-from headrace_core.reference import sample, top_logprobs
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.sampling import Sampler
+from headrace_reference import sample, top_logprobs
 
 
 def test_greedy_takes_the_largest_and_of_equals_the_first(kit: Any) -> None:

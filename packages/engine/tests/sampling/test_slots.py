@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_core.logits_processor import BatchUpdate, MoveDirectionality
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.logits_processor import BatchUpdate, MoveDirectionality
+from headrace_core.sampling.params import SamplingParams
 from headrace_engine.sampling.slots import SlotTracker, Tracked
 
 ONE_WAY = MoveDirectionality.UNIDIRECTIONAL
@@ -36,7 +36,6 @@ def shape(update: BatchUpdate | None) -> Any:
     return update.batch_size, list(update.removed), added, moved
 
 
-@pytest.mark.spec("LOGITSPROC-BATCHUPDATE")
 @pytest.mark.parametrize(
     ("gone", "new", "wanted", "slots"),
     [
@@ -93,7 +92,6 @@ class Simulator:
         assert sorted(self.slots) == list(range(update.batch_size))
 
 
-@pytest.mark.spec("LOGITSPROC-BATCHUPDATE")
 @pytest.mark.parametrize("seed", range(20))
 def test_replaying_the_updates_gives_the_slots(seed: int) -> None:
     rng = random.Random(seed)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from headrace_core.request import ThinkingBudget
-from headrace_engine.sampling.thinking import ThinkingLimit
+from headrace_engine.sampling.logits_constraints import ThinkingLimit
 
 
 def forced(budget: int, end: list[int], output: list[int]) -> int | None:
     return ThinkingLimit(ThinkingBudget(budget, end), output).forced
 
 
-@pytest.mark.spec("REASON-API")
 @pytest.mark.parametrize(
     ("budget", "end", "output", "token"),
     [
@@ -37,7 +36,6 @@ def test_which_token_is_forced(
     assert forced(budget, end, output) == token
 
 
-@pytest.mark.spec("REASON-API")
 @pytest.mark.parametrize(
     ("budget", "output", "token"),
     [

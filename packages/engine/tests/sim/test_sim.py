@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, UnsupportedFeature
 from headrace_core.kv import KVCacheConfig, KVCacheGroup
 from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker, CpuPlatform
-from headrace_core.sampling import SamplingParams, StructuredOutputsParams
-from headrace_core.step import NewRequest, ScheduledStep
+from headrace_core.sampling.params import SamplingParams, StructuredOutputsParams
+from headrace_core.step import ScheduledStep
+from headrace_engine.config import EngineConfig
 from headrace_engine.core import WORKER_CALLS
 from headrace_engine.sim.platform import WITHOUT_EFFECT, SimPlatform
 from headrace_engine.sim.tokens import expected_tokens, mixed, simulated_token
 from headrace_engine.sim.worker import SimWorker
+from headrace_testing.fakes.requests import new_request
 
 VOCAB, EOS = 100, (0, 2)
 
@@ -33,15 +34,14 @@ def _worker(**changes):
 
 
 def _new(request_id="r", prompt=(5, 6, 7), output=(), stop=(), bad_words=(), blocks=16, **params):
-    return NewRequest(
-        request_id=request_id,
-        token_ids=[*prompt, *output],
+    return new_request(
+        request_id,
+        [*prompt, *output],
+        (list(range(1, blocks + 1)),),
+        SamplingParams(**{"seed": 1, "max_tokens": 50, **params}),
         num_prompt_tokens=len(prompt),
-        params=SamplingParams(**{"seed": 1, "max_tokens": 50, **params}),
-        stop_token_ids=frozenset(stop),
-        bad_words_token_ids=[list(word) for word in bad_words],
-        block_ids=(list(range(1, blocks + 1)),),
-        num_computed_tokens=0,
+        stop_token_ids=stop,
+        bad_words_token_ids=bad_words,
     )
 
 

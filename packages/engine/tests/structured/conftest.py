@@ -6,6 +6,6 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-for folder in (TESTS / "loop", TESTS / "intake", TESTS / "structured"):
+for folder in (TESTS / "loop", TESTS / "input_processing", TESTS / "structured"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -3,19 +3,19 @@
 import json
 import os
 import threading
-import time
 
 import pytest
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec
-from headrace_core.sampling import StructuredOutputsParams
-from headrace_core.testing.grammar import word_vocabulary
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.admission import MAX_VERDICTS, Admission
 from headrace_engine.structured.backend_loading import backend_class
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.compile_process import CompileProcesses
+from headrace_testing.engine.grammars import word_vocabulary
+from headrace_testing.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,6 @@ def refused(admission, **constraint):
     return caught.value
 
 
-@pytest.mark.spec("SO-API")
 def test_a_constraint_is_admitted_once(admission, monkeypatch):
     params = StructuredOutputsParams(json={"type": "object"})
     assert admission.known(params) is None
@@ -220,14 +219,12 @@ def test_hostile_constraints_end_in_time_and_nothing_breaks():
     answers, said = {"admitted": 0, "refused": 0}, []
     try:
         for job in jobs:
-            begin = time.monotonic()
-            try:
+            try:  # one that never ends is ended by the limit of a test
                 admission.admit(StructuredOutputsParams(**job, disable_fallback=True))
                 answers["admitted"] += 1
             except RequestError as error:
                 answers["refused"] += 1
                 said.append(str(error))
-            assert time.monotonic() - begin < 60.0, str(job)[:200]
         assert admission.admit(StructuredOutputsParams(regex="still [a-z]+"))
     finally:
         admission.close()
@@ -263,7 +260,7 @@ def test_closing_ends_a_compilation_that_runs():
 
     thread = threading.Thread(target=compile_slowly)
     thread.start()
-    time.sleep(0.3)
+    wait_until(lambda: any(child.process.running for child in processes._children))
     processes.close()
     thread.join(60)
     assert not thread.is_alive()
@@ -315,13 +312,16 @@ def test_equal_constraints_at_once_compile_once(admission, monkeypatch):
 
     monkeypatch.setattr(admission._processes, "compile", slow)
     params = StructuredOutputsParams(regex="once [0-9]+")
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(admission.admit(params))) for _ in range(6)
-    ]
+    coming, found = [], []
+
+    def admit():
+        coming.append(1)
+        found.append(admission.admit(params))
+
+    threads = [threading.Thread(target=admit) for _ in range(6)]
     for thread in threads:
         thread.start()
-    time.sleep(0.1)
+    wait_until(lambda: len(coming) == 6 and calls)
     released.set()
     for thread in threads:
         thread.join(60)
@@ -329,7 +329,6 @@ def test_equal_constraints_at_once_compile_once(admission, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     "constraint",
     [
@@ -354,7 +353,6 @@ def test_a_pattern_of_white_space_is_checked(admission, constraint, pattern, sai
     assert error.param == "structured_outputs.whitespace_pattern"
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     "pattern", ["[ ]?", r"\s*", r"[\s]{0,3}", r"[\n\t ]*", "", "( |\n){0,500}( |\t){0,500}"]
 )

@@ -7,17 +7,17 @@ import pytest
 
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec
-from headrace_core.testing.grammar import (
+from headrace_engine.structured.backends.guidance import GuidanceBackend
+from headrace_engine.structured.backends.lm_format_enforcer import EnforcerBackend
+from headrace_engine.structured.backends.outlines import OutlinesBackend
+from headrace_engine.structured.backends.xgrammar import XGrammarBackend
+from headrace_testing.engine.grammars import (
     SCHEMA,
     GrammarConformance,
     allowed,
     walk,
     word_vocabulary,
 )
-from headrace_engine.structured.backends.guidance import GuidanceBackend
-from headrace_engine.structured.backends.lm_format_enforcer import EnforcerBackend
-from headrace_engine.structured.backends.outlines import OutlinesBackend
-from headrace_engine.structured.backends.xgrammar import XGrammarBackend
 
 
 class TestGuidance(GrammarConformance):
@@ -56,7 +56,6 @@ class TestEnforcer(GrammarConformance):
         )
 
 
-@pytest.mark.spec("SO-API")
 def test_the_others_say_what_they_have_not():
     def refusal(backend, kind, **options):
         return backend.refuse(GrammarSpec(backend.name, kind, "{}", **options))
@@ -67,7 +66,6 @@ def test_the_others_say_what_they_have_not():
     assert refusal(OutlinesBackend, "json", any_whitespace=False)
 
 
-@pytest.mark.spec("SO-CONFIG")
 @pytest.mark.parametrize("kind", ["regex", "json"])
 def test_tokens_of_the_enforcer_are_those_that_its_library_finds(kind):
     library = pytest.importorskip("lmformatenforcer")
@@ -103,7 +101,6 @@ def enforcer_schema():
     return backend, lambda: backend.compile(spec)
 
 
-@pytest.mark.spec("SO-CONFIG")
 def test_the_enforcer_finds_the_first_tokens_while_it_compiles(monkeypatch):
     backend, compiled = enforcer_schema()
     found, mask_of = [], backend.mask_of
@@ -115,7 +112,6 @@ def test_the_enforcer_finds_the_first_tokens_while_it_compiles(monkeypatch):
     assert len(found) == 1, "each request looks for them again"
 
 
-@pytest.mark.spec("SO-CONFIG")
 def test_a_failure_of_the_enforcer_s_parser_ends_one_request(monkeypatch):
     backend, compiled = enforcer_schema()
 
@@ -140,7 +136,6 @@ def test_a_failure_of_the_enforcer_s_parser_ends_one_request(monkeypatch):
     assert not neighbour.failure
 
 
-@pytest.mark.spec("SO-CONFIG")
 def test_the_enforcer_s_parser_is_not_blamed_for_want_of_memory(monkeypatch):
     backend, compiled = enforcer_schema()
     matcher = compiled().matcher()
@@ -155,7 +150,6 @@ def test_the_enforcer_s_parser_is_not_blamed_for_want_of_memory(monkeypatch):
     assert not matcher.failure
 
 
-@pytest.mark.spec("SO-CONFIG")
 @pytest.mark.parametrize(
     "backend", [GuidanceBackend, XGrammarBackend, OutlinesBackend, EnforcerBackend]
 )

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
-from headrace_core.testing.grammar import BYTES, bits
 from headrace_engine.structured import matching
 from headrace_engine.structured.backends import guidance
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.budget import SECONDS_PER_TOKEN, MatchingBudget
 from headrace_engine.structured.matching import ConstraintMaker, fill_masks
 from headrace_engine.structured.store import GrammarStore
+from headrace_testing.engine.grammars import BYTES, bits
 
 END = 256
 AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""'

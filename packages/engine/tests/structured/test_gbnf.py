@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec, Vocabulary
-from headrace_engine.structured import lark_writer, lexemes
 from headrace_engine.structured.backends import guidance as guidance_module
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.backends.xgrammar import XGrammarBackend
-from headrace_engine.structured.gbnf import read
+from headrace_engine.structured.grammars import lark_writer, lexemes
+from headrace_engine.structured.grammars.gbnf import read
 
 HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
-pytestmark = pytest.mark.spec("SO-API")
 
 ALPHABET = 'aab-]^\\"\n\té😀\x01'
 
@@ -325,7 +324,7 @@ def test_an_error_names_line_and_column_of_the_source(source, said):
     ],
 )
 def test_which_syntax_it_is(source, lark):
-    from headrace_engine.structured.gbnf import is_lark
+    from headrace_engine.structured.grammars.gbnf import is_lark
 
     assert is_lark(source) is lark
 

@@ -11,11 +11,12 @@ import pytest
 from headrace_core.errors import QueueFull
 from headrace_core.grammar import Constraint, GrammarSpec
 from headrace_core.request import CoreRequest
-from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_core.sampling.params import SamplingParams, StructuredOutputsParams
 from headrace_engine.core import EngineCore
-from headrace_engine.intake import threads as threads_module
-from headrace_engine.intake.threads import IntakeThreads
+from headrace_engine.input_processing import threads as threads_module
+from headrace_engine.input_processing.threads import InputThreads
 from headrace_engine.structured.store import Compiled, GrammarStore
+from headrace_testing.waiting import until
 
 
 class Scheduler:
@@ -107,12 +108,11 @@ def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
 async def test_too_many_waiting_constraints_are_refused(monkeypatch):
     monkeypatch.setattr(threads_module, "MAX_COMPILING", 1)
     released = threading.Event()
-    intake = SimpleNamespace(admit=lambda p: released.wait(60), known=lambda p: None)
-    threads = IntakeThreads(intake, 2)
+    input_processor = SimpleNamespace(admit=lambda p: released.wait(60), known=lambda p: None)
+    threads = InputThreads(input_processor, 2)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     first = asyncio.create_task(threads.admit(params))
-    while not threads.num_compiling:
-        await asyncio.sleep(0.01)
+    await until(lambda: threads.num_compiling)
     with pytest.raises(QueueFull):
         await threads.admit(params)
     released.set()

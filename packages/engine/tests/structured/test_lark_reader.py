@@ -5,9 +5,7 @@ import pytest
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec, Vocabulary
 from headrace_engine.structured.backends.guidance import GuidanceBackend
-from headrace_engine.structured.lark_reader import check_end
-
-pytestmark = pytest.mark.spec("SO-API")
+from headrace_engine.structured.grammars.lark_reader import check_end
 
 BACKEND = GuidanceBackend(Vocabulary([bytes([byte]) for byte in range(256)]))
 

@@ -7,10 +7,10 @@ import pytest
 
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
-from headrace_core.testing.grammar import BYTES, bits
 from headrace_engine.structured import reasoning
 from headrace_engine.structured.matching import ConstraintMaker, fill_masks
 from headrace_engine.structured.store import GrammarStore
+from headrace_testing.engine.grammars import BYTES, bits
 
 END, THINK_END = 256, 257
 TOKENS = [*BYTES, b"</s>", b"</think>", b">\n", b">{", b"x</think>a", b"</th", b"ink>", b"ab"]
@@ -42,7 +42,6 @@ def banned(constraint):
     return set(constraint.banned)
 
 
-@pytest.mark.spec("SO-API")
 def test_end_tokens_are_possible_where_the_output_is_complete_and_only_there(store):
     constraint = make(store, "ab?")
     assert mask(constraint) == [ord("a"), TOKENS.index(b"ab")]
@@ -81,7 +80,6 @@ def test_rows_of_one_step(store):
     assert found == [[97], [98], [99, 100], [END]]
 
 
-@pytest.mark.spec("SO-REASONING")
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -103,7 +101,6 @@ def test_the_constraint_begins_behind_the_marker(store, spelling):
     assert mask(constraint) == [END]
 
 
-@pytest.mark.spec("SO-REASONING")
 def test_text_behind_the_marker_in_the_same_token_counts(store):
     constraint = make(store, "\\{[0-9]\\}", start_after="</think>")
     for token in b"so </think":
@@ -114,7 +111,6 @@ def test_text_behind_the_marker_in_the_same_token_counts(store):
     assert mask(constraint) == list(b"0123456789")
 
 
-@pytest.mark.spec("SO-REASONING")
 def test_a_token_that_holds_the_whole_marker(store):
     assert TOKENS.index(b"x</think>a") in banned(make(store, "[0-9]", start_after="</think>"))
     constraint = make(store, "ab", start_after="</think>")
@@ -122,7 +118,6 @@ def test_a_token_that_holds_the_whole_marker(store):
     assert mask(constraint) == [ord("b")]
 
 
-@pytest.mark.spec("SO-REASONING")
 def test_a_model_that_would_end_in_its_reasoning_closes_it_instead(store):
     """Else a forced call, say, would never come."""
     torch = pytest.importorskip("torch")
@@ -178,7 +173,6 @@ class Unmarked:
     end_marker = ""
 
 
-@pytest.mark.spec("SO-REASONING")
 @pytest.mark.parametrize(
     ("tail", "begins_answer", "expected"),
     [
@@ -199,7 +193,6 @@ def test_where_the_prompt_has_ended_the_reasoning(tail, begins_answer, expected)
     assert begun == (expected[0], ""), "the start mark may be missing"
 
 
-@pytest.mark.spec("SO-REASONING")
 def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(store):
     marks = {"start_after": "</think>", "may_begin_with": "<think>"}
     opening = VOCABULARY.spell(b"<think>")
@@ -214,7 +207,6 @@ def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(stor
     assert set(mask(thinks)) == set(b"0123456789")
 
 
-@pytest.mark.spec("SO-REASONING")
 @pytest.mark.parametrize(
     ("tail", "off"), [("<|a|>", ("", "")), ("<|a|><think>\n", ("</think>", ""))]
 )
@@ -228,7 +220,6 @@ def test_where_the_template_has_switched_reasoning_off(tail, off):
     assert start(thinking=False) == start() == off
 
 
-@pytest.mark.spec("SO-REASONING")
 def test_white_space_may_stand_before_the_reasoning(store):
     marks = {"start_after": "</think>", "may_begin_with": "<think>"}
     opening = VOCABULARY.spell(b"<think>")
@@ -269,7 +260,6 @@ def test_grammars_are_kept_up_to_their_bytes():
         store.close()
 
 
-@pytest.mark.spec("SO-API")
 def test_a_grammar_that_one_request_has_used_up_is_compiled_again_for_the_next(store):
     """Matchers of one grammar share a lexer's states, which a long output of one can exhaust."""
     regex = "([ab ]{0,300}a){0,300}"

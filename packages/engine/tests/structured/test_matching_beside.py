@@ -6,7 +6,6 @@ import pytest
 from held_matching import CONSTRAINT, PATIENCE, HeldBackend, HeldStore
 
 from headrace_core.grammar import Constraint, GrammarSpec
-from headrace_core.testing.grammar import bits
 from headrace_engine.structured import matching
 from headrace_engine.structured.budget import MatchingBudget
 from headrace_engine.structured.matching import (
@@ -16,6 +15,7 @@ from headrace_engine.structured.matching import (
     fill_masks,
 )
 from headrace_engine.structured.matching_threads import MatchingThreads
+from headrace_testing.engine.grammars import bits
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from fractions import Fraction
 
 import pytest
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
 from headrace_core.grammar import Vocabulary
-from headrace_core.sampling import StructuredOutputsParams
-from headrace_core.testing.grammar import allowed
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.backends.lm_format_enforcer import EnforcerBackend
 from headrace_engine.structured.backends.outlines import OutlinesBackend
 from headrace_engine.structured.backends.xgrammar import XGrammarBackend
 from headrace_engine.structured.source import source_of
+from headrace_testing.engine.grammars import allowed
 
 BACKENDS = (GuidanceBackend, XGrammarBackend, OutlinesBackend, EnforcerBackend)
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)])
@@ -64,7 +64,6 @@ def bounds():
     yield {"exclusiveMinimum": 2**53 + 1, "exclusiveMaximum": 2**53 + 9}
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_no_bound_lets_a_value_outside_through(guidance, kind):
     served = 0
@@ -88,7 +87,6 @@ def test_no_bound_lets_a_value_outside_through(guidance, kind):
     assert served > 90
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("bound", "inside"),
     [
@@ -106,7 +104,6 @@ def test_wide_bounds_leave_their_integers(guidance, bound, inside):
         assert takes(guidance, spec, str(value)), (bound, value)
 
 
-@pytest.mark.spec("SO-CONFIG")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("keyword", ["minimum", "exclusiveMinimum", "multipleOf"])
 def test_a_bound_out_of_reach_is_refused_by_name(backend, keyword):
@@ -120,7 +117,6 @@ def test_a_bound_out_of_reach_is_refused_by_name(backend, keyword):
         backend(BYTES).compile(spec)
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("keyword", "value", "accepted"),
     [
@@ -140,7 +136,6 @@ def test_what_no_output_satisfies_is_malformed(keyword, value, accepted):
         spec_of(f'{{"items": {{"{keyword}": {value}}}}}')
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_counts_are_whole_numbers_and_too_many_is_no_limit(backend):
     schema = {"type": "array", "items": {"type": "null"}, "minItems": 2.0, "maxItems": 1e30}
@@ -155,7 +150,6 @@ def test_counts_are_whole_numbers_and_too_many_is_no_limit(backend):
     assert not takes(made, spec, "[null]")
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, 2**64 + 1, -(10**29) - 7, [1, 2**53 + 1]])
 def test_constants_are_written_exactly_or_refused(backend, value):
@@ -168,7 +162,6 @@ def test_constants_are_written_exactly_or_refused(backend, value):
 FLOATS = [0.1, 1e-7, 1.5, 1e22, 21119.906027865378, -0.0048130000000000004, 1e300, 5e-324, 1e-300]
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("value", FLOATS)
 def test_constants_of_many_digits_are_read_as_they_were(backend, value):
@@ -184,7 +177,6 @@ def test_constants_of_many_digits_are_read_as_they_were(backend, value):
     assert json.loads(text) == value
 
 
-@pytest.mark.spec("SO-API")
 def test_bounds_with_many_digits_let_nothing_outside_through(guidance):
     chosen = random.Random(4)
     for _ in range(150):
@@ -207,7 +199,6 @@ def near(bound, places):
         yield from (f"{one:f}" for one in (at, at.next_plus(), at.next_minus()))
 
 
-@pytest.mark.spec("SO-API")
 def test_schemas_in_structural_tags_are_read_the_same(guidance):
     inner = {"type": "array", "items": {"type": "integer", "maximum": 1e30}, "maxItems": 2.0}
     tag = {"format": {"type": "tag", "begin": "<", "end": ">",

@@ -16,9 +16,7 @@ from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.backends.lm_format_enforcer import EnforcerBackend
 from headrace_engine.structured.backends.outlines import OutlinesBackend
 from headrace_engine.structured.backends.xgrammar import XGrammarBackend
-from headrace_engine.structured.regex import NotRead, as_regex, read_regex
-
-pytestmark = pytest.mark.spec("SO-API")
+from headrace_engine.structured.grammars.regex import NotRead, as_regex, read_regex
 
 OTHERS = (XGrammarBackend, OutlinesBackend, EnforcerBackend)
 CHARACTERS = "éß٣日😀K\u2028\u00a0\u0085"

@@ -37,7 +37,6 @@ def test_depth_does_not_recurse():
     assert [depth(value) for value in (1, [], {"a": [1]}, [[], [[]]])] == [0, 1, 2, 3]
 
 
-@pytest.mark.spec("SO-API")
 def test_what_is_unsupported_is_named_with_its_place():
     schema = {"properties": {"a": {"not": {}, "title": "not"}, "b": {"format": "odd"}}}
     reasons = unsupported(schema, frozenset({"properties", "format"}), frozenset({"date"}))

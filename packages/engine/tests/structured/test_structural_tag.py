@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec, Vocabulary, refuse
-from headrace_core.sampling import StructuredOutputsParams
-from headrace_core.testing.grammar import BYTES, allowed
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.source import source_of
+from headrace_testing.engine.grammars import BYTES, allowed
 
 TOKENS = [*BYTES, b"</s>", b"<call>", b"</call>"]
 VOCABULARY = Vocabulary(TOKENS, frozenset({256, 257, 258}))
@@ -36,7 +36,6 @@ def sentence(backend, form, tokens):
     return matcher.complete if matcher.advance(list(tokens)) else None
 
 
-@pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize(
     ("form", "whole", "beginnings", "wrong"),
     [
@@ -139,7 +138,6 @@ def checked(tag):
     GuidanceBackend(Vocabulary([bytes([byte]) for byte in range(256)])).compile(spec)
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
@@ -171,7 +169,6 @@ def test_places_of_errors_are_places_in_the_tag(schema, said):
         assert said.format(place) in str(caught.value)
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -196,7 +193,6 @@ def test_a_regex_or_grammar_that_is_refused_is_named_with_its_place(content, sai
     assert caught.value.param == "structured_outputs.structural_tag"
 
 
-@pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -217,7 +213,6 @@ def test_errors_in_the_older_form_speak_of_the_older_form(wrong, said):
         checked({"structures": [fine], "triggers": [5]})
 
 
-@pytest.mark.spec("SO-API")
 def test_regexes_and_grammars_in_tags_mean_the_same_with_xgrammar():
     pytest.importorskip("xgrammar")
     from headrace_engine.structured.backends.xgrammar import XGrammarBackend

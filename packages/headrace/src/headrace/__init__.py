@@ -18,8 +18,8 @@ _HOMES = {
     "AsyncLLMEngine": "headrace.async_llm",
     "EngineArgs": "headrace.engine_args",
     "AsyncEngineArgs": "headrace.engine_args",
-    "ModelRegistry": "headrace_core.registry",
-    "SamplingParams": "headrace_core.sampling",
+    "ModelRegistry": "headrace_core.plugins",
+    "SamplingParams": "headrace_core.sampling.params",
     "PoolerConfig": "headrace_core.pooling",
     "PoolingParams": "headrace_core.pooling",
     "ClassificationOutput": "headrace_core.output",
@@ -83,10 +83,10 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from headrace_core.plugins import ModelRegistry
     from headrace_core.pooling import PoolerConfig, PoolingParams
-    from headrace_core.registry import ModelRegistry
     from headrace_core.request import TextPrompt, TokensPrompt
-    from headrace_core.sampling import SamplingParams
+    from headrace_core.sampling.params import SamplingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from headrace.suggestions import near_names
-from headrace.unbuilt import unbuilt
+from headrace.unsupported_flags import unbuilt
 
 _POSITIONAL = "model_tag"
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -216,13 +216,13 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(*free, **kwargs)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        words = list(sys.argv[1:] if args is None else args)
+        argv = list(sys.argv[1:] if args is None else args)
         try:
-            words = self._with_config_file([_dashed(word) for word in words])
-            words = list(_joined_json(words, self._json_flags))
+            argv = self._with_config_file([_dashed(word) for word in argv])
+            argv = list(_joined_json(argv, self._json_flags))
         except (OSError, ValueError) as error:
             self.error(str(error))
-        parsed = super().parse_args(words, namespace)
+        parsed = super().parse_args(argv, namespace)
         self._refuse_swallowed(parsed)
         if self._takes_model and getattr(parsed, _POSITIONAL) is not None:
             parsed.model = getattr(parsed, _POSITIONAL)
@@ -253,17 +253,17 @@ class Parser(argparse.ArgumentParser):
         print(f"hint: {self.prog} {where} (docs/errors/HR-CFG-002.md)", file=sys.stderr)
         self.exit(2, f"{self.prog}: HR-CFG-002: {' '.join(message.split())}\n")
 
-    def _with_config_file(self, words: list[str]) -> list[str]:
+    def _with_config_file(self, argv: list[str]) -> list[str]:
         """Put the file's flags before the command line's, which then win."""
-        for index, word in enumerate(words):
-            if word == "--config" and index + 1 < len(words):
-                name, rest = words[index + 1], words[:index] + words[index + 2 :]
+        for index, word in enumerate(argv):
+            if word == "--config" and index + 1 < len(argv):
+                name, rest = argv[index + 1], argv[:index] + argv[index + 2 :]
                 break
             if word.startswith("--config="):
-                name, rest = word.split("=", 1)[1], words[:index] + words[index + 1 :]
+                name, rest = word.split("=", 1)[1], argv[:index] + argv[index + 1 :]
                 break
         else:
-            return words
+            return argv
         has_positional = bool(rest) and not rest[0].startswith("-")
         from_file = _flags_of_file(Path(name), skip_model=has_positional)
         return [*rest[:1], *from_file, *rest[1:]] if has_positional else [*from_file, *rest]
@@ -282,16 +282,14 @@ class Parser(argparse.ArgumentParser):
     def _print_short(self) -> None:
         own = [group for group in self._action_groups if group not in self._groups_by_name.values()]
         formatter = self._get_formatter()
-        words = [f"[{a.metavar or a.dest}]" for a in self._actions if not a.option_strings]
-        formatter.add_usage(" ".join(["%(prog)s", *words, "[flags]"]), [], [])
+        positionals = [f"[{a.metavar or a.dest}]" for a in self._actions if not a.option_strings]
+        formatter.add_usage(" ".join(["%(prog)s", *positionals, "[flags]"]), [], [])
         formatter.add_text(self.description)
         print(formatter.format_help())
         self._print_groups(own)
         if self._groups_by_name:
             names = ", ".join(self._groups_by_name)
-            print(
-                f"More flags: --help=all, --help=<flag>, or --help=<group> with a group of: {names}"
-            )
+            print(f"More flags: --help=all, --help=<flag>, or --help=<group>. Groups: {names}")
         if self.epilog:
             print(self.epilog)
 
@@ -343,7 +341,7 @@ def kind_of(hint: Any) -> Any:
 
 
 def takes_more(hint: Any) -> bool:
-    """Whether an option has, from Python, values of further types: its class checks them."""
+    """True if an option has, from Python, values of further types: its class checks them."""
     return _is_union(hint) and Any in typing.get_args(hint)
 
 
@@ -372,10 +370,10 @@ def _dashed(word: str) -> str:
     return match.group().replace("_", "-") + word[match.end() :]
 
 
-def _joined_json(words: Sequence[str], json_flags: Mapping[str, str]) -> Iterator[str]:
+def _joined_json(argv: Sequence[str], json_flags: Mapping[str, str]) -> Iterator[str]:
     """Collect ``--x.a 1 --x.b.c 2 --x.l+ v`` into one ``--x={...}``, after everything else."""
     collected: dict[str, dict[str, Any]] = {}
-    pending = iter(words)
+    pending = iter(argv)
     for word in pending:
         match = re.match(r"(--[A-Za-z0-9-]+)\.([\w.-]+?)(\+?)(?:=(.*))?$", word, re.DOTALL)
         if match is None or match.group(1) not in json_flags:
@@ -429,20 +427,20 @@ def _flags_of_file(path: Path, *, skip_model: bool) -> list[str]:
         for key, value in content.items()
         if not (skip_model and str(key).replace("_", "-") == "model")
     }
-    return words_of(content)
+    return argv_of(content)
 
 
-def words_of(settings: Mapping[Any, Any]) -> list[str]:
+def argv_of(settings: Mapping[Any, Any]) -> list[str]:
     """The command-line words that settings by their flags' names stand for."""
-    words: list[str] = []
+    argv: list[str] = []
     for key, value in settings.items():
         flag = "--" + str(key).replace("_", "-")
         if isinstance(value, bool):
-            words.append(flag if value else "--no-" + flag[2:])
+            argv.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):
-            words += [flag, *map(str, value)]
+            argv += [flag, *map(str, value)]
         elif isinstance(value, dict):
-            words.append(f"{flag}={json.dumps(value)}")
+            argv.append(f"{flag}={json.dumps(value)}")
         elif value is not None:
-            words.append(f"{flag}={value}")
-    return words
+            argv.append(f"{flag}={value}")
+    return argv

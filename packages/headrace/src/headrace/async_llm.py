@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, start_engine, starting
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import as_timeout, as_worker_call, check_chat_options, need
 from headrace.llm_engine import model_tokenizer
-from headrace.model_facts import ModelFacts
-from headrace.pooling import (
+from headrace.offline.arguments import as_timeout, as_worker_call, check_chat_options, need
+from headrace.offline.model_facts import ModelFacts
+from headrace.offline.pooling import (
     as_tensor,
     chosen_task,
     completed,
@@ -19,18 +19,18 @@ from headrace.pooling import (
     score_inputs,
     tokenizing,
 )
-from headrace_core.beam import BeamSearchOutput, beam_search
-from headrace_core.engine import EngineStats, ServedModel
-from headrace_core.io_processor import answer
-from headrace_core.output import PoolingRequestOutput, ScoringRequestOutput
+from headrace_core.engine import EngineStats
+from headrace_core.output import BeamSearchOutput, PoolingRequestOutput, ScoringRequestOutput
 from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.plugin_task import answer
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
-from headrace_core.sampling import BeamSearchParams, SamplingParams
-from headrace_core.scoring import ScoreInput
+from headrace_core.sampling.params import BeamSearchParams, SamplingParams
+from headrace_core.served_model import ServedModel
 
 if TYPE_CHECKING:
     from headrace.tokenizer import ModelTokenizer
-    from headrace_engine.emission.stream import Outputs
+    from headrace_engine.output_processing.stream import EngineOutputs
 
 
 class AsyncLLM:
@@ -68,7 +68,7 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
-    ) -> Outputs:
+    ) -> EngineOutputs:
         """Run one request: an async iterator of outputs; closing it aborts the request.
 
         Raises:
@@ -83,10 +83,10 @@ class AsyncLLM:
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
     ) -> BeamSearchOutput:
-        """Find the likeliest continuations; see :func:`headrace_core.beam.beam_search`."""
+        """Find the likeliest continuations; see :meth:`headrace_core.engine.EngineClient.beam_search`."""
         need("params", params, BeamSearchParams)
         need("request_id", request_id, str)
-        return await beam_search(self.engine, prompt, params, request_id, priority=priority)
+        return await self.engine.beam_search(prompt, params, request_id, priority=priority)
 
     async def encode(
         self,
@@ -151,7 +151,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair fit; see :meth:`headrace.LLM.score`."""
+        """Scores of pairs of texts; see :meth:`headrace.LLM.score`."""
         need("request_id", request_id, str)
         check_chat_options(chat_template=chat_template)
         return await self.engine.score(
@@ -163,9 +163,15 @@ class AsyncLLM:
             chat_template=chat_template,
         )
 
-    async def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests; unknown ids are ignored."""
-        await self.engine.abort([request_id] if isinstance(request_id, str) else request_id)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; unknown ids are ignored.
+
+        Raises:
+            RequestError: an id is not text; nothing is aborted.
+        """
+        from headrace_engine.request_ids import as_request_ids
+
+        await self.engine.abort(as_request_ids(request_id, "request_id"))
 
     @property
     def is_running(self) -> bool:
@@ -196,7 +202,7 @@ class AsyncLLM:
         return self.engine.model.tasks
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config says, else the neutral values."""
+        """Sampling defaults of the model's generation config, else the neutral values."""
         return SamplingParams(**self.model.default_sampling_params)
 
     async def check_health(self) -> None:

@@ -1,12 +1,11 @@
 """Configuration classes, under the name that users import."""
 
-from headrace_core.config import (
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_engine.config import (
     AttentionConfig,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
-    LoadConfig,
-    ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,

@@ -13,10 +13,10 @@ from typing import Any
 from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
 from headrace.environment import warn_of_unread
 from headrace.suggestions import near_names
-from headrace.unbuilt import unbuilt
-from headrace_core.config import EngineConfig, StructuredOutputsConfig
+from headrace.unsupported_flags import unbuilt
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig
+from headrace_engine.config import EngineConfig, StructuredOutputsConfig
 
 SECTIONS: Mapping[str, str] = {
     "model": "ModelConfig",

@@ -13,9 +13,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 
-from headrace_core.config import CacheConfig, DeviceConfig, EngineConfig
 from headrace_core.errors import ConfigError
 from headrace_core.platform import BringsWorker, Platform
+from headrace_engine.config import CacheConfig, DeviceConfig, EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +28,32 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_ALLOW_LONG_MAX_MODEL_LEN": "1: a max_model_len above the model's own is a warning",
     "HEADRACE_API_KEY": "key that clients must send",
     "HEADRACE_BATCH_INVARIANT": "1: on a GPU, results do not depend on the batch",
-    "HEADRACE_CONFIGURE_LOGGING": "0: logging is left alone",
-    "HEADRACE_CPU_ISA": "instruction set of the CPU kernels, to insist on one",
-    KV_SPACE: "GiB of the KV cache on a CPU, where no flag says its size",
-    THREADS_BIND: "cores of the CPU threads, where --cpu-bind does not name any",
-    "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "1: the bodies of all answers are logged",
-    "HEADRACE_ENABLE_RESPONSES_API_STORE": "1: responses are kept, for GET",
+    "HEADRACE_CONFIGURE_LOGGING": "0: headrace does not configure logging",
+    "HEADRACE_CPU_ISA": "instruction set of the CPU kernels",
+    KV_SPACE: "GiB of the KV cache on a CPU, if no flag sets its size",
+    THREADS_BIND: "cores of the CPU threads, if --cpu-bind is not set",
+    "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "1: log the bodies of all answers",
+    "HEADRACE_ENABLE_RESPONSES_API_STORE": "1: keep responses, for GET",
     "HEADRACE_FAILPOINTS": "faults to raise, for tests",
     "HEADRACE_HARDENED": "1: the hardened profile",
     "HEADRACE_HTTP_TIMEOUT_KEEP_ALIVE": "seconds until an idle connection is closed",
-    "HEADRACE_KEEP_ALIVE_ON_ENGINE_DEATH": "1: a server whose engine died stays, answering 503",
+    "HEADRACE_KEEP_ALIVE_ON_ENGINE_DEATH": "1: a server whose engine died keeps running and answers 503",
     "HEADRACE_LOGGING_COLOR": "auto, 1 or 0",
     "HEADRACE_LOGGING_CONFIG_PATH": "JSON file for logging.config.dictConfig",
     "HEADRACE_LOGGING_FORMAT": "text or json",
     "HEADRACE_LOGGING_LEVEL": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
     "HEADRACE_LOGGING_STREAM": "stderr or stdout",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
-    "HEADRACE_PLUGINS": "names of the general plug-ins that run, with commas; unset: all",
+    "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",
     "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",
-    "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not built",
+    "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not supported",
 }
 """Every variable with headrace's prefix that is read -> what it does."""
 _OF_TESTS = frozenset(
     PREFIX + name
     for name in (
-        "DISCARD", "DISCONNECTS", "ENDURANCE", "FUZZ", "KILLS", "MUTANTS", "TEST_SPLITS", "TORCH",
-        "TORCH_INDEX", "TRITON",
+        "DISCARD", "DISCONNECTS", "ENDURANCE", "FUZZ", "KILLS", "MUTANTS", "TESTS", "TEST_SEED",
+        "TEST_SPLITS", "TORCH", "TORCH_INDEX", "TRITON",
     )
 )  # fmt: skip
 """Variables of the project's own builds and tests, which start headrace."""

@@ -36,10 +36,10 @@ def ending_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = threading.Event()
+    interrupted = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:
-        heard.set()
+        interrupted.set()
         raise KeyboardInterrupt
 
     # A handler runs between two instructions of the main thread, which native code may keep busy; the
@@ -57,7 +57,7 @@ def ending_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         signal.set_wakeup_fd(wakeup)
         os.close(writer)
-        if heard.is_set():  # in place of what a library made of the interrupt
+        if interrupted.is_set():  # in place of what a library made of the interrupt
             raise KeyboardInterrupt from None
 
 

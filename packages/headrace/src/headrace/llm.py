@@ -6,14 +6,14 @@ from typing import Any
 
 from headrace.engine_args import EngineArgs
 from headrace.llm_engine import LLMEngine
-from headrace.offline.completing import CompletesTexts
-from headrace.offline.embedding import PoolsTexts
-from headrace.offline.speech import HearsRecordings
-from headrace.own_names import own_names
+from headrace.offline.completing import GenerationMixin
+from headrace.offline.embedding import PoolingMixin
+from headrace.offline.own_names import own_names
+from headrace.offline.speech import TranscriptionMixin
 
 
 @own_names
-class LLM(CompletesTexts, PoolsTexts, HearsRecordings):
+class LLM(GenerationMixin, PoolingMixin, TranscriptionMixin):
     """A model for offline batches.
 
     Args:

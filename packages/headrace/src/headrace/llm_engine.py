@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, starting
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import refuse_adapters
 from headrace.metrics import Metric, OfflineMetrics, disabled
-from headrace.model_facts import ModelFacts
+from headrace.offline.arguments import refuse_adapters
 from headrace.offline.controls import EngineControls
-from headrace.own_names import own_names
-from headrace.pooling import as_tensor
+from headrace.offline.model_facts import ModelFacts
+from headrace.offline.own_names import own_names
+from headrace.offline.pooling import as_tensor
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import EngineError, RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.assembly import FrontEnd
@@ -45,7 +45,7 @@ class LLMEngine(EngineControls):
             if front.config.observability.log_stats:
                 self._metrics = _offline_metrics(front)
             observer = self._metrics if isinstance(self._metrics, OfflineMetrics) else None
-            self._engine = OfflineEngine(front.client, front.intake, observer)
+            self._engine = OfflineEngine(front.client, front.input_processor, observer)
         self.front: FrontEnd = front
         """The parts that the engine was made of."""
         self._tokenizer: ModelTokenizer | None = None
@@ -132,10 +132,13 @@ class LLMEngine(EngineControls):
         """Number of requests of which :meth:`step` will return more."""
         return self.engine.num_unfinished
 
-    def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """End requests; unknown ids are ignored."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self.engine.abort_request(ids)
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; unknown ids are ignored.
+
+        Raises:
+            RequestError: an id is not text; nothing is aborted.
+        """
+        self.engine.abort_request(request_ids)
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of all metrics, under the names of a server's ``/metrics``.
@@ -181,7 +184,7 @@ class LLMEngine(EngineControls):
             try:
                 self.shutdown()
             except EngineError:  # collected in the engine's own thread, which ends by itself
-                self.front.intake.close()
+                self.front.input_processor.close()
                 self._close_speech()
 
 
@@ -191,14 +194,14 @@ def model_tokenizer(front: FrontEnd) -> ModelTokenizer:
     Raises:
         RuntimeError: none was loaded.
     """
-    if front.intake.tokenizer is None:
+    if front.input_processor.tokenizer is None:
         raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
     allowed = front.config.model.allow_control_tokens_in_messages
-    return ModelTokenizer(front.intake, allow_control_tokens=allowed)
+    return ModelTokenizer(front.input_processor, allow_control_tokens=allowed)
 
 
 def _offline_metrics(front: FrontEnd) -> OfflineMetrics | ImportError:
     try:
-        return OfflineMetrics(front.intake.model)
+        return OfflineMetrics(front.input_processor.model)
     except ImportError as error:  # told to whoever asks for metrics
         return error

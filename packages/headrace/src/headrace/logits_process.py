@@ -1,15 +1,17 @@
 """Logits processors, under the name that users import."""
 
-from headrace_core.logits_processor import (
-    AdapterLogitsProcessor,
+from headrace_core.sampling.logits_processor import (
     AddedRequest,
     BatchUpdate,
-    ForbiddenWords,
     LogitsProcessor,
     MoveDirectionality,
     MovedRequest,
-    RequestLogitsProcessor,
     process_dict_updates,
+)
+from headrace_engine.logits_adapter import (
+    AdapterLogitsProcessor,
+    ForbiddenWords,
+    RequestLogitsProcessor,
 )
 
 __all__ = [

@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.log_lines import JsonLines, LineFormatter, QueuedText, ThreadedHandler
+from headrace_engine.log_lines import JsonLines, LineFormatter, QueuedText, ThreadedHandler
 
 Choice = TypeVar("Choice")
 
 ROOTS = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
-    "headrace_models", "headrace_distributed", "headrace_multimodal", "headrace_engine",
+    "headrace_models", "headrace_multimodal", "headrace_engine",
     "headrace_server", "uvicorn",
 )  # fmt: skip
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-RESOLUTION = ("headrace_core.resolution", "headrace_models.resolve", "headrace_models.runner")
+RESOLUTION = ("headrace.assembly.resolution", "headrace_models.resolve", "headrace_models.runner")
 """Loggers of the resolution of ``auto``, which every process does for itself with the same result."""
 LOADING = (
-    *RESOLUTION, "headrace_core.ops.binding", "headrace_core.attention", "headrace_kernels.cpu.provider",
-    "headrace_models.loader", "headrace_engine.startup", "headrace_engine.execution.worker",
+    *RESOLUTION, "headrace_core.ops.binding", "headrace_attention.selection", "headrace_kernels.cpu.provider",
+    "headrace_models.loading.loader", "headrace_engine.startup", "headrace_engine.execution.worker",
     "headrace_engine.execution.capture", "headrace_server.routes.pooling",
 )  # fmt: skip
 """Loggers of how one model is loaded, step by step."""
@@ -92,7 +92,7 @@ def configure(
 
 
 def _replace_last_resort(handler: logging.Handler) -> None:
-    """What other libraries have to say goes the same way, as far as it is a warning: logging's own
+    """Route warnings of other libraries through the same handler: logging's own
     last resort would have them wait for whoever reads the log."""
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, ThreadedHandler)]:
@@ -103,7 +103,7 @@ def _replace_last_resort(handler: logging.Handler) -> None:
 
 def queue_prints() -> None:
     """Have whatever else is written to standard output and error, by whomever, wait for no reader
-    either: see :class:`headrace_core.log_lines.QueuedText`. For processes that serve."""
+    either: see :class:`headrace_engine.log_lines.QueuedText`. For processes that serve."""
     handlers = [h for h in logging.getLogger(ROOTS[0]).handlers if isinstance(h, ThreadedHandler)]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -153,7 +153,7 @@ def _is_coloured(stream: TextIO) -> bool:
 
 
 def _choice(variable: str, values: Mapping[str, Choice]) -> Choice:
-    """What a variable stands for; the first value if it is not set."""
+    """Value of a variable; the first choice if it is not set."""
     given = os.environ.get(variable) or next(iter(values))
     if given not in values:
         raise ConfigError(f"{variable} = {given!r}: must be one of {', '.join(values)}")

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import RequestError
-from headrace_core.sampling import RequestOutputKind
+from headrace_core.sampling.params import RequestOutputKind
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
-    from headrace_core.engine import EngineStats, ServedModel
+    from headrace_core.engine import EngineStats
     from headrace_core.output import PoolingRequestOutput, RequestOutput
-    from headrace_engine.intake.prepared import PreparedRequest
-    from headrace_server.metrics import Metrics, RequestTimer
+    from headrace_core.served_model import ServedModel
+    from headrace_engine.input_processing.prepared import PreparedRequest
+    from headrace_server.observability.metrics import Metrics, RequestTimer
 
 PREFIX = "headrace:"
 """The beginning of every name."""
@@ -79,7 +80,7 @@ class OfflineMetrics:
     """
 
     def __init__(self, model: ServedModel) -> None:
-        from headrace_server.metrics import Metrics
+        from headrace_server.observability.metrics import Metrics
 
         self._metrics = Metrics(PREFIX, model)
 
@@ -127,7 +128,7 @@ class _Watch:
         self._counted = False
 
     def saw(self, output: RequestOutput) -> None:
-        """See :class:`headrace_engine.calls.RequestWatch`."""
+        """See :class:`headrace_engine.calls.OfflineRequestWatch`."""
         before = sum(self._num_tokens.values())
         for completion in output.outputs:
             earlier = self._num_tokens.get(completion.index, 0) if self._adds else 0
@@ -143,13 +144,13 @@ class _Watch:
             )
 
     def ended(self) -> None:
-        """See :class:`headrace_engine.calls.RequestWatch`."""
+        """See :class:`headrace_engine.calls.OfflineRequestWatch`."""
         if not self._counted:
             self._metrics.unfinished("abort", self._params.n)
 
 
 def _timer(started: float) -> RequestTimer:
-    from headrace_server.metrics import RequestTimer
+    from headrace_server.observability.metrics import RequestTimer
 
     return RequestTimer(min(started, time.monotonic()))
 

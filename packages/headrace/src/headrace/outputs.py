@@ -1,7 +1,5 @@
 """Outputs, under the name that users import."""
 
-from headrace_core.listening.timed import Segment, Word
-from headrace_core.listening.transcript import Transcript
 from headrace_core.output import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -17,6 +15,7 @@ from headrace_core.output import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from headrace_core.speech.transcription import Segment, Transcript, Word
 
 __all__ = [
     "ClassificationOutput",

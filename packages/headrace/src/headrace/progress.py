@@ -141,7 +141,7 @@ def _bar(total: int, use_tqdm: bool | Callable[..., Any], title: str, done: int 
 
 
 class AudioBar:
-    """Shows how much of the recordings is heard, in seconds of sound; their lengths come out one by one.
+    """Shows how much of the recordings is transcribed, in seconds of sound; lengths come out one by one.
 
     Args:
         bar: of tqdm's kind; None: nothing is shown.
@@ -158,8 +158,8 @@ class AudioBar:
             self._bar.total = round(self._total)
             self._bar.refresh()
 
-    def heard(self, seconds: float) -> None:
-        """So much more was heard."""
+    def advance(self, seconds: float) -> None:
+        """Count seconds that were transcribed."""
         shown, self._heard = round(self._heard), self._heard + seconds
         if self._bar is not None:
             self._bar.update(round(self._heard) - shown)
@@ -167,7 +167,7 @@ class AudioBar:
 
 @contextmanager
 def audio_bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[AudioBar]:
-    """A bar for recordings; its rate is how many seconds of sound are heard in one.
+    """A bar for recordings; its rate is how many seconds of sound are transcribed in one.
 
     Args:
         use_tqdm: False: none; or a callable that makes one (tqdm's signature).

@@ -1,5 +1,9 @@
-"""What a file for ``--reasoning-parser-plugin`` imports."""
+"""Names that a file for ``--reasoning-parser-plugin`` imports."""
 
-from headrace_server.parser_plugins import DeltaMessage, ReasoningParser, ReasoningParserManager
+from headrace_server.parsing.plugin_file import (
+    DeltaMessage,
+    ReasoningParser,
+    ReasoningParserManager,
+)
 
 __all__ = ["DeltaMessage", "ReasoningParser", "ReasoningParserManager"]

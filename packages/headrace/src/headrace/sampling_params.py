@@ -1,6 +1,6 @@
 """Sampling parameters, under the name that users import."""
 
-from headrace_core.sampling import (
+from headrace_core.sampling.params import (
     BeamSearchParams,
     RequestOutputKind,
     SamplingParams,

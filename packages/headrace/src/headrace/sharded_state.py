@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.assembly import starting
 from headrace.assembly.resolved import resolve_engine
-from headrace_core.config import EngineConfig
+from headrace_engine.config import EngineConfig
 
 
 def save_sharded_state(
@@ -42,7 +42,7 @@ def save_sharded_state(
         from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
         from headrace.progress import progress_bars
         from headrace_models.formats.sharded import MAX_FILE_BYTES, PATTERN
-        from headrace_models.sharded_state import save_sharded_state as save
+        from headrace_models.loading.sharded_state import save_sharded_state as save
 
         ops = choose_ops(resolved, timeline, cpu_threads(resolved))
     with progress_bars(config.load.use_tqdm_on_load) as progress:

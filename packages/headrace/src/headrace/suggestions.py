@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -51,8 +52,8 @@ _MEANT = {alias: name for name, aliases in _ALIASES.items() for alias in aliases
 def near_names(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """The known names that an unknown one may stand for, the likeliest first; none if none is near.
 
-    Dashes, underscores and the letter case make no difference. ``--no-`` forms are suggested for such
-    forms only.
+    Names that begin as the unknown one does, word by word, come before all others. Dashes, underscores
+    and the letter case make no difference. ``--no-`` forms are suggested for such forms only.
 
     Args:
         known: flags, fields or other names, as the user would write them.
@@ -64,18 +65,24 @@ def near_names(name: str, known: Iterable[str], most: int = 3) -> list[str]:
         by_plain.setdefault(_plain(each), each)
     if (alias := _MEANT.get(wanted)) in by_plain:
         return [by_plain[alias]]
-    found: list[tuple[float, str]] = []
+    found: list[tuple[int, float, str]] = []
     for plain, each in by_plain.items():
         if plain.startswith("no-") and plain[3:] in by_plain and not wanted.startswith("no-"):
             continue
         ratio = difflib.SequenceMatcher(None, wanted, plain).ratio()
         if ratio >= NEAR or (ratio >= _PART and _is_part(wanted, plain)):
-            found.append((ratio, each))
-    return [each for _, each in sorted(found, key=lambda pair: -pair[0])[:most]]
+            found.append((_num_begun(wanted, plain), ratio, each))
+    return [each for *_, each in sorted(found, key=lambda one: (-one[0], -one[1]))[:most]]
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _num_begun(name: str, other: str) -> int:
+    """Number of a name's first words that begin the other's words at the same places."""
+    pairs = zip(name.split("-"), other.split("-"), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[1].startswith(pair[0]), pairs))
 
 
 def _is_part(name: str, other: str) -> bool:

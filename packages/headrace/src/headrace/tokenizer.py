@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.templates import PYTHON
-from headrace.own_names import own_names
-from headrace.texts.absent import ABSENT, FIXED
-from headrace.texts.chats import RendersChats
-from headrace.texts.decoding import DecodesIds
-from headrace.texts.filling import TokenizedText
-from headrace.texts.saving import SavesFiles
+from headrace.offline.own_names import own_names
+from headrace.tokenizer_calls.absent import ABSENT, FIXED
+from headrace.tokenizer_calls.chats import ChatTemplateMixin
+from headrace.tokenizer_calls.decoding import DecodingMixin
+from headrace.tokenizer_calls.filling import TokenizedText
+from headrace.tokenizer_calls.saving import SavingMixin
 
 if TYPE_CHECKING:
-    from headrace_core.engine import ServedModel
+    from headrace_core.served_model import ServedModel
     from headrace_core.text import Tokenizer
-    from headrace_engine.intake.intake import Intake
+    from headrace_engine.input_processing.input_processor import InputProcessor
 
 __all__ = ["ModelTokenizer", "TokenizedText"]
 
@@ -29,7 +29,7 @@ _SET = ("_own_template", "_has_own_template", "_max_length", "_cleans_up")
 
 
 @own_names
-class ModelTokenizer(RendersChats, DecodesIds, SavesFiles):
+class ModelTokenizer(ChatTemplateMixin, DecodingMixin, SavingMixin):
     """The tokenizer of a running model. Thread-safe, but for the attributes that can be set:
     ``pad_token``, ``padding_side``, ``truncation_side``, ``chat_template``, ``model_max_length`` and
     ``clean_up_tokenization_spaces``.
@@ -37,12 +37,14 @@ class ModelTokenizer(RendersChats, DecodesIds, SavesFiles):
     It can be pickled and copied. A copy needs no engine, and reads no media in conversations.
 
     Args:
-        intake: reads the engine's prompts, by the template settings of ``LLM``; it has a tokenizer.
-        allow_control_tokens: the setting by which the intake was made; for copies.
+        input_processor: reads the engine's prompts, by the template settings of ``LLM``; it has a tokenizer.
+        allow_control_tokens: the setting by which the input processor was made; for copies.
     """
 
-    def __init__(self, intake: Intake, *, allow_control_tokens: bool = False) -> None:
-        super().__init__(intake)
+    def __init__(
+        self, input_processor: InputProcessor, *, allow_control_tokens: bool = False
+    ) -> None:
+        super().__init__(input_processor)
         self._allow_control_tokens = allow_control_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,7 +54,7 @@ class ModelTokenizer(RendersChats, DecodesIds, SavesFiles):
             templates = dict(getattr(own, "chat_templates", {}))
             config = {**self._config, **own.special_tokens, "chat_template": templates}
             files = self._backend.to_str(), config
-        model = self._intake.model
+        model = self._input_processor.model
         state = {"_named": dict(self._named), "_sides": dict(self._sides)}
         state |= {name: getattr(self, name) for name in _SET}
         made_of = (files or own, model, self._allow_control_tokens)
@@ -89,11 +91,11 @@ def _made_again(
     Args:
         source: texts of ``tokenizer.json`` and, read, of ``tokenizer_config.json``; or a plug-in's tokenizer.
     """
-    from headrace_engine.intake.intake import Intake
-    from headrace_engine.intake.tokenizer import tokenizer_of
+    from headrace_engine.input_processing.input_processor import InputProcessor
+    from headrace_engine.input_processing.tokenizer import tokenizer_of
 
     own = tokenizer_of(Path(model.root), *source) if isinstance(source, tuple) else source
-    intake = Intake(
+    input_processor = InputProcessor(
         own,
         model,
         chat_template=PYTHON.chat_template,
@@ -101,4 +103,4 @@ def _made_again(
         prompt_templates=PYTHON.prompt_templates,
         allow_control_tokens=allow_control_tokens,
     )
-    return ModelTokenizer(intake, allow_control_tokens=allow_control_tokens)
+    return ModelTokenizer(input_processor, allow_control_tokens=allow_control_tokens)

@@ -1,6 +1,6 @@
-"""What a file for ``--tool-parser-plugin`` imports."""
+"""Names that a file for ``--tool-parser-plugin`` imports."""
 
-from headrace_server.parser_plugins import (
+from headrace_server.parsing.plugin_file import (
     DeltaFunctionCall,
     DeltaMessage,
     DeltaToolCall,

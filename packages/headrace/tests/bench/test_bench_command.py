@@ -9,7 +9,6 @@ from headrace.cli import bench
 from headrace.cli import main as command
 
 
-@pytest.mark.spec("CLI-BENCH")
 def test_help_lists_the_benchmarks(capsys):
     assert bench.main([]) == 0
     shown = capsys.readouterr().out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import struct
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -182,11 +182,20 @@ def test_workloads_are_the_same_for_all_engines_and_new_in_each_round():
     assert workloads.figures("decode", [1.0, 4.2], batches) == {"ms_per_token": pytest.approx(25.0)}
 
 
-def test_timing_takes_turns_and_finds_the_faster():
+def test_timing_takes_turns_and_finds_the_faster(monkeypatch):
     timing = pytest.importorskip("timing")
-    timings = timing.compare({"slow": lambda: time.sleep(2e-3), "fast": lambda: None}, rounds=3,
-                             min_seconds=4e-3)  # fmt: skip
-    assert timings["slow"].median > 2e-3 > timings["fast"].median
+    now = 0.0
+
+    def pass_time(seconds):
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now, sleep=pass_time)
+    monkeypatch.setattr(timing, "time", clock)
+    timings = timing.compare({"slow": lambda: pass_time(2e-3), "fast": lambda: pass_time(1e-6)},
+                             rounds=3, min_seconds=4e-3)  # fmt: skip
+    assert timings["slow"].median == pytest.approx(2e-3)
+    assert timings["fast"].median == pytest.approx(1e-6)
     assert timings["fast"].calls > timings["slow"].calls
     row = timing.Row("case", timings, timing.Work(bytes=1e6), timing.Limits(read_bytes_s=1e9))
     assert (

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.arguments import Parser
 from headrace.bench import datasets
-from headrace.bench.datasets import Plan
+from headrace.bench.datasets import DatasetOptions
 from headrace_core.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def _load(*words: str, **plan):
     parser = Parser()
     datasets.add_arguments(parser)
     args = parser.parse_args(list(words))
-    return datasets.load(args, Plan(**{"num_prompts": args.num_prompts or 10, **plan}))
+    return datasets.load(args, DatasetOptions(**{"num_prompts": args.num_prompts or 10, **plan}))
 
 
 def test_random_lengths_stay_in_their_range_and_the_prefix_is_shared():

@@ -8,7 +8,7 @@ import scripted
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.http import Client, HttpError, Piece, _Chunked, events
+from headrace.bench.http import BodyChunk, Client, HttpError, _Chunked, events
 from headrace_core.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_events_carry_the_time_at_which_they_were_complete(data):
     stream = b"data: 1\n\n: comment\nevent: x\ndata:22\r\n\r\ndata: [DONE]\n\ndata: late\n\n"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     bounds = list(zip([0, *cuts], [*cuts, len(stream)]))
-    pieces = [Piece(float(i), stream[a:b]) for i, (a, b) in enumerate(bounds)]
+    pieces = [BodyChunk(float(i), stream[a:b]) for i, (a, b) in enumerate(bounds)]
     found = list(events(pieces))
     assert [content for _, content in found] == [b"1", b"22"]
     for mark, (at, _) in zip((stream.index(b"1\n") + 1, stream.index(b"22\r\n") + 3), found):

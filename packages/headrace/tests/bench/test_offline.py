@@ -22,7 +22,6 @@ SMALL = (
 )
 
 
-@pytest.mark.spec("CLI-BENCH-LATENCY")
 def test_latency(tmp_path, capsys):
     file = tmp_path / "l.json"
     assert latency.main(["--num-iters", "3", "--num-iters-warmup", "1", "--batch-size", "2", "--input-len",
@@ -42,7 +41,6 @@ def test_latency_leaves_prefix_caching_off_unless_asked():
     )
 
 
-@pytest.mark.spec("CLI-BENCH-THROUGHPUT")
 def test_throughput_totals_are_those_of_the_dataset(tmp_path):
     totals = []
     for more in ((), ("--async-engine",)):
@@ -69,7 +67,6 @@ def test_throughput_of_chats_counts_the_template(tmp_path):
     assert report["total_input_tokens"] > 4
 
 
-@pytest.mark.spec("CLI-BENCH-STARTUP")
 def test_startup_has_both_series(tmp_path, monkeypatch, capsys):
     evicted = []
     monkeypatch.setattr(startup, "_evict", evicted.append)
@@ -108,7 +105,6 @@ def test_starts_are_called_cold_only_if_files_are_evicted(monkeypatch, tmp_path,
     assert begun == ["evict", starts[0]] * cold + [starts[0]] * (1 + warm)
 
 
-@pytest.mark.spec("CLI-BENCH-SERVE")
 def test_serve_with_our_own_server(tmp_path):
     command = [sys.executable, "-m", "headrace", "serve", *SMALL[:-1]]
     url, command = sweep.address_of(command)

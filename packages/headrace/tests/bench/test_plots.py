@@ -6,7 +6,7 @@ import pytest
 
 from headrace.bench import plots, results
 from headrace.bench.metrics import Outcome
-from headrace.bench.plots import Point
+from headrace.bench.plots import PlotPoint
 from headrace_core.errors import ConfigError, MissingDependency
 
 OUTCOMES = [
@@ -53,11 +53,11 @@ def test_a_run_that_measured_nothing_can_be_drawn(tmp_path):
 
 def test_the_pareto_front_has_no_beaten_point():
     points = [
-        Point("a", 1, 10),
-        Point("b", 2, 8),
-        Point("c", 1.5, 7),
-        Point("d", 3, 1),
-        Point("e", 3, 0.5),
+        PlotPoint("a", 1, 10),
+        PlotPoint("b", 2, 8),
+        PlotPoint("c", 1.5, 7),
+        PlotPoint("d", 3, 1),
+        PlotPoint("e", 3, 0.5),
     ]
     assert [p.label for p in plots.pareto(points)] == ["a", "b", "d"]
 

@@ -19,7 +19,7 @@ import socket, sys, time
 port = int(sys.argv[sys.argv.index("--port") + 1])
 open(sys.argv[1], "a").write("start " + " ".join(sys.argv[2:]) + "\\n")
 listening = socket.create_server(("127.0.0.1", port))
-time.sleep(600)
+time.sleep(600)  # until it is ended
 """
 
 BENCH = """
@@ -66,7 +66,6 @@ def _count(log: Path, word: str) -> int:
     return sum(line.startswith(word) for line in log.read_text().splitlines())
 
 
-@pytest.mark.spec("CLI-BENCH-SWEEP")
 def test_two_by_two(programs, tmp_path, capsys):
     out = tmp_path / "out"
     assert _sweep(programs, out) == 0
@@ -81,7 +80,6 @@ def test_two_by_two(programs, tmp_path, capsys):
     assert "output_throughput" in capsys.readouterr().out
 
 
-@pytest.mark.spec("CLI-BENCH-SWEEP")
 def test_resume_runs_only_what_is_missing(programs, tmp_path):
     out, log = tmp_path / "out", programs[2]
     with pytest.raises(EngineError, match="out of luck"):
@@ -95,7 +93,6 @@ def test_resume_runs_only_what_is_missing(programs, tmp_path):
     assert len(list(out.glob("*/*.json"))) == 4
 
 
-@pytest.mark.spec("CLI-BENCH-SWEEP")
 def test_a_dry_run_starts_nothing(programs, tmp_path, capsys):
     assert _sweep(programs, tmp_path / "out", "--dry-run") == 0
     shown = capsys.readouterr().out

@@ -29,7 +29,7 @@ inline HeadRows<A> readable_heads(const T* x, int64_t rows, int64_t heads, int64
 template <class T>
 inline void run_head_linear(T* out, const T* x, const T* weight, int64_t rows, int64_t heads, int64_t N,
                             int64_t K, int64_t x_row, int64_t x_head) {
-  using A = typename Meeting<T>::A;
+  using A = typename ActivationTraits<T>::A;
   const HeadRows<A> a = readable_heads<A>(x, rows, heads, K, x_row, x_head);
   const int64_t size = Packed<T>::elements(N, K), panels = ceil_div(N, PANEL), pieces = ceil_div(rows, ROWS_PIECE);
   const int64_t runs = heads * pieces < RUNS * pool_size() ? panels : 1;  // tasks of a head's panels

@@ -36,13 +36,13 @@ constexpr int UNROLL = 4;                      // steps of K between two fetches
 constexpr int64_t PAIR_LINES = 3;              // that the second of two tiles fetches at a time
 
 // How activations of type T meet weights of type WT: the type in which rows are read, and K's step.
-template <class WT> struct Meeting { using A = float; static constexpr int STEP = 1; };
+template <class WT> struct ActivationTraits { using A = float; static constexpr int STEP = 1; };
 #if defined(HR_DOT_BF16)
-template <> struct Meeting<bf16> { using A = bf16; static constexpr int STEP = 2; };
+template <> struct ActivationTraits<bf16> { using A = bf16; static constexpr int STEP = 2; };
 #endif
 
 // What a tile fetches on its way: `lines` cache lines from `at` on after every UNROLL steps.
-struct Ahead {
+struct Prefetch {
   const char* at;
   int64_t lines;
   void fetch() {
@@ -62,7 +62,7 @@ inline void fma_step(const float* const* a, int64_t k, const WT* b, vf (&acc)[R]
 }
 
 // Sums of a tile that go on later, or are finished from scratch: [rows][PANEL] floats.
-struct Rest {
+struct PartialSums {
   float* sums;
   template <int R, int V> HR_INLINE void operator()(int at, const vf (&acc)[R][V]) const {
     HR_UNROLL for (int r = 0; r < R; ++r)
@@ -79,9 +79,9 @@ template <int R, int V> HR_INLINE inline void begin_tile(vf (&acc)[R][V], const 
 
 // keep(at, acc), acc[r][v] (+)= sum over k of a[r][k] * b[k][v]; b has `width` features for each k, and the
 // tile's first vector is the panel's `at`-th.
-template <int R, int V, class WT, class Keep>
+template <int R, int V, class WT, class Epilogue>
 inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t width, const float* rest,
-                     int at, Ahead ahead, const Keep& keep) {
+                     int at, Prefetch ahead, const Epilogue& keep) {
   vf acc[R][V];
   begin_tile(acc, rest, at);
   int64_t k = 0;
@@ -108,9 +108,9 @@ inline void dot_step(const bf16* const* a, int64_t k, const bf16* b, vf (&acc)[R
     HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
   }
 }
-template <int R, int V, class Keep>
+template <int R, int V, class Epilogue>
 inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t width, const float* rest,
-                     int at, Ahead ahead, const Keep& keep) {
+                     int at, Prefetch ahead, const Epilogue& keep) {
   vf acc[R][V];
   begin_tile(acc, rest, at);
   int64_t k = 0;
@@ -129,11 +129,11 @@ inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t
 }
 #endif
 
-template <int R, int V, class WT, class A, class Keep>
+template <int R, int V, class WT, class A, class Epilogue>
 inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t width, const float* rest,
-                       int at, Ahead ahead, const Keep& keep) {
+                       int at, Prefetch ahead, const Epilogue& keep) {
 #if defined(HR_DOT_BF16)
-  if constexpr (Meeting<WT>::STEP == 2) {
+  if constexpr (ActivationTraits<WT>::STEP == 2) {
     tile_dot<R, V>(a, count, b, width, rest, at, ahead, keep);
     return;
   } else
@@ -142,21 +142,21 @@ inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t wi
 }
 
 // A register tile of R rows and V vectors; in halves where the accumulators do not fit.
-template <int R, int V, class WT, class A, class Keep>
+template <int R, int V, class WT, class A, class Epilogue>
 inline void tile(const A* const* a, int64_t count, const WT* b, int64_t width, const float* rest, int at,
-                 Ahead ahead, const Keep& keep) {
+                 Prefetch ahead, const Epilogue& keep) {
   if constexpr (R * V <= ACCUMULATORS) {
     tile_block<R, V>(a, count, b, width, rest, at, ahead, keep);
   } else {
     constexpr int H = V / 2;
     tile<R, H>(a, count, b, width, rest, at, ahead, keep);
-    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, rest, at + H, ahead, keep);
+    tile<R, V - H>(a, count, b + H * W * ActivationTraits<WT>::STEP, width, rest, at + H, ahead, keep);
   }
 }
 
 template <int V, class WT, class A>
 inline void tile_rows(int rows, const A* const* a, int64_t count, const WT* b, int64_t width,
-                      const float* rest, Ahead ahead, const Rest& keep) {
+                      const float* rest, Prefetch ahead, const PartialSums& keep) {
   switch (rows) {
     case 1: return tile<1, V>(a, count, b, width, rest, 0, ahead, keep);
     case 2: return tile<2, V>(a, count, b, width, rest, 0, ahead, keep);
@@ -186,12 +186,12 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
                           int vectors, float* sums, const WT* after, const Done& done, const Whole& whole = {}) {
   const int64_t width = int64_t(vectors) * W;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
-  const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
+  const int64_t step_bytes = UNROLL * ActivationTraits<WT>::STEP * width * int64_t(sizeof(WT));
   const int64_t lines = tiles == 2 ? PAIR_LINES : ceil_div(step_bytes / 64, tiles);  // at each fetch
   const int64_t piece = tiles == 1 ? K : PIECE_BYTES / (PANEL * int64_t(sizeof(WT)));
   const int64_t apart = K <= piece ? 0 : PANEL;  // sums of rows that rest between pieces
   for (int64_t k = 0; k < K || k == 0; k += piece) {
-    const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
+    const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * ActivationTraits<WT>::STEP);
     const WT* b = panel + k * width;
     const char* const contiguous = reinterpret_cast<const char*>(b + count * width);
     const char* next = k + count < K ? contiguous : reinterpret_cast<const char*>(after);
@@ -205,7 +205,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
       // lone tile's panel, but for the beginning of one that lies elsewhere, and most of the first of
       // two tiles' piece.
       const int64_t own = tiles == 1 ? next != contiguous : tiles == 2 && i == 0 ? 0 : lines;
-      const Ahead ahead{next, next < end ? own : 0};
+      const Prefetch ahead{next, next < end ? own : 0};
       next += 64 * own * steps;
       const float* const rest = k > 0 ? c : nullptr;
       if constexpr (!__is_same(Whole, NoTiles)) {
@@ -215,10 +215,10 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
         }
       }
       switch (vectors) {
-        case 1: tile_rows<1>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
-        case 2: tile_rows<2>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
-        case 3: tile_rows<3>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
-        case 4: tile_rows<4>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
+        case 1: tile_rows<1>(int(many), a, count, b, width, rest, ahead, PartialSums{c}); break;
+        case 2: tile_rows<2>(int(many), a, count, b, width, rest, ahead, PartialSums{c}); break;
+        case 3: tile_rows<3>(int(many), a, count, b, width, rest, ahead, PartialSums{c}); break;
+        case 4: tile_rows<4>(int(many), a, count, b, width, rest, ahead, PartialSums{c}); break;
       }
       if (k + count >= K) done(first, many, static_cast<const float*>(c));
     }
@@ -230,7 +230,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
 template <class WT> struct Packed {
   const WT* data;
   int64_t N, K;
-  static int64_t k_length(int64_t K) { return round_up(K, Meeting<WT>::STEP); }
+  static int64_t k_length(int64_t K) { return round_up(K, ActivationTraits<WT>::STEP); }
   static int64_t elements(int64_t N, int64_t K) { return round_up(N, W) * k_length(K); }
   int64_t panels() const { return ceil_div(N, PANEL); }
   const WT* panel(int64_t p) const { return data + p * PANEL * k_length(K); }
@@ -240,7 +240,7 @@ template <class WT> struct Packed {
 
 template <class WT>
 inline void pack_weight(WT* out, const WT* weight, int64_t N, int64_t K, int64_t stride) {
-  constexpr int STEP = Meeting<WT>::STEP;
+  constexpr int STEP = ActivationTraits<WT>::STEP;
   const Packed<WT> packed{out, N, K};
   parallel(packed.panels(), N * K, [&](int64_t p) {
     pack_panel<WT, STEP>(out + p * PANEL * Packed<WT>::k_length(K), int64_t(packed.vectors(p)) * W,
@@ -323,7 +323,7 @@ template <class Finish, class T> struct Outputs {
 template <class Finish, class T, class WT>
 inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int64_t rows, int64_t N,
                        int64_t K, int64_t stride) {
-  using A = typename Meeting<WT>::A;
+  using A = typename ActivationTraits<WT>::A;
   if (rows == 0) return;
   const Packed<WT> packed{weight, N, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
@@ -345,7 +345,7 @@ inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int6
 template <class T, class WT>
 inline void run_linear_gated(T* out, const T* x, const WT* weight, const T* bias, int64_t rows, int64_t I,
                              int64_t K, int64_t stride, int32_t kind) {
-  using A = typename Meeting<WT>::A;
+  using A = typename ActivationTraits<WT>::A;
   if (rows == 0) return;
   const Packed<WT> packed{weight, 2 * I, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);

@@ -145,7 +145,7 @@ template <class T>
 inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const float* weights,
                        const int64_t* ids, const Identities& same, int64_t rows, int64_t k, int64_t stride,
                        int32_t kind) {
-  using A = typename Meeting<T>::A;
+  using A = typename ActivationTraits<T>::A;
   const int64_t entries = rows * k, H = w.H, I = w.I;
   Sorted sorted;
   if (sort_entries(ids, entries, w.experts, same.count, sorted) != OK) return BAD_INDEX;
@@ -197,7 +197,7 @@ template <class T>
 inline int32_t run_expert_linear(T* out, const T* x, const T* weight, const float* weights, const int64_t* ids,
                                  int64_t rows, int64_t k, int64_t share, int64_t experts, int64_t N, int64_t K,
                                  int64_t stride) {
-  using A = typename Meeting<T>::A;
+  using A = typename ActivationTraits<T>::A;
   const int64_t entries = rows * k;
   Sorted sorted;
   if (sort_entries(ids, entries, experts, 0, sorted) != OK) return BAD_INDEX;

@@ -17,7 +17,7 @@ int32_t linear_rows(void* out, const int64_t* ids, const void* packed, int64_t r
           continue;
         }
         const int64_t p = ids[i] / PANEL;
-        unpack_feature<T, Meeting<T>::STEP>(static_cast<T*>(out) + i * K, weight.panel(p),
+        unpack_feature<T, ActivationTraits<T>::STEP>(static_cast<T*>(out) + i * K, weight.panel(p),
                                             int64_t(weight.vectors(p)) * W, ids[i] % PANEL, K);
       }
     });

@@ -1,6 +1,6 @@
 // From real weights to packed integers, while a checkpoint is loaded.
 //
-// The definition is headrace_core/reference/rounding.py, and results are bit-equal to it: every
+// The definition is headrace_reference/rounding.py, and results are bit-equal to it: every
 // operation below is one float32 operation there, sums are in its order.
 
 namespace headrace::HR_ISA {

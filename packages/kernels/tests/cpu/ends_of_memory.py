@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import Rounding
-from headrace_core.testing.ops import (
+from headrace_kernels.cpu import library
+from headrace_kernels.cpu.ops import native_ops
+from headrace_testing.ops import (
     bits_equal,
     index_case,
-    latent_case,
+    mla_case,
     paged_case,
     rand,
     varlen_case,
 )
-from headrace_core.testing.ops.latent import with_picks
-from headrace_kernels.cpu import library
-from headrace_kernels.cpu.ops import native_ops
+from headrace_testing.ops.mla import with_topk
 
 _NO_ACCESS = 0
 _WIDTHS = (1, 15, 33, 64, 100, 129)
@@ -97,8 +97,8 @@ def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple
         yield "paged attention", lambda op, case=case: case.run(op), (ops["paged_attention"],)
     packed_rows = varlen_case([5, 70], dtype=dtype, num_heads=2, head_dim=40)
     yield "varlen attention", packed_rows.run, (ops["varlen_attention"],)
-    latents = with_picks(latent_case([(1, 70), (9, 600)], dtype=dtype, rope_dim=7), 20)
-    yield "latent attention", latents.run, (ops["latent_attention"],)
+    latents = with_topk(mla_case([(1, 70), (9, 600)], dtype=dtype, rope_dim=7), 20)
+    yield "latent attention", latents.run, (ops["mla_attention"],)
     index = index_case([(1, 70), (3, 90)], dtype=dtype, top_k=20, dim=33)
     yield "index_tokens", index.run, (ops["index_tokens"],)
 

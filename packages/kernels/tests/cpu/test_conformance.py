@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from headrace_core.ops import KernelNeed, KernelProvider
-from headrace_core.testing.ops import OpConformance
-from headrace_core.testing.sampling import SamplingConformance
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import CPUProvider
+from headrace_testing.ops import OpConformance
+from headrace_testing.ops.sampling import SamplingConformance
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -32,9 +32,6 @@ class AtLevel(CPUProvider):
         return native_ops(kernels)
 
 
-@pytest.mark.spec("ATTN-REF")
-@pytest.mark.spec("ATTN-BATCH-INVARIANT")
-@pytest.mark.spec("ATTN-RESHAPE-CACHE-FLASH")
 class TestNative(OpConformance):
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
@@ -44,8 +41,6 @@ class TestNative(OpConformance):
         return AtLevel(request.param)
 
 
-@pytest.mark.spec("ENGINE-SAMPLING")
-@pytest.mark.spec("ENGINE-LOGPROBS")
 class TestNativeSampling(SamplingConformance):
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:

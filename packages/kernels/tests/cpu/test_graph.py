@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 from headrace_core.errors import CaptureRefused
 from headrace_core.graph import GraphNeed
 from headrace_core.ops import KernelNeed, KernelProvider, bind_ops
-from headrace_core.testing.graph import (
-    NUM_GROUPS,
-    SmallModel,
-    StepGraphConformance,
-    make_batch,
-)
-from headrace_core.testing.graph_encoders import EncoderStepConformance
-from headrace_core.testing.graph_parts import PartsConformance, SmallEncoder
-from headrace_core.testing.graph_states import StateStepConformance
-from headrace_core.testing.ops import bits_equal
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.graph import NativeStepGraph
 from headrace_kernels.cpu.graph_program import Argument, Term, place_blocks, result_is_apart
 from headrace_kernels.cpu.graph_values import LOGITS, SEQS, TOKENS
 from headrace_kernels.cpu.ops import native_ops
 from headrace_kernels.cpu.provider import CPUProvider
+from headrace_testing.graphs.encoders import EncoderStepConformance
+from headrace_testing.graphs.parts import PartsConformance, SmallEncoder
+from headrace_testing.graphs.states import StateStepConformance
+from headrace_testing.graphs.steps import (
+    NUM_GROUPS,
+    SmallModel,
+    StepGraphConformance,
+    make_batch,
+)
+from headrace_testing.ops import bits_equal
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)

@@ -12,7 +12,11 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused
 from headrace_core.graph import GraphNeed
 from headrace_core.ops import KernelProvider
-from headrace_core.testing.graph import (
+from headrace_kernels.cpu import library
+from headrace_kernels.cpu.graph import NativeStepGraph
+from headrace_kernels.cpu.ops import native_ops
+from headrace_kernels.cpu.provider import PROVIDER
+from headrace_testing.graphs.steps import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -22,11 +26,7 @@ from headrace_core.testing.graph import (
     StepGraphConformance,
     make_batch,
 )
-from headrace_core.testing.ops import bits_equal
-from headrace_kernels.cpu import library
-from headrace_kernels.cpu.graph import NativeStepGraph
-from headrace_kernels.cpu.ops import native_ops
-from headrace_kernels.cpu.provider import PROVIDER
+from headrace_testing.ops import bits_equal
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)

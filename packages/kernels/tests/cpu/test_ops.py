@@ -9,11 +9,11 @@ import torch
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, Rounding, bind_ops
-from headrace_core.reference.quantized import dequantized, quantize_rows
-from headrace_core.testing.ops import bits_equal, paged_case, rand, varlen_case
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.ops import native_ops
 from headrace_kernels.cpu.provider import PROVIDER
+from headrace_reference.quantized import dequantized, quantize_rows
+from headrace_testing.ops import bits_equal, paged_case, rand, varlen_case
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -62,9 +62,9 @@ def test_rows_of_other_dimensions_are_not_copied(ops, shape):
         ops["copy_rows"](rand(*shape), rand(*shape))
 
 
-def test_scores_without_temperatures(ops):
-    case = paged_case([(1, 20)], dtype="float32", score_temperatures=torch.zeros(0))
-    with pytest.raises(ConfigError, match=r"score_temperatures is float32 \[0\]"):
+def test_scores_without_a_logit_scale(ops):
+    case = paged_case([(1, 20)], dtype="float32", logit_scale=torch.zeros(0))
+    with pytest.raises(ConfigError, match=r"logit_scale is float32 \[0\]"):
         case.run(ops["paged_attention"])
 
 

@@ -14,8 +14,8 @@ import torch
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import KernelNeed, QuantizedWeight
-from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
+from headrace_testing.ops import bits_equal, paged_case, rand
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)

@@ -126,7 +126,7 @@ def rotary_ops(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
-    from headrace_kernels.triton import latent_attention, merge, varlen_attention
+    from headrace_kernels.triton import merge, mla_attention, varlen_attention
     from headrace_kernels.triton import unified_attention as unified
 
     for head_dim in head_dims:
@@ -162,9 +162,9 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
         # DeepSeek's sizes: they do not follow the head's.
         latent, rope = torch.ones(5, 40, 512, dtype=dtype), torch.ones(5, 40, 64, dtype=dtype)
         vectors = torch.zeros(9, 64, 576, dtype=dtype)
-        latent_attention.latent_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
+        mla_attention.mla_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
         for longest_context in (40, 4000):
-            latent_attention.latent_attention(
+            mla_attention.mla_attention(
                 latent,
                 rope,
                 vectors,
@@ -216,9 +216,9 @@ def main() -> None:
     from headrace_kernels.triton import unified_attention
 
     unified_attention._num_programs_wanted = lambda device: 264
-    from headrace_kernels.triton import latent_attention
+    from headrace_kernels.triton import mla_attention
 
-    latent_attention._num_programs_wanted = lambda device: 264
+    mla_attention._num_programs_wanted = lambda device: 264
     small_ops(dtype)
     rotary_ops(dtype)
     expert_ops(dtype)

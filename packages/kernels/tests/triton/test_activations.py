@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core import reference
+import headrace_reference as reference
 from headrace_core.errors import ConfigError
 from headrace_core.ops import ACTIVATIONS, GATED_ACTIVATIONS
-from headrace_core.testing.attention import assert_near
 from headrace_kernels.triton import activations
+from headrace_testing.attention.backends import assert_near
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core import reference
+import headrace_reference as reference
 from headrace_kernels.triton.cache_write import cache_write
-
-pytestmark = pytest.mark.spec("ATTN-RESHAPE-CACHE-FLASH")
 
 # Logical (2, N, S, Hk, D) by physical order.
 ORDERS = [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (1, 0, 3, 2, 4), (1, 0, 2, 4, 3)]

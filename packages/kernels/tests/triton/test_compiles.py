@@ -56,7 +56,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.spec("ATTN-UNIFIED")
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dims"),
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core.testing.ops import OpConformance
 from headrace_kernels.triton.provider import PROVIDER, TritonProvider
+from headrace_testing.ops import OpConformance
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -16,7 +16,7 @@ class TestTriton(OpConformance):
     # Interpreted, the whole suite takes a minute a dtype; the tests beside this one cover the others.
     dtypes = ("float32", "float16", "bfloat16") if HAS_GPU else ("float32",)
     cache_dtypes = ()
-    temperatures = False
+    logit_scale = False
 
     @pytest.fixture
     def provider(self, device: str) -> TritonProvider:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core.testing.ops import paged_case
 from headrace_kernels.triton import cache_write, unified_attention
 from headrace_kernels.triton.unified_attention import Plan
+from headrace_testing.ops import paged_case
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: compiled kernels are launched"
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(
 MIXED = [(1, 1), (1, 700), (5, 5), (170, 900), (3, 35)]
 
 
-@pytest.mark.spec("ATTN-UNIFIED")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_attention_of_real_sizes(head_dim: int, dtype: str) -> None:
@@ -38,7 +37,6 @@ def test_attention_of_real_sizes(head_dim: int, dtype: str) -> None:
     )
 
 
-@pytest.mark.spec("ATTN-BATCH-INVARIANT")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_batch_invariance_of_compiled_code(dtype: str) -> None:
     def run(*args: torch.Tensor, **options: object) -> torch.Tensor:
@@ -81,7 +79,6 @@ def test_captured_decode_follows_its_inputs() -> None:
     torch.testing.assert_close(out, expected, atol=1.5e-2, rtol=1.5e-2)
 
 
-@pytest.mark.spec("ATTN-RESHAPE-CACHE-FLASH")
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_rounds_to_float8_as_torch_does(fp8: torch.dtype) -> None:
     key = torch.randn(64, 2, 32, device="cuda")

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core.testing.attention import dense_attention
 from headrace_kernels.triton.merge import merge_attn_states
-
-pytestmark = pytest.mark.spec("ATTN-MERGE")
+from headrace_testing.attention.backends import dense_attention
 
 INF = float("inf")
 Part = tuple[torch.Tensor, torch.Tensor]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core import reference
+import headrace_reference as reference
 from headrace_core.errors import ConfigError
-from headrace_core.testing.attention import assert_near
-from headrace_core.testing.ops import bits_equal, rand
 from headrace_kernels.triton.moe import MoE, sort_entries
+from headrace_testing.attention.backends import assert_near
+from headrace_testing.ops import bits_equal, rand
 
 
 def test_entries_lie_in_blocks_of_one_expert(device: str) -> None:

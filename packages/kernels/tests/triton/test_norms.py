@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core import reference
-from headrace_core.testing.attention import assert_near
+import headrace_reference as reference
 from headrace_kernels.triton import norms
+from headrace_testing.attention.backends import assert_near
 
 SHAPES = [(1, 1), (3, 7), (5, 64), (2, 3, 100), (4, 1025), (0, 16)]
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace_core import reference
-from headrace_core.testing.attention import assert_near
-from headrace_core.testing.ops.recurrent import RecurrentCase, RecurrentConformance
+import headrace_reference as reference
 from headrace_kernels.triton import channelwise, recurrent
+from headrace_reference.definitions import definitions
+from headrace_testing.attention.backends import assert_near
+from headrace_testing.ops.recurrences import RecurrentCase
+from headrace_testing.ops.recurrent import RecurrentConformance
 
 OPS = {
     "causal_conv": recurrent.causal_conv,
@@ -39,7 +41,7 @@ def test_recurrences(device: str, name: str, dtype: str) -> None:
     out = case.run(OPS[name], slice(None), state, *where, cu)
     exact = case.widened()
     expected = exact.run(
-        getattr(reference, name), slice(None), kept, *(w.cpu() for w in where), cu.cpu()
+        definitions()[name].op, slice(None), kept, *(w.cpu() for w in where), cu.cpu()
     )
     assert_near(out, expected, dtype)
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from headrace_core import reference
+import headrace_reference as reference
 from headrace_core.ops import HeadNorm
-from headrace_core.testing.attention import assert_near
 from headrace_kernels.triton import rotary
+from headrace_testing.attention.backends import assert_near
 
 POSITIONS = [3, 4, 5, 0, 49, 7]
 SLOTS = [1, -1, 3, 15, 9, 8]
@@ -43,11 +43,11 @@ def make_norm(head_dim: int, dtype: torch.dtype, device: str) -> HeadNorm:
 SIZES = pytest.mark.parametrize(
     ("head_dim", "rotary_dim"), [(16, 16), (32, 8), (20, 12), (24, 24)], ids=str
 )
-PAIRING = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+VNNI_ISAS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
 @SIZES
-@PAIRING
+@VNNI_ISAS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_rotary(device: str, head_dim: int, rotary_dim: int, interleaved: bool, dtype: str) -> None:
     actual = make_inputs(head_dim, getattr(torch, dtype), device)
@@ -60,7 +60,7 @@ def test_rotary(device: str, head_dim: int, rotary_dim: int, interleaved: bool, 
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (20, 12)], ids=str)
-@PAIRING
+@VNNI_ISAS
 @pytest.mark.parametrize("normed", [True, False], ids=["head norm", "no norm"])
 @pytest.mark.parametrize("turned", [True, False], ids=["rotation", "no rotation"])
 @pytest.mark.parametrize("dtype", ["float16"])

@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec
+from headrace_core.attention import (
+    FEATURE_TEXTS,
+    LOGIT_SCALE,
+    MLA,
+    SPARSE_TOPK,
+    AttentionBackend,
+    AttentionLayerSpec,
+)
 from headrace_core.batch import ForwardBatch
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.testing.attention import (
+from headrace_kernels.triton import unified_attention
+from headrace_kernels.triton.unified_attention import NUM_SEGMENTS, Plan, make_plan
+from headrace_testing.attention.backends import (
     BASIC_CASES,
     AttentionBackendConformance,
     Case,
     World,
     assert_near,
 )
-from headrace_core.testing.ops import PagedCase, paged_case
-from headrace_kernels.triton import unified_attention
-from headrace_kernels.triton.unified_attention import NUM_SEGMENTS, Plan, make_plan
-
-pytestmark = pytest.mark.spec("ATTN-UNIFIED")
+from headrace_testing.ops import PagedCase, paged_case
 
 
 class OpBackend(AttentionBackend):
@@ -32,13 +37,7 @@ class OpBackend(AttentionBackend):
 
     name: ClassVar[str] = "op"
     supported_dtypes = ("bfloat16",)  # test_conformance.py has float32; a minute is enough
-    supports_soft_cap = True
-    supports_sink = True
-    supports_sliding_window = True
-    supports_chunks = True
-    supports_alibi = True
-    supports_alibi_sqrt = True
-    supports_prefix = True
+    supported_features = frozenset(FEATURE_TEXTS) - {MLA, SPARSE_TOPK, LOGIT_SCALE}
     options: ClassVar[dict[str, Any]] = {}
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
@@ -70,13 +69,7 @@ class OpBackend(AttentionBackend):
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
             sliding_window=window if window is not None and window > 0 else None,
-            soft_cap=layer.soft_cap,
-            sinks=layer.sinks,
-            attention_chunk=layer.attention_chunk_size,
-            alibi_slopes=layer.alibi_slopes,
-            alibi_sqrt=layer.alibi_sqrt,
-            prefix_key=layer.prefix_key,
-            prefix_value=layer.prefix_value,
+            **layer.extras,
             **self.options,
         )
 
@@ -198,7 +191,6 @@ def row_wise_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.spec("ATTN-BATCH-INVARIANT")
 @pytest.mark.usefixtures("row_wise_dot")
 class TestBatchInvariance:
     """One tile shape and aligned tiles: which other rows there are changes no bit."""

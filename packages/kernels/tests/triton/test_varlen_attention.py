@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.testing.attention import assert_near
-from headrace_core.testing.ops import varlen_case
 from headrace_kernels.triton.varlen_attention import varlen_attention
+from headrace_testing.attention.backends import assert_near
+from headrace_testing.ops import varlen_case
 
 LENGTHS = [1, 5, 0, 64, 33]
 OPTIONS = pytest.mark.parametrize(

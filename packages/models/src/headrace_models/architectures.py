@@ -1,4 +1,4 @@
-"""What the name of an architecture says. No torch.
+"""Facts that the name of an architecture tells. No torch.
 
 The names of a family are its stem and an ending: ``Qwen3ForCausalLM``, ``Qwen3Model``,
 ``Qwen3ForSequenceClassification``. Families of decoders register the name that generates; the others
@@ -44,12 +44,12 @@ def without_head(architecture: str) -> str:
 
 
 def generates(architecture: str) -> bool:
-    """Whether the name is that of a language model."""
+    """True if the name is that of a language model."""
     return architecture.endswith(GENERATING)
 
 
 def is_bidirectional(architecture: str, config: Mapping[str, Any]) -> bool:
-    """Whether a decoder's tokens see those after them, too."""
+    """True if a decoder's tokens see those after them, too."""
     return (
         "Bidirectional" in architecture
         or config.get("is_causal") is False

@@ -17,6 +17,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.architectures import generates, served_by
 from headrace_models.catalogue.multimodal import WRAPPERS, text_architecture
+from headrace_models.checkpoint.vocabulary import token_ids
 from headrace_models.layers.decoder import Decoder
 from headrace_models.layers.embedding import Embedding
 from headrace_models.pooling.classifier import Classifier, HeadLinear
@@ -24,7 +25,6 @@ from headrace_models.pooling.head_rows import HeadRows
 from headrace_models.pooling.pooler import make_pooler
 from headrace_models.reranker import TokenClassifier, token_classifier
 from headrace_models.text_part import text_of
-from headrace_models.vocabulary import token_ids
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext, ModelInfo, Pooler
@@ -34,7 +34,7 @@ OUT = "pooler.head.classifier.out"
 
 
 def model_class(info: ModelInfo) -> type[Any]:
-    """What is built for a checkpoint: the class of its architecture, or what that becomes to pool.
+    """Class that is built for a checkpoint: that of its architecture, or what that becomes to pool.
 
     Raises:
         UnsupportedModel: it cannot be made to pool.
@@ -58,7 +58,7 @@ def model_class(info: ModelInfo) -> type[Any]:
 
 
 class PoolingDecoder(Decoder):
-    """What a pooling class has in place of its family's head. Comes before the family in the MRO."""
+    """Mixin of a pooling class in place of its family's head. It comes before the family in the MRO."""
 
     pooler: Pooler
     head_rules: ClassVar[Sequence[WeightRule]] = (

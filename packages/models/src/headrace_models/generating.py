@@ -1,4 +1,4 @@
-"""What a class that generates can do besides, for whoever resolves a checkpoint. No torch.
+"""Traits of a class that generates, for whoever resolves a checkpoint. No torch.
 
 As with pooling (:mod:`headrace_models.pooling.traits`), headrace's own classes are in a table and are
 not imported for it; a class of another distribution is imported and asked.
@@ -14,8 +14,8 @@ from typing import Any
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import SupportsAlignment, SupportsEncoderDecoder
-from headrace_core.speech import SupportsTranscription
-from headrace_models.settings import Settings
+from headrace_core.speech.model import SupportsTranscription
+from headrace_models.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class GeneratingTraits:
     """It can tell the times of words; a checkpoint may lack what it needs."""
 
     def tasks(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Of a checkpoint with that generation config and that ``config.json``."""
+        """Tasks of a checkpoint with that generation config and that ``config.json``."""
         named = (
             ("generate", self.generates),
             ("transcription", self.transcribes),
@@ -61,7 +61,7 @@ def generating_traits(architecture: str) -> GeneratingTraits:
 
 
 def traits_of(model_class: Any) -> GeneratingTraits:
-    """As its bases and members say."""
+    """Traits as the class's bases and members tell them."""
     if not isinstance(model_class, type):
         return _GENERATES
     transcribes = issubclass(model_class, SupportsTranscription)
@@ -75,8 +75,8 @@ def traits_of(model_class: Any) -> GeneratingTraits:
 
 
 def alignment_heads(generation: Mapping[str, Any], settings: Settings) -> list[tuple[int, int]]:
-    """(layer, head) of the decoder's attention that follows the audio, as a generation config names
-    them; empty: it names none.
+    """(layer, head) of the decoder's attention that follows the audio, as a generation config names them;
+    empty: it names none.
 
     Raises:
         UnsupportedModel: they are no pairs, or not within the decoder.

@@ -1,5 +1,5 @@
-"""Whose code runs a checkpoint: a class of headrace's, or transformers' (``model.model_impl``). No torch,
-unless it is transformers'."""
+"""Choice of the code that runs a checkpoint: a class of headrace's, or transformers' (``model.model_impl``).
+Imports torch only if it is transformers'."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _unsupported(architectures: object, name: str, why: str) -> UnsupportedModel
 
 
 def source_of(architecture: str) -> str:
-    """Which distribution's class serves a registered architecture."""
+    """Distribution whose class serves a registered architecture."""
     known = plugins.installed("headrace.models")
     distribution = known[served_by(architecture, known) or architecture].distribution
     own = distribution.split(" ")[0] == "headrace-models"
@@ -140,7 +140,7 @@ def transformers_facts(config: ModelConfig, whole: Mapping[str, Any], path: Path
 def transformers_traits(
     config: ModelConfig, architecture: str, whole: Mapping[str, Any], path: Path
 ) -> PoolingTraits | None:
-    """How an encoder pools by itself; None: it is no encoder, and has to be converted.
+    """Traits of an encoder that pools by itself; None: it is no encoder, and has to be converted.
 
     Raises:
         UnsupportedModel: as headrace's own class it would pool in a way that transformers' does not.

@@ -1,4 +1,4 @@
-"""Which quantization method a checkpoint gets."""
+"""Choice of the quantization method of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headrace_core.linear import QuantMethod, QuantNeed
 from headrace_core.model import ModelInfo
 from headrace_core.ops import OpTable
 
+GROUP = "headrace.quantization"
 PLAIN = "none"
 
 
@@ -32,8 +33,8 @@ def quantization_config(info: ModelInfo) -> Mapping[str, Any] | None:
 
 
 def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
-    """Name of the method: what the checkpoint says, which the user's choice must equal; else the
-    user's choice; else ``none``.
+    """Name of the method: what the checkpoint says, which the user's choice must equal or be another name
+    of; else the user's choice; else ``none``.
 
     Raises:
         ConfigError: the two differ; names both.
@@ -42,13 +43,22 @@ def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     if block is None:
         return wanted or PLAIN
     stored = str(block["quant_method"])
-    if wanted not in (None, stored):
+    if wanted is not None and wanted != stored and not _is_same(wanted, stored):
         raise ConfigError(
             f"model.quantization = {wanted!r}: the checkpoint {info.name!r} is quantized with "
             f"{stored!r}; leave the setting out or give that name",
             field="model.quantization",
         )
     return stored
+
+
+def _is_same(wanted: str, stored: str) -> bool:
+    """True if both names lead to one class: names that other engines have for one format's kernels
+    (``gptq_marlin``)."""
+    installed = plugins.installed(GROUP)
+    if wanted not in installed or stored not in installed:
+        return False
+    return plugins.load(GROUP, wanted) is plugins.load(GROUP, stored)
 
 
 def quant_method(
@@ -66,7 +76,7 @@ def quant_method(
         PluginNotFound: no such method is installed.
     """
     name = quant_method_name(info, wanted)
-    method: type[QuantMethod] = plugins.load("headrace.quantization", name)
+    method: type[QuantMethod] = plugins.load(GROUP, name)
     need = QuantNeed(dtype=info.dtype, device=device, device_capability=device_capability)
     reasons = method.refuse(need)
     if reasons:

@@ -19,10 +19,10 @@ _ORIGINAL_QWEN3 = ("no", "yes")
 
 @dataclass(frozen=True, slots=True)
 class TokenClassifier:
-    """What the overrides ask for."""
+    """The conversion that the overrides ask for."""
 
     tokens: tuple[str | int, ...]
-    """As the vocabulary spells them, or their ids. With two classes: false, true."""
+    """Tokens as the vocabulary spells them, or their ids. With two classes: false, true."""
     difference: bool
     """One label: the difference of both rows. Else one label for each token."""
 
@@ -38,7 +38,7 @@ class TokenClassifier:
 
 
 def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
-    """What ``classifier_from_token``, ``method`` and ``is_original_qwen3_reranker`` come to; None
+    """Conversion that ``classifier_from_token``, ``method`` and ``is_original_qwen3_reranker`` ask for; None
     without them.
 
     Raises:

@@ -1,5 +1,5 @@
-"""From what a user typed to the facts of a checkpoint. Reads no weight, and imports
-no torch for what headrace has a class of its own for."""
+"""Resolves what a user typed to the facts of a checkpoint. Reads no weight, and imports no torch for what
+headrace has a class of its own for."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ from headrace_models.catalogue.multimodal import (
     text_architecture,
     ties_by_tensors,
 )
+from headrace_models.checkpoint.lfs import refuse_pointers
+from headrace_models.checkpoint.quantization_files import with_quantization
+from headrace_models.checkpoint.source import fetch
+from headrace_models.config.json_object import read_object
+from headrace_models.config.overrides import merged, overridden
+from headrace_models.config.positions import first_position
+from headrace_models.config.rope import announce_both, scaled_context
+from headrace_models.config.settings import Settings, Spelling
 from headrace_models.formats.contents import (
     stated_config,
     stated_generation_config,
@@ -40,20 +48,13 @@ from headrace_models.implementation import (
     transformers_facts,
     transformers_traits,
 )
-from headrace_models.json_object import read_object
-from headrace_models.lfs import refuse_pointers
-from headrace_models.overrides import merged, overridden
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
-from headrace_models.positions import first_position
 from headrace_models.reranker import scored_by
-from headrace_models.rope import announce_both, scaled_context
 from headrace_models.runner import Run, choose_run
-from headrace_models.settings import Settings, Spelling
-from headrace_models.source import fetch
 from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ LENGTH_KEYS = (
 )  # fmt: skip
 """Names that configs give to the trained context."""
 LAST_LENGTH_KEY = "model_max_length"
-"""Asked if a config has none of these (Baichuan 13B); beside them it is the tokenizer's."""
+"""Name that counts only in a config without the others (Baichuan 13B); else it is the tokenizer's."""
 VOCABULARY_KEYS: Spelling = {"vocab_size": ("padded_vocab_size",)}
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -87,7 +88,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     assert config.model is not None
     refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = overridden(stated, config.hf_overrides)
+    whole = overridden(with_quantization(stated, path), config.hf_overrides)
     if load.offline:
         refuse_foreign_code(whole)
     architecture, source = choose_implementation(config, whole, config.model)
@@ -165,7 +166,7 @@ def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
 def _sentence_modules(
     config: ModelConfig, path: Path, architecture: str, entries: list[TensorEntry]
 ) -> SentenceModules:
-    """None of them matters to who generates."""
+    """Sentence Transformers' settings of a checkpoint; none if it generates."""
     if config.runner == "generate":
         return SentenceModules()
     found = read_modules(path, config.pooler.pooling_type)
@@ -173,7 +174,7 @@ def _sentence_modules(
 
 
 _SPARSE: Mapping[str, str] = {"RobertaForMaskedLM": "RobertaSpladeSparseEmbeddingModel"}
-"""With ``SpladePooling``, of masked language models that embed as their encoder without it."""
+"""Classes of masked language models with ``SpladePooling`` that embed as their encoder without it."""
 
 
 def _read_as(architecture: str, sentence: SentenceModules) -> str:
@@ -197,7 +198,7 @@ def _run(
     sentence: SentenceModules,
     own: PoolingTraits | None,
 ) -> tuple[Run, PoolingTraits | None]:
-    """What the checkpoint is run for, and how it pools if it is for that.
+    """Purpose that the checkpoint is run for, and its way of pooling if it is for that.
 
     Args:
         own: of a class that pools by itself.
@@ -285,7 +286,7 @@ def _max_model_len(
 
 
 def _has_no_positions(architecture: str, text: Mapping[str, Any]) -> bool:
-    """Whether nothing ends the context: the model is all recurrences, and its config states no length."""
+    """True if nothing ends the context: the model is all recurrences, and its config states no length."""
     row = ARCHITECTURES.get(architecture)
     stated = any(text.get(key) is not None for key in LENGTH_KEYS)
     return row is not None and row.caches == ("recurrent",) and not stated
@@ -339,7 +340,7 @@ def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
 
 
 def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """From the first source that names any; one number or a list."""
+    """Ids of the first source that names any; one number or a list."""
     for source in sources:
         value = source.get("eos_token_id")
         if value is None or value == []:

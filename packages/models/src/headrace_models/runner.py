@@ -1,4 +1,4 @@
-"""What a checkpoint is run for: its runner, and how its class is converted. No torch."""
+"""Runner of a checkpoint, and conversion of its class. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network addresses a server may be sent to by others."""
+"""Network addresses that clients may make a server fetch from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _V4_COMPATIBLE = ipaddress.ip_network("::/96")
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is on the public internet, and so is every address hidden in it.
+    """True if an address is on the public internet, and so is every address hidden in it.
 
     Loopback, private, link-local (where clouds keep their metadata), multicast, reserved and
     documentation addresses are not; nor are IPv6 addresses that stand for such IPv4 ones (mapped,

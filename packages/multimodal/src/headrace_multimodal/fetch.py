@@ -57,7 +57,7 @@ class FetchRules:
     max_redirects: int = 5
     max_bytes: int = 64 << 20
     seconds: float = 60.0
-    """Of one transfer, redirects included."""
+    """Seconds of one transfer, redirects included."""
     min_bytes_per_second: float = 1024.0
 
 

@@ -1,4 +1,4 @@
-"""What makes two media items the same: a 256-bit hash over content, shape and options.
+"""Identity of media items: a 256-bit hash over content, shape and options.
 
 The hash is a key of shared caches, so it must be collision-resistant, and must tell apart equal
 bytes of another shape or type (a 2x8 picture is not a 4x4 one).

@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from headrace_core.errors import RequestError
-from headrace_core.modality import MediaItem
+from headrace_core.multimodal import MediaItem
 from headrace_multimodal.hashing import content_hash
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What is tried; nothing that embeds other formats or text (PDF, SVG, PS)."""
+"""Formats that are tried; none that embeds other formats or text (PDF, SVG, PS)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which processor prepares media for which architecture: entry points, nothing else."""
+"""Media processors by architecture: entry points, nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace_core import plugins
 from headrace_core.errors import PluginNotFound, UnsupportedFeature
-from headrace_core.modality import MediaProcessor
+from headrace_core.multimodal import MediaProcessor
 
 GROUP = "headrace.multimodal_processors"
 

@@ -22,6 +22,7 @@ from headrace_core.errors import MissingDependency, QueueFull, RequestError
 from headrace_multimodal.audio import decoding
 from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
 from headrace_multimodal.audio.formats import says_length
+from headrace_testing.waiting import until
 
 RATE = 16_000
 SECONDS = 1.5
@@ -163,11 +164,11 @@ def test_mp3_with_a_note_that_is_cut_off(decoder):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "not an audio file of a kind"),
-        (b"hello, I am text", "not an audio file of a kind"),
-        (b"#EXTM3U\nhttp://127.0.0.1/secret", "not an audio file of a kind"),
-        (b"ffconcat version 1.0\nfile /etc/passwd", "not an audio file of a kind"),
-        (encoded("avi", "pcm_s16le"), "not an audio file of a kind"),
+        (b"", "not a supported audio file"),
+        (b"hello, I am text", "not a supported audio file"),
+        (b"#EXTM3U\nhttp://127.0.0.1/secret", "not a supported audio file"),
+        (b"ffconcat version 1.0\nfile /etc/passwd", "not a supported audio file"),
+        (encoded("avi", "pcm_s16le"), "not a supported audio file"),
         (wav(tone())[:20_000], "cut off: .* bytes of sound"),
         (encoded("mp4", "aac")[:9_000], "damaged|cut off"),
         (b"\x1a\x45\xdf\xa3" + bytes(1000), "damaged|no sound"),
@@ -232,10 +233,7 @@ def test_whoever_gives_up_frees_the_child():
 
     async def give_up() -> None:
         task = asyncio.create_task(decoder.decode(wav(tone()), name="a", sample_rate=RATE))
-        for _ in range(6000):
-            await asyncio.sleep(0.005)
-            if decoder._workers[0].pid is not None:
-                break
+        await until(lambda: decoder._workers[0].pid is not None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -247,14 +245,6 @@ def test_whoever_gives_up_frees_the_child():
     finally:
         decoder.close()
     assert decoder._workers[0].pid is None
-
-
-async def _waits(condition) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 def test_whoever_gives_up_in_the_queue_leaves_no_file_there(monkeypatch):
@@ -270,11 +260,11 @@ def test_whoever_gives_up_in_the_queue_leaves_no_file_there(monkeypatch):
 
     async def give_up() -> None:
         first = asyncio.create_task(decoder.decode(b"first", name="a", sample_rate=RATE))
-        await _waits(begun.is_set)
+        await until(begun.is_set)
         data = bytes(1000)
         references = sys.getrefcount(data)
         second = asyncio.create_task(decoder.decode(data, name="b", sample_rate=RATE))
-        await _waits(lambda: decoder._num_jobs == 2)
+        await until(lambda: decoder._num_jobs == 2)
         second.cancel()
         with suppress(asyncio.CancelledError):
             await second
@@ -310,7 +300,7 @@ def test_a_process_that_was_killed_after_its_answer_gets_no_other_file():
 
     idle = queue.SimpleQueue()
     idle.put(Worker())
-    task = decoding._Task(idle, decoding.Job(b"", RATE))
+    task = decoding._Task(idle, decoding.AudioDecodeJob(b"", RATE))
     assert task.run() == b"answer"
     assert calls == ["interrupt", ("kill", True)]
     assert not idle.empty()
@@ -357,7 +347,7 @@ def test_wav_files_of_writers_that_cannot_know_the_length(decoder):
 def test_a_thread_may_wait_for_its_file(decoder, monkeypatch):
     clip = decoder.decode_now(wav(tone()), name="speech.x", sample_rate=RATE)
     assert clip.seconds == SECONDS
-    with pytest.raises(RequestError, match=r"speech\.x.*not an audio file"):
+    with pytest.raises(RequestError, match=r"speech\.x.*not a supported audio file"):
         decoder.decode_now(b"text", name="speech.x", sample_rate=RATE)
     monkeypatch.setattr(decoding, "WAIT_SECONDS", 0.0)
     with pytest.raises(QueueFull):

@@ -8,8 +8,6 @@ import pytest
 from headrace_core.errors import UnsupportedModel
 from headrace_multimodal.audio.mel import MelSettings, log_mel, mel_filters
 
-pytestmark = pytest.mark.spec("TRANSCRIBE-PREPROC")
-
 
 def tone(seconds: float, hertz: float, rate: int = 16000) -> np.ndarray:
     time = np.arange(int(seconds * rate)) / rate

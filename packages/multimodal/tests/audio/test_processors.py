@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from headrace_core.errors import MissingDependency, RequestError, UnsupportedModel
-from headrace_core.modality import MediaItem, ProcessedMedia
+from headrace_core.multimodal import MediaItem, ProcessedMedia
 from headrace_multimodal.audio.qwen2_audio import Qwen2AudioProcessor
 from headrace_multimodal.audio.whisper import WhisperProcessor
-
-pytestmark = pytest.mark.spec("TRANSCRIBE-PREPROC")
 
 TINY = {"num_mel_bins": 16, "max_source_positions": 50}  # one second
 
@@ -171,7 +169,6 @@ def test_preprocessor_settings_in_either_file(tmp_path):
         WhisperProcessor(TINY, tmp_path)
 
 
-@pytest.mark.spec("MODEL-MM")
 class TestQwen2Audio:
     @pytest.fixture
     def processor(self, tmp_path: Path) -> Qwen2AudioProcessor:

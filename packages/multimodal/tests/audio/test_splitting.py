@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_core.errors import RequestError
-from headrace_core.speech import AudioClip, SpeechToTextConfig
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
 from headrace_multimodal.audio.splitting import quietest, split
 
 RATE = 16_000
 CONFIG = SpeechToTextConfig()
-pytestmark = pytest.mark.spec("TRANSCRIBE-PREPROC")
 
 
 def noise(seconds: float, *silences: tuple[float, float]) -> np.ndarray:

@@ -22,10 +22,10 @@ import torch
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
-from headrace_quant.ignoring import is_ignored
-from headrace_quant.integers import IntegerMethod, scale_spec
+from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.ignored_layers import is_ignored
+from headrace_quant.int_linear_methods import IntegerMethod, scale_spec
 from headrace_quant.none import PlainWeight
-from headrace_quant.stated import listed_names, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ HEAD = "lm_head"
 CODES = 4
 """In a byte."""
 _LEAST = 1e-5
-"""Of a mean magnitude."""
+"""Least mean magnitude."""
 _KNOWN = (
     "quant_method", "linear_class", "quantization_mode", "use_rms_norm", "rms_norm_eps",
     "modules_to_not_convert",
@@ -47,7 +47,7 @@ def unpack_ternary(packed: Tensor) -> Tensor:
 
 
 class TernaryMethod(IntegerMethod):
-    """What both ways share. The scale is of a whole matrix, so there is one rank."""
+    """Shared parts of both methods. The scale is of a whole matrix, so there is one rank."""
 
     needs_whole: ClassVar[bool] = True
 
@@ -129,7 +129,7 @@ class RoundedTernary(TernaryMethod):
 
 
 class BitNet(QuantMethod):
-    """See the module's docstring."""
+    """Weights of -1, 0 and 1 with one scale for each matrix."""
 
     name: ClassVar[str] = "bitnet"
 

@@ -1,9 +1,13 @@
-"""``compressed-tensors``: the container that llm-compressor writes; here its integers.
+"""``compressed-tensors``: the container that llm-compressor writes; here its integers and its FP8.
 
 - ``int-quantized``: ``weight`` int8 [N, K], ``weight_scale`` [N, 1]; activations untouched (W8A16)
   or in int8 with a scale per token that is found at run time (W8A8).
 - ``pack-quantized``: 4 or 8 bits in words, a scale per output or per group of inputs, with or
   without zero points; activations untouched (W4A16, W8A16).
+
+- ``float-quantized``, ``naive-quantized``: ``weight`` float8_e4m3fn [N, K], ``weight_scale`` of one number,
+  [N, 1], or of blocks. Such weights become floats while they are loaded
+  (:mod:`headrace_quant.fp8_tensors`), and activations are never rounded, whatever the container says.
 
 Everything else that the container can say is refused by key and value.
 Source: github.com/vllm-project/compressed-tensors (documentation of the formats).
@@ -11,17 +15,25 @@ Source: github.com/vllm-project/compressed-tensors (documentation of the formats
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
-from headrace_quant.ignoring import is_ignored, matches, module_names
-from headrace_quant.integers import PackedWords, StoredInt8, WordFormat
+from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
+from headrace_quant.ignored_layers import matches
+from headrace_quant.int_linear_methods import PackedWords, StoredInt8, WordFormat
 from headrace_quant.none import PlainWeight
-from headrace_quant.stated import listed_names, refusal
+from headrace_quant.parted import method_by_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LINEAR_CLASS = "Linear"
 
@@ -53,6 +65,19 @@ _WEIGHTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     },
 }
 
+_FP8: Mapping[str, tuple[object, ...]] = {
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "strategy": ("tensor", "channel", "block"),
+    "actorder": (None, False),
+}
+"""The same in the formats of :data:`_FP8_FORMATS`."""
+_FP8_FORMATS = ("float-quantized", "naive-quantized")
+_ANY_COLUMNS = 1 << 62
+"""Columns of a scale that is a whole row's."""
+
 _ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("int",),
@@ -68,20 +93,23 @@ _ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the layers of a group are stored and multiplied."""
+    """Storage and multiplication of the layers of a group."""
 
     activations: str
-    words: WordFormat | None
-    """None: ``int-quantized``."""
+    words: WordFormat | None = None
+    """None: ``int-quantized``, or FP8."""
+    fp8: Fp8Layout | None = None
 
     def method(self, ops: OpTable) -> LinearMethod:
+        if self.fp8 is not None:
+            return PlainWeight(ops)
         if self.words is None:
             return StoredInt8(ops, activations=self.activations)
         return PackedWords(ops, self.words, activations=self.activations)
 
 
 class CompressedTensors(QuantMethod):
-    """See the module's docstring.
+    """The container that llm-compressor writes: integers with scales.
 
     Args:
         groups: (targets, scheme) in the checkpoint's order.
@@ -128,19 +156,31 @@ class CompressedTensors(QuantMethod):
         return []
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
-        if is_ignored(spec, self.ignore):
-            return PlainWeight(self.ops)
-        chosen = {self._scheme_of(name) for name in module_names(spec)}
-        if len(chosen) > 1:
-            raise ConfigError(
-                f"quantization_config: the parts {', '.join(module_names(spec))} of one layer are "
-                f"stored differently: {chosen}; they must be alike"
-            )
-        (scheme,) = chosen
+        return method_by_name(spec, self._scheme_of, self._method)
+
+    def _method(self, scheme: Scheme | None) -> LinearMethod:
         return PlainWeight(self.ops) if scheme is None else scheme.method(self.ops)
 
+    def decode(
+        self,
+        tensors: Iterable[tuple[str, Tensor, Path]],
+        dtype: str,
+        passes_over: Callable[[str], bool],
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """See :meth:`headrace_core.linear.QuantMethod.decode`: of modules in FP8."""
+        if all(scheme.fp8 is None for _, scheme in self.groups):
+            return tensors
+        kind = getattr(torch, dtype)
+        return decode_fp8(tensors, kind, self._fp8_of, passes_over=passes_over)
+
+    def _fp8_of(self, name: str) -> Fp8Layout | None:
+        scheme = self._scheme_of(name)
+        return None if scheme is None else scheme.fp8
+
     def _scheme_of(self, name: str) -> Scheme | None:
-        """By the most specific target: the name, then a pattern, then the class."""
+        """By the most specific target: the name, then a pattern, then the class; None: in floats."""
+        if any(matches(entry, name) for entry in self.ignore):
+            return None
         for is_meant in (_is_named, _is_matched, _is_of_class):
             for targets, scheme in self.groups:
                 if any(is_meant(target, name) for target in targets):
@@ -165,19 +205,42 @@ def _group(name: str, group: object, default_format: object) -> tuple[tuple[str,
     if not isinstance(group, Mapping):
         raise refusal(path, group, "an object")
     form = group.get("format") or default_format
-    if not isinstance(form, str) or form not in _WEIGHTS:
-        raise refusal(f"{path}.format", form, " or ".join(map(repr, _WEIGHTS)))
+    if not isinstance(form, str) or form not in (*_WEIGHTS, *_FP8_FORMATS):
+        accepted = " or ".join(map(repr, (*_WEIGHTS, *_FP8_FORMATS)))
+        raise refusal(f"{path}.format", form, accepted)
     if group.get("output_activations"):
         raise refusal(f"{path}.output_activations", group["output_activations"], "null")
     inputs = group.get("input_activations")
+    targets = tuple(listed_names(f"{path}.targets", group.get("targets") or []))
+    if form in _FP8_FORMATS:
+        return targets, Scheme("float", fp8=_fp8(path, group, inputs))
     if inputs and form == "pack-quantized":
         raise refusal(f"{path}.input_activations", inputs, "null in format 'pack-quantized'")
     if inputs:
         _check(f"{path}.input_activations", inputs, _ACTIVATIONS)
     weights = _check(f"{path}.weights", group.get("weights"), _WEIGHTS[form])
     words = _words(f"{path}.weights", weights) if form == "pack-quantized" else None
-    targets = tuple(listed_names(f"{path}.targets", group.get("targets") or []))
     return targets, Scheme("int8" if inputs else "float", words)
+
+
+def _fp8(path: str, group: Mapping[str, Any], inputs: object) -> Fp8Layout:
+    """The layout of a group's weights in FP8."""
+    weights = _check(f"{path}.weights", group.get("weights"), _FP8)
+    if inputs:
+        _check(f"{path}.input_activations", inputs, {"type": ("float",), "num_bits": (8,)})
+    strategy, block = weights["strategy"], None
+    if strategy == "channel":
+        block = 1, _ANY_COLUMNS
+    elif strategy == "block":
+        sizes = weights.get("block_structure")
+        if not (
+            isinstance(sizes, list)
+            and len(sizes) == 2
+            and all(type(size) is int and size > 0 for size in sizes)
+        ):
+            raise refusal(f"{path}.weights.block_structure", sizes, "a list of two sizes")
+        block = sizes[0], sizes[1]
+    return Fp8Layout(block, has_activation_scales=True)
 
 
 def _check(path: str, found: object, rules: Mapping[str, tuple[object, ...]]) -> Mapping[str, Any]:

@@ -18,9 +18,9 @@ import torch
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable
-from headrace_quant.ignoring import module_names
+from headrace_quant.config_checks import listed_names
+from headrace_quant.ignored_layers import module_names
 from headrace_quant.none import PlainWeight
-from headrace_quant.stated import listed_names
 
 if TYPE_CHECKING:
     from torch import Tensor

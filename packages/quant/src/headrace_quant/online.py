@@ -24,17 +24,17 @@ from typing import Any, ClassVar
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable, Rounding
-from headrace_quant.ignoring import is_ignored
-from headrace_quant.integers import RoundedWeight, StoredInt8
+from headrace_quant.config_checks import listed_names
+from headrace_quant.ignored_layers import is_ignored
+from headrace_quant.int_linear_methods import RoundedWeight, StoredInt8
 from headrace_quant.none import PlainWeight
-from headrace_quant.stated import listed_names
 
 HEAD = "lm_head"
 INT8 = Rounding(8)
 
 
 class Online(QuantMethod):
-    """See the module's docstring.
+    """Rounds any checkpoint to integers while it is loaded.
 
     Args:
         stored: names, or patterns after ``re:``, of plain layers of a checkpoint that holds
@@ -43,7 +43,7 @@ class Online(QuantMethod):
 
     name: ClassVar[str]
     rounding: ClassVar[Rounding] = INT8
-    """Of every layer but the head."""
+    """Rounding of every layer but the head."""
     activations: ClassVar[str] = "float"
     may_be_stored: ClassVar[bool] = False
 

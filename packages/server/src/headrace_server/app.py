@@ -15,19 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_core import plugins
-from headrace_core.engine import EngineClient, ServedModel
+from headrace_core.engine import EngineClient
 from headrace_core.errors import ConfigError
-from headrace_server import errors, openapi, profiles
-from headrace_server.anthropic.errors import AnthropicErrors
-from headrace_server.apis import INFERENCE_ROUTES, unserved
-from headrace_server.auth import KeyGate
-from headrace_server.browser import BrowserGate
-from headrace_server.cache_scope import scoped
-from headrace_server.fingerprint import installed_version
-from headrace_server.http import Connections
-from headrace_server.keys import KeyRing, admin_keys, public_keys
-from headrace_server.metrics import Metrics, Traffic, UnfinishedRequests
-from headrace_server.middleware import (
+from headrace_core.served_model import ServedModel
+from headrace_server import openapi
+from headrace_server.api_processes.peers import Peers
+from headrace_server.errors import mapping as errors
+from headrace_server.http.h11_protocol import Connections
+from headrace_server.http.middleware import (
     DrainGate,
     HeadRequests,
     HttpMetrics,
@@ -36,21 +31,29 @@ from headrace_server.middleware import (
     RequestIds,
     RootPath,
 )
-from headrace_server.orca import LoadReports
-from headrace_server.parsers import load_parsers
-from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
-from headrace_server.pooling.cohere_errors import CohereErrors
-from headrace_server.request_log import OutputLog, ResponseLog
+from headrace_server.http.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
+from headrace_server.http.request_pacing import AdmissionQueue
+from headrace_server.observability.fingerprint import installed_version
+from headrace_server.observability.instrumentation import InstrumentedEngine, Watcher
+from headrace_server.observability.load_reports import LoadReports
+from headrace_server.observability.metrics import HttpTraffic, Metrics, UnfinishedRequests
+from headrace_server.observability.request_log import OutputLog, ResponseLog
+from headrace_server.observability.tracing import TraceHeaders, Tracing
+from headrace_server.parsing.registry import load_parsers
+from headrace_server.protocols.anthropic.errors import AnthropicErrors
+from headrace_server.protocols.cohere.errors import CohereErrors
 from headrace_server.routes import control, invocations
+from headrace_server.routes.availability import INFERENCE_ROUTES, unserved
 from headrace_server.routes.docs import docs_router
 from headrace_server.routes.root import root_router
 from headrace_server.routes.system import system_router
+from headrace_server.security import profiles
+from headrace_server.security.auth import KeyGate
+from headrace_server.security.browser_guard import BrowserGate
+from headrace_server.security.cache_scope import scoped
+from headrace_server.security.keys import KeyRing, admin_keys, public_keys
 from headrace_server.settings import ServerSettings, read_chat_template
-from headrace_server.siblings import Siblings
 from headrace_server.state import ServerState, Serving
-from headrace_server.tracing import TraceHeaders, Tracing
-from headrace_server.turns import Turns
-from headrace_server.watching import WatchedEngine, Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ TOKENS_ONLY_ROUTERS = frozenset({"tokens", "health", "metrics", "models"})
 
 
 def create_app(
-    engine: EngineClient, settings: ServerSettings, siblings: Siblings | None = None
+    engine: EngineClient, settings: ServerSettings, peers: Peers | None = None
 ) -> FastAPI:
     """Compose the application over a running engine.
 
@@ -69,7 +72,7 @@ def create_app(
     not serve are left out.
 
     Args:
-        siblings: the server's other HTTP processes, if this is one of several.
+        peers: the server's other HTTP processes, if this is one of several.
 
     Raises:
         ConfigError: a key file, template or middleware of the settings cannot be used.
@@ -77,7 +80,7 @@ def create_app(
     """
     gates = gates_of(settings)
     app = new_app(settings)
-    traffic = Traffic(settings.metrics_prefix)
+    traffic = HttpTraffic(settings.metrics_prefix)
     metrics = Metrics(settings.metrics_prefix, engine.model, traffic.registry)
     state = add_model(
         app,
@@ -86,7 +89,7 @@ def create_app(
         metrics,
         traffic=traffic,
         connections=connection_limits(settings),
-        siblings=siblings,
+        peers=peers,
     )
     add_gauges(state)
     add_control(app, state, gates)
@@ -122,7 +125,7 @@ def new_app(settings: ServerSettings) -> FastAPI:
 
 
 def gates_of(settings: ServerSettings) -> Gates:
-    """Who may enter.
+    """Access checks of the application.
 
     Raises:
         ConfigError: a key file cannot be used; or there must be a key.
@@ -134,7 +137,7 @@ def gates_of(settings: ServerSettings) -> Gates:
 
 
 def connection_limits(settings: ServerSettings) -> Connections:
-    """Of the public port."""
+    """Limits on connections of the public port."""
     return Connections(
         settings.share(settings.max_connections),
         settings.share(profiles.connections_per_peer(settings)),
@@ -200,11 +203,11 @@ def close_in(
 
 
 class Gates(NamedTuple):
-    """Who may enter."""
+    """Access checks."""
 
     public: KeyRing
     control: KeyRing
-    """Of control routes; empty: those of ``public``."""
+    """Keys of control routes; empty: those of ``public``."""
 
 
 def _tracing(engine: EngineClient, settings: ServerSettings) -> Tracing | None:
@@ -222,8 +225,8 @@ def _watched(
     if settings.enable_log_outputs:
         watchers.append(OutputLog(settings.max_log_len))
     if settings.prefix_cache_scope == "key":
-        return WatchedEngine(engine, watchers, scoped)
-    return WatchedEngine(engine, watchers) if watchers else engine
+        return InstrumentedEngine(engine, watchers, scoped)
+    return InstrumentedEngine(engine, watchers) if watchers else engine
 
 
 def add_gauges(state: Serving) -> None:
@@ -289,7 +292,7 @@ def add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
 
 
 def may_control(settings: ServerSettings, gates: Gates) -> bool:
-    """Whether control routes may be served.
+    """True if control routes may be served.
 
     Raises:
         ConfigError: they were asked for, and there is no key.
@@ -392,7 +395,7 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     direct = not settings.middleware and not settings.log_responses
     app.add_middleware(HttpMetrics, traffic=state.traffic, direct=direct)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
-    app.add_middleware(Turns)
+    app.add_middleware(AdmissionQueue)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
 

@@ -10,14 +10,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from headrace_server.anthropic.protocol import MessageEvent
-from headrace_server.errors import ErrorResponse
-from headrace_server.paths import OPEN_PATHS
-from headrace_server.protocol.chat import ChatChunk
-from headrace_server.protocol.completions import CompletionChunk
-from headrace_server.protocol.tokens import GenerateChunk
-from headrace_server.protocol.usage import Usage
-from headrace_server.responses.protocol import ResponseEvent
+from headrace_server.errors.mapping import ErrorResponse
+from headrace_server.http.paths import OPEN_PATHS
+from headrace_server.protocols.anthropic.protocol import MessageEvent
+from headrace_server.protocols.openai.bodies.chat import ChatChunk, ChunkDelta
+from headrace_server.protocols.openai.bodies.completions import CompletionChunk
+from headrace_server.protocols.openai.bodies.generate import GenerateChunk
+from headrace_server.protocols.openai.bodies.usage import Usage
+from headrace_server.protocols.responses.protocol import ResponseEvent
 from headrace_server.speech.protocol import SpeechChunk
 
 EVENTS: tuple[type, ...] = (
@@ -29,6 +29,9 @@ EVENTS: tuple[type, ...] = (
     MessageEvent,
 )
 """Data of the events of streams: the schema of ``text/event-stream`` is that of one event."""
+_CHAT_DELTA = "headrace_server.protocol.chat.ChunkDelta"
+"""Published name of the schema of a chat's delta, which clients generated from the document have.
+msgspec would name it by its module, because a transcript's delta has the same class name."""
 
 _ERROR = {
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
@@ -46,7 +49,7 @@ _UNAUTHORIZED = {
     },
 }
 _BODY_ERRORS = {
-    "408": "The body did not come in time.",
+    "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "415": "The body is compressed.",
 }
@@ -95,7 +98,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_document(document: dict[str, Any], other: dict[str, Any]) -> None:
-    """What is there already stays."""
+    """Add paths and schemas; those that are there already stay."""
     document["paths"] = other.get("paths", {}) | document.get("paths", {})
     components = document.setdefault("components", {})
     schemas = other.get("components", {}).get("schemas", {})
@@ -143,6 +146,7 @@ def _add_events(schemas: dict[str, Any], paths: Any) -> None:
         if event.__name__ in wanted and issubclass(event, BaseModel):
             _add_schema(schemas, event)
     _, made = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    made = _renamed(made, f"{ChunkDelta.__module__}.{ChunkDelta.__qualname__}", _CHAT_DELTA)
     pending = [event.__name__ for event in structs if event.__name__ in wanted]
     if pending:
         _add_schema(schemas, Usage)
@@ -154,6 +158,15 @@ def _add_events(schemas: dict[str, Any], paths: Any) -> None:
         if name in wanted and "usage" in schema["properties"]:
             schema["properties"]["usage"] = {"$ref": "#/components/schemas/Usage"}
         pending += [found for found in _references(schema) if found in made]
+
+
+def _renamed(schemas: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """The schemas with one of them, and all references to it, under another name."""
+    text = msgspec.json.encode(schemas).decode()
+    found: dict[str, Any] = msgspec.json.decode(
+        text.replace(f'"{old}"', f'"{new}"').replace(f'schemas/{old}"', f'schemas/{new}"')
+    )
+    return found
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from headrace_core.errors import ConfigError
 from headrace_server.app import foreign_middleware, gates_of, may_control
-from headrace_server.parsers import load_parsers
+from headrace_server.observability.tracing import check_exporter
+from headrace_server.parsing.registry import load_parsers
 from headrace_server.run import keep_alive_seconds, stays_when_dead
+from headrace_server.security.tls import check_certificates
 from headrace_server.settings import ServerSettings
-from headrace_server.tls import check_certificates
 from headrace_server.tools.load import check_tool_server
-from headrace_server.tracing import check_exporter
 
 
 def try_settings(settings: ServerSettings, environ: Mapping[str, str] = os.environ) -> None:
@@ -30,7 +30,7 @@ def try_settings(settings: ServerSettings, environ: Mapping[str, str] = os.envir
         may_control(settings, gates)
     if settings.api_key_scope != "all" and not gates.public:
         raise ConfigError(
-            f"api_key_scope = {settings.api_key_scope!r}: must be given along with a key "
+            f"api_key_scope = {settings.api_key_scope!r}: must be set together with a key "
             "(HEADRACE_API_KEY, --api-key-file); without one every route is open",
             field="api_key_scope",
         )

@@ -18,12 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from headrace_core.errors import AddressError, ConfigError
-from headrace_server.access_log import careful_access_log, quiet_lifecycle_log
-from headrace_server.http import Connections, protocol
+from headrace_server.api_processes.all_processes import adopt_pause, answers_of
+from headrace_server.http.h11_protocol import Connections, protocol
+from headrace_server.observability.access_log import careful_access_log, quiet_lifecycle_log
+from headrace_server.security.tls import CertificateRefresher
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState, Serving
-from headrace_server.tls import CertificateRefresher
-from headrace_server.together import adopt_pause, answers_of
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ async def serve(
     quiet_lifecycle = quiet_lifecycle_log(settings.uvicorn_log_level)
     try:
         with careful_access_log(settings.quiet_paths), quiet_lifecycle:
-            async with _with_siblings(state), _serving_admin(state, settings, admin_sock):
+            async with _with_peers(state), _serving_admin(state, settings, admin_sock):
                 await server.serve(sockets=[sock])
     finally:
         if refresher is not None:
@@ -161,14 +161,14 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def _with_siblings(state: Serving) -> AsyncIterator[None]:
+async def _with_peers(state: Serving) -> AsyncIterator[None]:
     """Answer the server's other HTTP processes, if there are any."""
-    if state.siblings is None:
+    if state.peers is None:
         yield
         return
     assert isinstance(state, ServerState), "HTTP processes share one engine"
-    await adopt_pause(state, state.siblings)
-    async with state.siblings.answering(answers_of(state)):
+    await adopt_pause(state, state.peers)
+    async with state.peers.answering(answers_of(state)):
         yield
 
 
@@ -323,7 +323,7 @@ class _Server(_LeavingServer):
         self._loop.call_soon_threadsafe(self.interrupt)
 
     def interrupt(self) -> None:
-        """What a signal does."""
+        """Take a signal."""
         self.num_signals += 1
         self.signalled.set()
 

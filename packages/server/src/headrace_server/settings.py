@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from headrace_core.config import option
 from headrace_core.errors import ConfigError
-from headrace_server import profiles
+from headrace_server.security import profiles
 
 MAX_API_SERVERS = 64
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -48,8 +48,8 @@ class ServerSettings:
         False, "Reload certificate chain, key and CA file when they change on disk."
     )
     hardened: bool = option(
-        False, "Strict values for every setting that a network should not find open (docs: "
-        "security); also HEADRACE_HARDENED=1.",
+        False, "Safe values for all settings that matter on an untrusted network (docs: security); also "
+        "HEADRACE_HARDENED=1.",
     )  # fmt: skip
     h11_max_incomplete_event_size: int = option(
         None, "Most bytes of an incomplete request head. Default: 4 MiB; hardened: 64 KiB.",
@@ -70,75 +70,75 @@ class ServerSettings:
         "anything is computed.", human_int=True,
     )  # fmt: skip
     header_timeout: float = option(
-        10.0, "Seconds that a client may take to send a request's head; then it is cut."
+        10.0,
+        "Seconds that a client may take to send a request's head; then the connection is closed.",
     )
     body_timeout: float = option(
         60.0, "Seconds that a client may take to send a request's body; more is a 408."
     )
     min_body_rate: int = option(
-        None, "Bytes a second that a body must come at, after a second's grace; slower is a 408. "
+        None, "Least bytes per second of a request body, after one second of grace; a slower body is a 408. "
         "Default: 0 (none); hardened: 1024.",
     )  # fmt: skip
     max_connections: int = option(
         None, "Most open connections; more are a 503. Default: 4096; hardened: 2048."
     )
     request_limits: Mapping[str, int] = option(
-        None, "JSON: most of what one request may hold, by field: n, prompt (prompts), stop, "
-        "logit_bias, bad_words, tools. Default: what the OpenAPI document says; hardened: narrow.",
+        None, "JSON: limits of one request, by field: n, prompt (prompts), stop, "
+        "logit_bias, bad_words, tools. Default: the limits in the OpenAPI document; hardened: lower ones.",
     )  # fmt: skip
     max_connections_per_peer: int | None = option(
         None, "Most open connections of one address; more are closed. 0: no limit, for a server behind "
         "a proxy. Default: half of max_connections; hardened: 256.",
     )  # fmt: skip
     api_server_count: int = option(
-        1, "HTTP processes that share the port, in front of one engine in a process of its own: for "
-        "many cores and many streams.",
+        1, "HTTP processes that share the port and one engine process; for many cores and many streams.",
         cost="a process of some 150 MB each; no stored responses; limits of queue and connections "
         "are split evenly", other_flag="-asc",
     )  # fmt: skip
     drain_timeout: float = option(
-        15.0, "Seconds that running requests get to finish after SIGTERM or SIGINT."
+        15.0, "Seconds to finish running requests after SIGTERM or SIGINT."
     )
     api_key: tuple[str, ...] = option(
         (), "Key that clients must send as 'Authorization: Bearer KEY'; may be repeated. Prefer "
         "--api-key-file or HEADRACE_API_KEY: a command line is visible to other users.",
     )  # fmt: skip
     api_key_file: str | None = option(
-        None, "File with one key a line, or name and key; read again when it changes."
+        None, "File with one key per line, or a name and a key; reloaded when it changes."
     )
     api_key_scope: Literal["all", "v1"] = option(
         "all", "Routes that need a key: all (but /health, /livez, /readyz, /ping, /version, "
         "/metrics), or v1 (only paths below /v1).",
     )  # fmt: skip
     protect_metrics: bool = option(
-        False, "/metrics needs a key, too, whatever api_key_scope says; refused without keys."
+        False, "Require a key for /metrics, whatever api_key_scope is; refused without keys."
     )
     allowed_origins: tuple[str, ...] = option(
-        (), "Web origins that may call this server from a browser (CORS); words, or a JSON list. "
+        (), "Web origins that may call this server from a browser (CORS); a list, or a JSON list. "
         "Default: none.", json_list=True,
     )  # fmt: skip
     allowed_methods: tuple[str, ...] = option(
-        ("*",), "Methods allowed to those origins.", json_list=True
+        ("*",), "Methods that those origins may use.", json_list=True
     )
     allowed_headers: tuple[str, ...] = option(
-        ("*",), "Headers allowed to those origins.", json_list=True
+        ("*",), "Headers that those origins may use.", json_list=True
     )
-    allow_credentials: bool = option(False, "Let those origins send credentials.")
+    allow_credentials: bool = option(False, "Allow those origins to send credentials.")
     check_hosts: bool = option(
-        None, "Refuse requests whose Host is none of allowed_hosts, the address listened on, or "
+        None, "Refuse requests unless their Host is in allowed_hosts, is the server's address, or is "
         "loopback. Default: off; on if hardened.",
     )  # fmt: skip
     allowed_hosts: tuple[str, ...] = option(
-        (), "Host names under which this server is reached, without port; switches check_hosts on.",
+        (), "Host names of this server, without port; enables check_hosts.",
         json_list=True,
     )  # fmt: skip
     check_origin: bool = option(
-        None, "Refuse requests of web pages whose origin is neither this server nor one of "
-        "allowed_origins. Default: off; on if hardened.",
+        None, "Refuse requests of web pages unless their origin is this server or in allowed_origins. "
+        "Default: off; on if hardened.",
     )  # fmt: skip
     prefix_cache_scope: Literal["shared", "key"] = option(
-        None, "Who may reuse a cached prefix: shared, everybody; key, only requests with the same "
-        "key. Default: shared; hardened: key.",
+        None, "Sharing of cached prefixes: shared (all requests) or key (only requests with the same "
+        "key). Default: shared; hardened: key.",
     )  # fmt: skip
     enable_control_routes: bool = option(
         False, "Serve /pause, /resume, /reset_prefix_cache and the like; needs a key."
@@ -156,17 +156,17 @@ class ServerSettings:
         "HEADRACE_ADMIN_API_KEY.",
     )  # fmt: skip
     admin_api_key_file: str | None = option(
-        None, "File with keys of control routes, as api_key_file."
+        None, "File with keys of control routes, in the format of api_key_file."
     )
     middleware: tuple[str, ...] = option(
         (), "Import path of an ASGI middleware class or an HTTP middleware function; repeatable."
     )
     enable_request_id_headers: bool = option(
-        False, "Answer with X-Request-Id: the request's own, or a random one."
+        False, "Send X-Request-Id in answers: the request's own, or a random one."
     )
     disable_fastapi_docs: bool = option(False, "No OpenAPI document, Swagger page or ReDoc page.")
     strict_requests: bool = option(
-        None, "Unknown fields of a request body are a 400 that names the nearest known field. "
+        None, "Refuse unknown fields of a request body with a 400 that names the nearest known field. "
         "Default: off; on if hardened.",
     )  # fmt: skip
     response_role: str = option("assistant", "Role of answers to a chat.")
@@ -174,10 +174,12 @@ class ServerSettings:
         None, "File with a chat template, or the template itself; replaces the model's."
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
-        "auto", "What the template expects as content: a string, a list of parts, or detect."
+        "auto",
+        "Form of message content that the template expects: string, openai (a list of parts), "
+        "or auto (detected).",
     )
     trust_request_chat_template: bool = option(
-        None, "Let requests bring their own chat_template. Default: off; refused if hardened."
+        None, "Accept a chat_template from requests. Default: off; refused if hardened."
     )
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {}, "JSON object of template variables for requests that do not set them."
@@ -190,7 +192,7 @@ class ServerSettings:
     )
     tool_call_parser: str | None = option(
         None,
-        "How this model writes tool calls: deepseek_v3, deepseek_v31, deepseek_v32, ernie45, "
+        "Format of this model's tool calls: deepseek_v3, deepseek_v31, deepseek_v32, ernie45, "
         "functiongemma, gigachat3, glm45, glm47, granite, granite-20b-fc, hermes, "
         "hunyuan_a13b, internlm, jamba, kimi_k2, llama3_json, llama4_json, llama4_pythonic, "
         "longcat, minimax, minimax_m2, mistral, olmo3, openai, phi4_mini_json, pythonic, "
@@ -202,7 +204,7 @@ class ServerSettings:
     )
     reasoning_parser: str | None = option(
         None,
-        "How this model marks its reasoning: deepseek_r1, deepseek_v3, ernie45, glm45, "
+        "Format of this model's reasoning: deepseek_r1, deepseek_v3, ernie45, glm45, "
         "granite, holo2, hunyuan_a13b, kimi_k2, minimax_m2, minimax_m2_append_think, mistral, "
         "olmo3, openai_gptoss, qwen3, seed_oss, step3, or a plug-in's name (headrace plugins "
         "reasoning_parsers).",
@@ -214,39 +216,41 @@ class ServerSettings:
         False, "Keep responses (/v1/responses): needed for previous_response_id, background and "
         "GET. HEADRACE_ENABLE_RESPONSES_API_STORE=1 does the same.",
     )  # fmt: skip
-    responses_store_count: int = option(1000, "Most responses that are kept.")
+    responses_store_count: int = option(1000, "Most responses to keep.")
     responses_store_bytes: int = option(
         256 * 1024 * 1024, "Most bytes of kept responses, events included.", human_int=True
     )
     responses_store_seconds: float = option(
-        24 * 3600.0, "Seconds after its last use that a response is forgotten."
+        24 * 3600.0, "Seconds after its last use at which a response is deleted."
     )
     max_background_responses: int = option(
         64, "Most responses that run in the background at once; more is a 429."
     )
     tool_server: str | None = option(
-        None, "Servers of built-in tools (MCP): host:port, several separated by commas; or demo: the "
+        None, "Servers of built-in tools (MCP): host:port, separated by commas; or demo: the "
         "browser and python tools of the gpt-oss package, in child processes (they need Docker and "
-        "a search service's key). Default: this server calls no tools.",
+        "a search service's key). Default: none.",
     )  # fmt: skip
     return_tokens_as_token_ids: bool = option(
         False, "Show tokens in log-probabilities as token_id:N."
     )
     enable_prompt_tokens_details: bool = option(False, "Report cached prompt tokens in usage.")
-    enable_force_include_usage: bool = option(False, "Streams end with usage, asked for or not.")
+    enable_force_include_usage: bool = option(
+        False, "Send usage at the end of every stream, also without stream_options."
+    )
     tokens_only: bool = option(
-        False, "Serve tokens in and tokens out (/inference/v1/generate) and nothing else but "
-        "health, metrics and models; for deployments that make tokens elsewhere.",
+        False, "Serve only tokens in and tokens out (/inference/v1/generate), health, metrics and "
+        "models; for deployments that tokenize elsewhere.",
     )  # fmt: skip
     enable_tokenizer_info_endpoint: bool = option(
-        False, "GET /tokenizer_info; may show the chat template."
+        False, "Serve GET /tokenizer_info, which may show the chat template."
     )
     enable_server_load_tracking: bool = option(False, "Count requests in flight for GET /load.")
-    metrics_prefix: str = option("headrace:", "Beginning of all metric names.")
+    metrics_prefix: str = option("headrace:", "Prefix of all metric names.")
     disable_log_stats: bool = option(False, "No /metrics, and no log lines about throughput.")
     otlp_traces_endpoint: str | None = option(
         None, "URL of an OpenTelemetry collector (http/protobuf), such as "
-        "http://localhost:4318/v1/traces; one span a request goes there.",
+        "http://localhost:4318/v1/traces; the server exports one span per request.",
     )  # fmt: skip
     enable_log_requests: bool = option(
         False, "Log each request: id and parameters at INFO, prompt at DEBUG."
@@ -259,7 +263,7 @@ class ServerSettings:
         "Most characters or token ids of prompts and outputs in a log line. Default: no limit.",
     )
     log_responses: bool = option(
-        False, "Log the body of every answer, of streams their text; also "
+        False, "Log the body of every answer (for streams, the text); also "
         "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE=1.",
         cost="streams take the slow way through all middleware",
     )  # fmt: skip
@@ -268,10 +272,11 @@ class ServerSettings:
         "dev_mode.",
     )  # fmt: skip
     log_format: Literal["text", "json"] = option(
-        "text", "Form of log lines: text, or one JSON object a line; also HEADRACE_LOGGING_FORMAT."
+        "text",
+        "Format of log lines: text, or one JSON object per line; also HEADRACE_LOGGING_FORMAT.",
     )
     log_config_file: str | None = option(
-        None, "JSON file in the form of logging.config.dictConfig, for everything that is logged; "
+        None, "JSON file for logging.config.dictConfig, which configures all logging; "
         "also HEADRACE_LOGGING_CONFIG_PATH.",
     )  # fmt: skip
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
@@ -361,9 +366,9 @@ class ServerSettings:
         _check_choice("prefix_cache_scope", self.prefix_cache_scope, ("shared", "key"))
         _check_choice("log_format", self.log_format, ("text", "json"))
         _check(not self.enable_log_outputs or self.enable_log_requests, "enable_log_outputs",
-               self.enable_log_outputs, "given along with enable_log_requests")  # fmt: skip
+               self.enable_log_outputs, "set together with enable_log_requests")  # fmt: skip
         _check(not self.enable_ssl_refresh or self.ssl_certfile is not None, "enable_ssl_refresh",
-               self.enable_ssl_refresh, "given along with ssl_certfile")  # fmt: skip
+               self.enable_ssl_refresh, "set together with ssl_certfile")  # fmt: skip
         _check_endpoint(self.otlp_traces_endpoint)
         for path in self.quiet_paths:
             _check(path.startswith("/"), "disable_access_log_for_endpoints", path,
@@ -375,21 +380,21 @@ class ServerSettings:
     def _check_partners(self) -> None:
         """Refuse a setting whose partner is absent, without which it has no effect."""
         _check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs",
-               self.ssl_ca_certs, "given along with ssl_certfile")  # fmt: skip
+               self.ssl_ca_certs, "set together with ssl_certfile")  # fmt: skip
         _check(self.admin_host == "127.0.0.1" or self.admin_port is not None, "admin_host",
-               self.admin_host, "given along with admin_port")  # fmt: skip
+               self.admin_host, "set together with admin_port")  # fmt: skip
         neutral = {option.name: option.default for option in fields(self)}
         for name in ("allow_credentials", "allowed_methods", "allowed_headers"):
             value = getattr(self, name)
             _check(value == neutral[name] or bool(self.allowed_origins), name, value,
-                   "given along with allowed_origins")  # fmt: skip
+                   "set together with allowed_origins")  # fmt: skip
         for name in ("responses_store_count", "responses_store_bytes", "responses_store_seconds",
                      "max_background_responses"):  # fmt: skip
             value = getattr(self, name)
             _check(value == neutral[name] or self.enable_responses_store, name, value,
-                   "given along with enable_responses_store")  # fmt: skip
+                   "set together with enable_responses_store")  # fmt: skip
         _check((self.ssl_keyfile is None) or (self.ssl_certfile is not None), "ssl_certfile",
-               self.ssl_certfile, "given along with ssl_keyfile")  # fmt: skip
+               self.ssl_certfile, "set together with ssl_keyfile")  # fmt: skip
         _check(self.ssl_cert_reqs == 0 or self.ssl_ca_certs is not None, "ssl_cert_reqs",
                self.ssl_cert_reqs, "0 unless ssl_ca_certs is given")  # fmt: skip
         absent = (None, False)
@@ -401,7 +406,7 @@ class ServerSettings:
         ):
             value = getattr(self, name)
             _check(value in absent or getattr(self, partner) not in absent, name, value,
-                   f"given along with {partner}")  # fmt: skip
+                   f"set together with {partner}")  # fmt: skip
 
     def share(self, limit: int) -> int:
         """One HTTP process's part of a limit of the whole server, rounded up; 0 stays 0."""

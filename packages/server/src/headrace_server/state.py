@@ -1,4 +1,4 @@
-"""What the routes of one application share. One object per app, no globals."""
+"""State that the routes of one application share. One object per app, no globals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 
 from headrace_core.engine import EngineClient
-from headrace_server.fingerprint import Fingerprint, fingerprint_of
-from headrace_server.http import Connections
-from headrace_server.metrics import Metrics, Traffic
-from headrace_server.offload import OffLoop
-from headrace_server.parsers import Parsers
+from headrace_server.api_processes.peers import Peers
+from headrace_server.http.h11_protocol import Connections
+from headrace_server.observability.fingerprint import Fingerprint, fingerprint_of
+from headrace_server.observability.metrics import HttpTraffic, Metrics
+from headrace_server.observability.tracing import Tracing
+from headrace_server.parsing.registry import Parsers
 from headrace_server.settings import ServerSettings
-from headrace_server.siblings import Siblings
-from headrace_server.tracing import Tracing
+from headrace_server.streaming.offload import OffLoop
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _SETTLE = 0.05
 
 
 @dataclass(eq=False)
-class Work:
+class RequestInFlight:
     """One request in flight."""
 
     request_id: str
@@ -49,13 +49,13 @@ class Lifecycle:
         self._draining = False
         self._stopping = False
         self.engine_died = asyncio.Event()
-        self._work: set[Work] = set()
+        self._work: set[RequestInFlight] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def draining(self) -> bool:
-        """Whether new work is refused."""
+        """True if new work is refused."""
         return self._draining or (self._whole is not None and self._whole.draining)
 
     @draining.setter
@@ -64,7 +64,7 @@ class Lifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether what runs is ended early."""
+        """True if what runs is ended early."""
         return self._stopping or (self._whole is not None and self._whole.stopping)
 
     @property
@@ -74,20 +74,20 @@ class Lifecycle:
     @contextmanager
     def track(self, request_id: str, stop: Callable[[], None]) -> Iterator[None]:
         """Count a request for the time of the block; ``stop`` may be called once meanwhile."""
-        work = Work(request_id, stop)
+        work = RequestInFlight(request_id, stop)
         self._enter(work)
         try:
             yield
         finally:
             self._leave(work)
 
-    def _enter(self, work: Work) -> None:
+    def _enter(self, work: RequestInFlight) -> None:
         self._work.add(work)
         self._idle.clear()
         if self._whole is not None:
             self._whole._enter(work)
 
-    def _leave(self, work: Work) -> None:
+    def _leave(self, work: RequestInFlight) -> None:
         self._work.discard(work)
         if not self._work:
             self._idle.set()
@@ -141,8 +141,8 @@ class LoggedOnce:
             logger.warning(self._message, name)
 
 
-class Running(Protocol):
-    """What running a server needs of its engine, or of all of them."""
+class ServedEngine(Protocol):
+    """Methods of an engine, or of all of them, that running a server needs."""
 
     @property
     def dead_error(self) -> BaseException | None: ...
@@ -152,11 +152,11 @@ class Running(Protocol):
 
 @dataclass(kw_only=True)
 class Serving:
-    """What the routes and the middleware of one port share, ``app.state.headrace``."""
+    """State that the routes and the middleware of one port share, ``app.state.headrace``."""
 
-    engine: Running
+    engine: ServedEngine
     settings: ServerSettings
-    traffic: Traffic
+    traffic: HttpTraffic
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     paths: set[str] = field(default_factory=set)
     """Paths of all routers' routes."""
@@ -170,7 +170,7 @@ class Serving:
     """Times of the start, by phases, for ``GET /v1/system/startup``; None: it was not timed."""
     connections: Connections = field(default_factory=Connections)
     """Open connections of the public port, and their limits."""
-    siblings: Siblings | None = None
+    peers: Peers | None = None
     """The server's other HTTP processes, if it has some."""
     off_loop: OffLoop = field(default_factory=OffLoop)
     """Where large work is done."""
@@ -192,7 +192,7 @@ class ServerState(Serving):
     )
     left_out: LoggedOnce = field(
         default_factory=lambda: LoggedOnce(
-            "requests hold %r, which only the API's own company serves: it is left out of the prompt"
+            "requests have %r, which only the vendor of the API can read: it is left out of the prompt"
         )
     )
     """Tools and parts of conversations that are skipped."""
@@ -205,7 +205,7 @@ class ServerState(Serving):
 
 
 def serving_of(request: Request) -> Serving:
-    """What the port's routes share, whichever model they are for."""
+    """State that the port's routes share, whichever model they are for."""
     state = request.app.state.headrace
     assert isinstance(state, Serving)
     return state

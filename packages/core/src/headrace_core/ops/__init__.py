@@ -4,11 +4,13 @@ Letters: T rows (tokens of a step), H hidden size, N output features, K input fe
 intermediate size, V vocabulary, Hq query heads, Hk key-value heads, D head size, R rotary
 dimensions, B requests, S block size, E experts, k experts per token.
 
-Each op is a callable protocol of a module of this package (all names are importable from here); its
-plain-torch definition, the oracle that every other implementation is tested against, is the function
-of the same name in :mod:`headrace_core.reference`; shape-only versions are in
-:mod:`headrace_core.reference.fakes`; the tests that an implementation inherits are in
-:mod:`headrace_core.testing.ops`.
+Each op is a callable protocol. Those that most families need are in the modules of this package (their names
+are importable from here) and fields of the :class:`OpTable`; one that few families need is a module of
+:mod:`headrace_core.ops.optional`, found by name (:meth:`OpTable.optional`); an outside package may have ops
+of its own (:class:`OptionalOp`, :class:`BringsOps`). The plain-torch definition of an op, the oracle that
+every other implementation is tested against, is the function of the same name in
+:mod:`headrace_reference`, its shape-only version (``fake_...``) beside it; the tests that an
+implementation inherits are in :mod:`headrace_testing.ops`.
 
 Implementations come from *kernel providers* (entry-point group ``headrace.kernels``).
 :func:`bind_ops` asks every installed provider once, at assembly, and freezes the best one per op
@@ -24,22 +26,24 @@ from headrace_core.ops.attention import (
     ONE_BYTE_CACHES,
     CacheWriteOp,
     HeadNorm,
-    IndexTokensOp,
-    LatentAttentionOp,
-    LatentCacheWriteOp,
+    MLAAttentionOp,
+    MLACacheWriteOp,
     PagedAttentionOp,
     RotaryCacheWriteOp,
     RotaryOp,
     VarlenAttentionOp,
+    check_kv_prefix,
     check_mask,
-    check_prefix,
 )
 from headrace_core.ops.binding import (
+    BringsOps,
     CapturesSteps,
     KernelNeed,
     KernelProvider,
-    PairsCaches,
+    PacksVNNI,
     bind_ops,
+    check_op_names,
+    known_op_names,
 )
 from headrace_core.ops.linear import (
     QUANT_ACTIVATIONS,
@@ -52,16 +56,15 @@ from headrace_core.ops.linear import (
     QuantLinearOp,
     Rounding,
 )
+from headrace_core.ops.optional import OPTIONAL_OP_NAMES
 from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
-    MLSTMOp,
-    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
-    WKVOp,
 )
+from headrace_core.ops.registry import OptionalOp
 from headrace_core.ops.rowwise import (
     ACTIVATIONS,
     CLAMPED_SWIGLU_ALPHA,
@@ -74,19 +77,14 @@ from headrace_core.ops.rowwise import (
     AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
-    ClampOp,
     CopyRowsOp,
     EmbeddingOp,
     GateOp,
-    GaussianTopKOp,
     LayerNormOp,
-    MatchRMSOp,
-    MixOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
-    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -99,6 +97,7 @@ __all__ = [
     "GATED_ACTIVATIONS",
     "ONE_BYTE_CACHES",
     "OPENINGS",
+    "OPTIONAL_OP_NAMES",
     "OP_NAMES",
     "QUANT_ACTIVATIONS",
     "SCORINGS",
@@ -107,37 +106,32 @@ __all__ = [
     "AddLayerNormOp",
     "AddOp",
     "AddRMSNormOp",
+    "BringsOps",
     "CacheWriteOp",
     "CapturesSteps",
     "CausalConvOp",
-    "ClampOp",
     "CopyRowsOp",
     "DeltaRuleOp",
     "EmbeddingOp",
     "ExpertLinearOp",
     "GateOp",
     "GatedRMSNormOp",
-    "GaussianTopKOp",
     "HeadLinearOp",
     "HeadNorm",
-    "IndexTokensOp",
     "KernelNeed",
     "KernelProvider",
-    "LatentAttentionOp",
-    "LatentCacheWriteOp",
     "LayerNormOp",
     "LinearOp",
-    "MLSTMOp",
-    "MatchRMSOp",
-    "MixOp",
+    "MLAAttentionOp",
+    "MLACacheWriteOp",
     "MoEOp",
     "OpTable",
+    "OptionalOp",
     "PackedLinear",
+    "PacksVNNI",
     "PagedAttentionOp",
-    "PairsCaches",
     "QuantLinearOp",
     "QuantizedWeight",
-    "RGLRUOp",
     "RMSNormOp",
     "RotaryCacheWriteOp",
     "RotaryOp",
@@ -151,9 +145,9 @@ __all__ = [
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",
-    "WKVOp",
-    "XIELUOp",
     "bind_ops",
+    "check_kv_prefix",
     "check_mask",
-    "check_prefix",
+    "check_op_names",
+    "known_op_names",
 ]

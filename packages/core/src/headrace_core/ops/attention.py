@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_core.errors import ConfigError
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CACHE_OPS = ("cache_write", "rotary_cache_write", "paged_attention")
-"""The ops that touch the cache: they take paired ones all, or none of them does."""
+"""The ops that touch the cache: they take VNNI-packed ones all, or none of them does."""
 ONE_BYTE_CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """torch names of the dtypes that a cache may have besides the activations' own."""
 
@@ -50,8 +50,8 @@ class CacheWriteOp(Protocol):
         ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
         v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
 
-        Providers that say so (:class:`PairsCaches`) and the reference also take caches in the order
-        of :mod:`headrace_core.paired`, which is told by the number of dimensions.
+        Providers that say so (:class:`PacksVNNI`) and the reference also take caches in the order
+        of :mod:`headrace_core.ops.vnni`, which is told by the number of dimensions.
         """
         ...
 
@@ -105,9 +105,9 @@ class VarlenAttentionOp(Protocol):
         max_seqlen: int,
         scale: float,
         sliding_window: int | None = None,
-        soft_cap: float = 0.0,
         distance_bias: Tensor | None = None,
         key_lens: Tensor | None = None,
+        **extras: Any,
     ) -> Tensor:
         """Attention in both directions within each of several sequences, without a cache.
 
@@ -116,12 +116,13 @@ class VarlenAttentionOp(Protocol):
         past ``cu_seqlens[-1]`` are 0.
 
         Query head h reads kv head ``h // (Hq // Hk)``. Token i sees token j of the same sequence, and
-        with a window W only if ``|i - j| < W`` (None or not positive: unlimited). ``soft_cap`` as in
-        :class:`PagedAttentionOp`. distance_bias [Hq, 2 P - 1] float32 with P >= max_seqlen is added to
-        the scaled (and capped) score: entry ``P - 1 + j - i`` (T5's and MPNet's relative positions,
-        ALiBi in both directions). Of sequence b only the first ``key_lens[b]`` tokens are seen
-        (key_lens [B] int32, 0 to the sequence's length; None: all): the others ask and are not asked,
-        as the fillers of ColBERT's queries do (arXiv:2004.12832). A row that sees nothing is 0.
+        with a window W only if ``|i - j| < W`` (None or not positive: unlimited). distance_bias
+        [Hq, 2 P - 1] float32 with P >= max_seqlen is added to the scaled (and capped) score: entry
+        ``P - 1 + j - i`` (T5's and MPNet's relative positions, ALiBi in both directions). Of the extras of
+        :class:`PagedAttentionOp` there is ``soft_cap``. Of sequence b only the first ``key_lens[b]``
+        tokens are seen (key_lens [B] int32, 0 to the sequence's length; None: all): the others ask
+        and are not asked, as the fillers of ColBERT's queries do (arXiv:2004.12832). A row that sees
+        nothing is 0.
 
         Raises:
             ConfigError: shapes that do not fit, a sequence longer than distance_bias is for, more keys
@@ -144,17 +145,10 @@ class PagedAttentionOp(Protocol):
         max_seqlen_k: int,
         scale: float,
         sliding_window: int | None = None,
-        soft_cap: float = 0.0,
-        sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         causal: bool = True,
-        attention_chunk: int | None = None,
-        alibi_slopes: Tensor | None = None,
-        alibi_sqrt: bool = False,
-        prefix_key: Tensor | None = None,
-        prefix_value: Tensor | None = None,
-        score_temperatures: Tensor | None = None,
+        **extras: Any,
     ) -> Tensor:
         """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -165,54 +159,61 @@ class PagedAttentionOp(Protocol):
         Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
         ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
         ``p - j < W``. With ``causal`` False it sees all ``seq_lens[b]`` keys, which need not be its
-        own tokens' (cross-attention); there is no window then. With ``attention_chunk`` C it sees keys
-        ``C * (p // C) <= j <= p``. ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the
-        scaled (and capped) score, with ``alibi_sqrt`` ``-slope_h * sqrt(p - j)``. ``soft_cap`` t > 0 maps
-        scores s to ``t * tanh(s / t)``. score_temperatures [P] float32, P more than any position: the
-        scaled (and capped) scores of the query at p are multiplied by entry p (not together with slopes).
-        prefix_key and prefix_value [S, Hk, D], in query's dtype, are keys and values that every row sees
-        besides, wherever it stands. sinks [Hq] are extra logits that enter the softmax's denominator
-        only. A row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is
-        None or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
-        :class:`CacheWriteOp`: a stored x stands for ``x * scale``. Definition: ATTN-REF of the
-        specification.
+        own tokens' (cross-attention); there is no window then. A row that sees nothing is 0, and so are
+        rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited. Caches (plain
+        or VNNI-packed), k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x stands for
+        ``x * scale``. Definition: ATTN-REF of the specification.
+
+        Extras, for few models each; backends hand on those of
+        :class:`~headrace_core.attention.AttentionLayerSpec`, and an implementation may have others:
+
+        * ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``;
+        * ``sinks`` [Hq], in query's dtype or float32: logits that enter the softmax's denominator only;
+        * ``attention_chunk`` C: keys ``C * (p // C) <= j <= p`` are seen;
+        * ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the scaled (and capped) score,
+          with ``alibi_sqrt`` ``-slope_h * sqrt(p - j)`` (Press et al. 2021, arXiv:2108.12409; Step 1);
+        * ``logit_scale`` [P] float32, P more than any position: the scaled (and capped) scores of the
+          query at p are multiplied by entry p (Grok 2);
+        * ``kv_prefix_key``, ``kv_prefix_value`` [S, Hk, D] in query's dtype: learned keys and values that
+          every row sees besides, wherever it stands (openPangu Pro).
 
         Raises:
-            ConfigError: a window, a chunk, slopes or temperatures without ``causal``; a window and a
-                chunk; slopes and temperatures; a prefix with a soft cap, slopes or temperatures.
+            ConfigError: a window, a chunk, slopes or a logit scale without ``causal``; a window and a
+                chunk; slopes and a logit scale; a KV prefix with a soft cap, slopes or a logit scale.
+            TypeError: an extra that the implementation does not have.
         """
         ...
 
 
-def check_prefix(
+def check_kv_prefix(
     query: Tensor,
-    prefix_key: Tensor | None,
-    prefix_value: Tensor | None,
+    kv_prefix_key: Tensor | None,
+    kv_prefix_value: Tensor | None,
     *,
     num_kv_heads: int,
     soft_cap: float,
     alibi: bool,
-    temperatures: bool,
+    logit_scale: bool,
 ) -> None:
-    """What :class:`PagedAttentionOp` says of keys that every row sees.
+    """Check a learned KV prefix as :class:`PagedAttentionOp` takes it.
 
     Raises:
         ConfigError: see there; or one without the other, or of another shape or dtype.
     """
-    if prefix_key is None and prefix_value is None:
+    if kv_prefix_key is None and kv_prefix_value is None:
         return
-    good = prefix_key is not None and prefix_value is not None
-    if prefix_key is not None and prefix_value is not None:
-        shape = (prefix_key.shape[0], num_kv_heads, query.shape[-1])
-        good = prefix_key.shape == prefix_value.shape == shape
-        good = good and prefix_key.dtype == prefix_value.dtype == query.dtype
+    good = kv_prefix_key is not None and kv_prefix_value is not None
+    if kv_prefix_key is not None and kv_prefix_value is not None:
+        shape = (kv_prefix_key.shape[0], num_kv_heads, query.shape[-1])
+        good = kv_prefix_key.shape == kv_prefix_value.shape == shape
+        good = good and kv_prefix_key.dtype == kv_prefix_value.dtype == query.dtype
     if not good:
         raise ConfigError(
-            "paged_attention: prefix_key and prefix_value must both be [S, "
+            "paged_attention: kv_prefix_key and kv_prefix_value must both be [S, "
             f"{num_kv_heads}, {query.shape[-1]}] of {query.dtype}, or both None"
         )
-    if soft_cap > 0 or alibi or temperatures:
-        raise ConfigError("paged_attention: a prefix has no soft cap, ALiBi or score_temperatures")
+    if soft_cap > 0 or alibi or logit_scale:
+        raise ConfigError("paged_attention: a KV prefix has no soft cap, ALiBi or logit_scale")
 
 
 def check_mask(
@@ -222,9 +223,9 @@ def check_mask(
     attention_chunk: int | None,
     alibi: bool,
     alibi_sqrt: bool = False,
-    temperatures: bool = False,
+    logit_scale: bool = False,
 ) -> None:
-    """What :class:`PagedAttentionOp` says of options that exclude each other.
+    """Check that no options of :class:`PagedAttentionOp` exclude each other.
 
     Raises:
         ConfigError: see there; or a chunk of less than one token, or roots that no slope weighs.
@@ -236,16 +237,16 @@ def check_mask(
         raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
     if alibi_sqrt and not alibi:
         raise ConfigError("paged_attention: alibi_sqrt = True without alibi_slopes")
-    if temperatures and (alibi or not causal):
-        raise ConfigError("paged_attention: score_temperatures need causal, and no alibi_slopes")
+    if logit_scale and (alibi or not causal):
+        raise ConfigError("paged_attention: logit_scale need causal, and no alibi_slopes")
     if attention_chunk is not None and (windowed or attention_chunk < 1):
         raise ConfigError(
             f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
-            f"{sliding_window}: a chunk has at least one token, and no window beside it"
+            f"{sliding_window}: a chunk has at least one token and cannot be combined with a window"
         )
 
 
-class LatentCacheWriteOp(Protocol):
+class MLACacheWriteOp(Protocol):
     def __call__(
         self,
         latent: Tensor,
@@ -263,7 +264,7 @@ class LatentCacheWriteOp(Protocol):
         ...
 
 
-class LatentAttentionOp(Protocol):
+class MLAAttentionOp(Protocol):
     def __call__(
         self,
         query: Tensor,
@@ -276,7 +277,7 @@ class LatentAttentionOp(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
-        picked: Tensor | None = None,
+        topk_indices: Tensor | None = None,
         k_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
@@ -286,35 +287,7 @@ class LatentAttentionOp(Protocol):
         :class:`PagedAttentionOp`; k_scale [1]. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
 
-        picked [T, k] int32: a token sees these positions of its request and no others. They rise along
+        topk_indices [T, k] int32: a token sees these positions of its request and no others. They rise along
         a row and are none after the token's own; behind them stands -1. None: all up to its own.
-        """
-        ...
-
-
-class IndexTokensOp(Protocol):
-    def __call__(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        cu_seqlens_q: Tensor,
-        seq_lens: Tensor,
-        *,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        top_k: int,
-    ) -> Tensor:
-        """The ``top_k`` tokens of a request that each of its new tokens is to attend to.
-
-        query [T, Hq, D] (may be a strided slice), weights [T, Hq] of the same dtype, cache [N, S, D] with
-        this step's keys in it; the rest as :class:`PagedAttentionOp`. For a token the key j of its
-        request, up to its own, scores ``sum_h weights[h] * max(0, query[h] . key_j)``, and of equal
-        scores the earlier key is the better one.
-
-        Returns [T, top_k] int32: the positions of the best, ascending, and -1 behind them where there are
-        fewer; rows past ``cu_seqlens_q[-1]`` are -1. Source: the lightning indexer of DeepSeek-AI 2025,
-        arXiv:2512.02556.
         """
         ...

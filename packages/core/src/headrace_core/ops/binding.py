@@ -1,16 +1,18 @@
-"""Who implements the ops: kernel providers, and how one is chosen for each op."""
+"""Kernel providers, and the choice of one for each op."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, PluginError
 from headrace_core.ops.attention import CACHE_OPS
+from headrace_core.ops.optional import OPTIONAL_OP_NAMES
 from headrace_core.ops.table import OP_NAMES, OpTable
 
 if TYPE_CHECKING:
@@ -21,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelNeed:
-    """What the ops will run on."""
+    """Device and types that the ops will run on."""
 
     device: str
     """``cpu`` or ``cuda``."""
     dtype: str
-    """Of activations: ``float32``, ``float16`` or ``bfloat16``."""
+    """Type of activations: ``float32``, ``float16`` or ``bfloat16``."""
     num_threads: int = 0
     """CPU threads, 0 = torch's setting, but no more than the process has cores."""
     cores: tuple[int, ...] = ()
@@ -52,7 +54,7 @@ class KernelProvider(Protocol):
         ...
 
     def row_invariant(self, need: KernelNeed) -> bool:
-        """Whether all its implementations are; see :mod:`headrace_core.ops`."""
+        """True if all implementations of the provider are batch-invariant; see :mod:`headrace_core.ops`."""
         ...
 
 
@@ -67,12 +69,74 @@ class CapturesSteps(Protocol):
 
 
 @runtime_checkable
-class PairsCaches(Protocol):
-    """A kernel provider whose cache ops also take paired caches (:mod:`headrace_core.paired`)."""
+class PacksVNNI(Protocol):
+    """A kernel provider whose cache ops also take VNNI-packed caches (:mod:`headrace_core.ops.vnni`)."""
 
-    def pairs_caches(self, need: KernelNeed) -> bool:
-        """Whether they do for this need, and gain by it."""
+    def vnni_packed(self, need: KernelNeed) -> bool:
+        """True if the provider supports this need and is faster for it."""
         ...
+
+
+@runtime_checkable
+class BringsOps(Protocol):
+    """A kernel provider with ops that core does not know, for a family of an outside package."""
+
+    @property
+    def own_ops(self) -> Collection[str]:
+        """Their names; implementations are in :meth:`KernelProvider.operations`, as of any op."""
+        ...
+
+
+class MissingOp:
+    """Stands for an op that no installed provider has: a model that needs it is told so."""
+
+    def __init__(self, name: str, need: KernelNeed) -> None:
+        self._name, self._need = name, need
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        raise ConfigError(
+            f"op {self._name!r}: no installed kernel provider has it for {self._need.device} "
+            f"{self._need.dtype}; install its definition in plain torch: pip install headrace-reference",
+            field="kernels",
+        )
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self()
+
+
+def known_op_names() -> tuple[str, ...]:
+    """Core's ops, and those that installed kernel providers bring; imports the providers."""
+    return (*OP_NAMES, *OPTIONAL_OP_NAMES, *_own_ops(_installed_providers()))
+
+
+def check_op_names(names: Iterable[str], *, field: str) -> None:
+    """Check the ops that a user chooses kernels for; imports providers only for a name that core lacks.
+
+    Raises:
+        ConfigError: for one that nobody has; ``*`` stands for all.
+    """
+    unknown = sorted(set(names) - {"*", *OP_NAMES, *OPTIONAL_OP_NAMES})
+    unknown = unknown and sorted(set(unknown) - set(known_op_names()))
+    if unknown:
+        raise ConfigError(
+            f"{field}: no op is named {unknown}; ops are {list(known_op_names())}", field=field
+        )
+
+
+def _own_ops(providers: Iterable[KernelProvider]) -> list[str]:
+    own: dict[str, None] = {}
+    for provider in providers:
+        if isinstance(provider, BringsOps):
+            own |= dict.fromkeys(provider.own_ops)
+    return [op for op in own if op not in OP_NAMES and op not in OPTIONAL_OP_NAMES]
+
+
+def _installed_providers() -> Iterator[KernelProvider]:
+    for plugin in plugins.installed("headrace.kernels").values():
+        with contextlib.suppress(PluginError):  # told by who binds
+            yield plugin.load()
 
 
 def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> OpTable:
@@ -88,22 +152,25 @@ def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> Op
         PluginError: an installed provider that was insisted on cannot be imported.
     """
     choose = dict(choose or {})
-    unknown = sorted(set(choose) - set(OP_NAMES) - {"*"})
-    if unknown:
-        raise ConfigError(f"no op is named {unknown}; ops are {list(OP_NAMES)}", field="kernels")
+    check_op_names(choose, field="kernels")
     candidates = _willing_providers(need, insisted=set(choose.values()))
     table: dict[str, Any] = {}
     origin: dict[str, str] = {}
-    for op in OP_NAMES:
+    optional = [*OPTIONAL_OP_NAMES, *_own_ops(provider for provider, _ in candidates)]
+    for op in (*OP_NAMES, *optional):
         wanted = choose.get(op, choose.get("*"))
         for provider, operations in candidates:
             if op in operations and wanted in (None, provider.name):
                 table[op], origin[op] = operations[op], provider.name
                 break
         else:
-            having = [provider.name for provider, operations in candidates if op in operations]
-            lacking = "no provider has it" if wanted is None else f"provider {wanted!r} lacks it"
-            raise ConfigError(f"op {op!r}: {lacking}; could be {having}", field="kernels")
+            if wanted is not None and (op in OP_NAMES or op in choose):
+                having = [provider.name for provider, operations in candidates if op in operations]
+                raise ConfigError(
+                    f"op {op!r}: provider {wanted!r} lacks it; could be {having}", field="kernels"
+                )
+            if op in OP_NAMES:
+                table[op] = MissingOp(op, need)
     used = set(origin.values())
     invariant = all(p.row_invariant(need) for p, _ in candidates if p.name in used)
     logger.info("kernels for %s %s: %s", need.device, need.dtype, _summary(origin))
@@ -113,23 +180,24 @@ def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> Op
         if provider.name in used and isinstance(provider, CapturesSteps)
     ]
     return OpTable(
-        **table,
+        **{op: table[op] for op in OP_NAMES},
+        others={op: table[op] for op in optional if op in table},
         providers=origin,
         row_invariant=invariant,
         step_graph=graphs[0] if graphs else None,
-        pairs_caches=_pair_caches([p for p, _ in candidates], origin, need),
+        vnni_packed=_packs_vnni([p for p, _ in candidates], origin, need),
     )
 
 
-def _pair_caches(
+def _packs_vnni(
     providers: Sequence[KernelProvider], origin: Mapping[str, str], need: KernelNeed
 ) -> bool:
-    """Whether all ops that touch the cache come from one provider, and that pairs caches."""
-    names = {origin[op] for op in CACHE_OPS}
-    if len(names) != 1:
-        return False
-    provider = next(p for p in providers if p.name in names)
-    return isinstance(provider, PairsCaches) and provider.pairs_caches(need)
+    """True if all ops that touch the cache come from one provider, and that pairs caches."""
+    names = {origin.get(op, "") for op in CACHE_OPS}
+    for provider in providers:
+        if {provider.name} == names:
+            return isinstance(provider, PacksVNNI) and provider.vnni_packed(need)
+    return False
 
 
 def _willing_providers(
@@ -158,7 +226,15 @@ def _willing_providers(
     if missing:
         plugins.load("headrace.kernels", sorted(missing)[0])
     willing.sort(key=lambda provider: (-provider.priority(need), provider.name))
-    return [(provider, provider.operations(need)) for provider in willing]
+    offers = [(provider, provider.operations(need)) for provider in willing]
+    for provider, operations in offers:
+        unknown = sorted(set(operations) - {*OP_NAMES, *OPTIONAL_OP_NAMES, *_own_ops([provider])})
+        if unknown:
+            logger.warning(
+                "kernels %r: ops %s are not used: core does not know them, and own_ops does not name them",
+                provider.name, unknown,
+            )  # fmt: skip
+    return offers
 
 
 def _summary(origin: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUANT_ACTIVATIONS = ("int8", "float")
-"""How activations enter :class:`QuantLinearOp`."""
+"""Forms in which activations enter :class:`QuantLinearOp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PackedLinear:
     in_features: int
     out_features: int
     dtype: str
-    """Of the activations it is for."""
+    """Type of the activations."""
     data: Any
     """Belongs to the implementation that packed it."""
     num_bytes: int
@@ -30,7 +30,7 @@ class PackedLinear:
 
 class LinearOp(Protocol):
     pack_copies: bool
-    """Whether :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
+    """True if :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [N, K] in the activations' dtype. Done once, at load; may copy."""
@@ -112,7 +112,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a real weight becomes integers; :mod:`headrace_core.reference.rounding` defines it.
+    """Rounding of a real weight to integers; :mod:`headrace_reference.rounding` defines it.
 
     Raises:
         ConfigError: another number of bits than the two that are defined.
@@ -121,7 +121,7 @@ class Rounding:
     bits: int
     """8: symmetric, a scale per output. 4: symmetric, a bfloat16 scale per group of inputs."""
     group_size: int | None = None
-    """Of 4 bits."""
+    """Group size of 4-bit weights."""
 
     def __post_init__(self) -> None:
         if (self.bits, self.group_size is None) not in ((8, True), (4, False)):
@@ -203,7 +203,7 @@ class MoEOp(Protocol):
     """Gated experts, summed by routing weight."""
 
     pack_copies: bool
-    """Whether :meth:`pack` keeps nothing of its arguments, so that the memory may be used again."""
+    """True if :meth:`pack` keeps nothing of its arguments, so that the memory may be used again."""
 
     def pack(
         self,
@@ -239,7 +239,7 @@ class ExpertLinearOp(Protocol):
     """A linear layer of each expert, for the rows that go to it."""
 
     pack_copies: bool
-    """Whether :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
+    """True if :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [E, N, K] in the activations' dtype."""

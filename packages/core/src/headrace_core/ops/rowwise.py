@@ -11,7 +11,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
 
 GATED_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
-"""What can stand between a gate and what it lets through. ``clamped_swiglu`` exists only as such:
+"""Activations between a gate and its input. ``clamped_swiglu`` exists only as such:
 ``(up + 1) * gate * sigmoid(CLAMPED_SWIGLU_ALPHA * gate)`` with the gate at most
 ``CLAMPED_SWIGLU_LIMIT`` and up within plus and minus that. OpenAI 2025, arXiv:2508.10925."""
 
@@ -19,10 +19,10 @@ CLAMPED_SWIGLU_ALPHA = 1.702
 CLAMPED_SWIGLU_LIMIT = 7.0
 
 OPENINGS = ("silu", "sigmoid", "softplus")
-"""What :class:`GateOp` may apply to a gate."""
+"""Functions that :class:`GateOp` may apply to a gate."""
 
 SCORINGS = ("softmax", "sigmoid", "sparsemixer")
-"""How scores of experts come of a router's outputs; :class:`RouteExpertsOp` says what each means."""
+"""Functions from a router's outputs to expert scores; :class:`RouteExpertsOp` defines each."""
 
 
 class EmbeddingOp(Protocol):
@@ -87,19 +87,6 @@ class AddOp(Protocol):
         ...
 
 
-class XIELUOp(Protocol):
-    def __call__(
-        self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
-    ) -> Tensor:
-        """Elementwise, any shape: ``alpha_p * x^2 + beta * x`` above 0, else
-        ``alpha_n * (expm1(min(x, eps)) - x) + beta * x``.
-
-        The numbers are float32, the coefficients as used (not what is learned, whose softplus they
-        are). Source: Huang & Schlag 2024, arXiv:2411.13010.
-        """
-        ...
-
-
 class GateOp(Protocol):
     def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
         """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
@@ -116,48 +103,12 @@ class ScaleOp(Protocol):
         ...
 
 
-class ClampOp(Protocol):
-    def __call__(self, x: Tensor, low: float, high: float) -> Tensor:
-        """``min(max(x, low), high)``, x [T, H]; NaN stays NaN."""
-        ...
-
-
 class CopyRowsOp(Protocol):
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """out = x, both [T, H] or both [T, A, B] and of one dtype; the last dimension's values lie side by
         side, everything else may lie apart.
 
         ``out`` is a part of something larger: so rows are joined, and dimensions change places.
-        """
-        ...
-
-
-class MixOp(Protocol):
-    def __call__(self, x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Each token's own sums of its vectors: ``residual[t, m] + sum over n of weights[t, m, n]
-        x[t, n]``.
-
-        x [T, N, H] and residual [T, M, H] of one dtype, weights [T, M, N] float32, all with rows that may
-        lie apart (the weights' even at one place) -> [T, M, H]. In float32, in the order of n, rounded
-        once. Source: Baykal et al. 2023, arXiv:2301.13310.
-        """
-        ...
-
-
-class MatchRMSOp(Protocol):
-    def __call__(self, x: Tensor, like: Tensor, least: float) -> Tensor:
-        """``x sqrt(mean(like^2) / max(mean(x^2), least))``: each row of x as large as that of ``like``,
-        both [T, H]."""
-        ...
-
-
-class GaussianTopKOp(Protocol):
-    def __call__(self, x: Tensor, deviations: float) -> Tensor:
-        """``max(x - (mean(x) + deviations std(x)), 0)`` of each row, x [T, H], whose values stand for a
-        normal distribution's: what is above a quantile, and by how much.
-
-        The standard deviation is that of all H values (divided by H). Source: You et al. 2025,
-        arXiv:2506.06644.
         """
         ...
 

@@ -25,7 +25,7 @@ class SampleOp(Protocol):
         The settings are on the CPU wherever the logits are, [T] each: temperature float32, min_p
         float32, top_k int64 (0 = all), top_p float64, uniform float64 in [0, 1).
 
-        A row whose temperature is below :data:`~headrace_core.sampling.GREEDY_BELOW` gets its
+        A row whose temperature is below :data:`~headrace_core.sampling.params.GREEDY_BELOW` gets its
         largest logit, of equals the lowest id. Any other: ``y = logits * (1 / temperature)`` in float32;
         tokens with ``y < max(y) + log(min_p)`` go; then all but the top_k largest; then all but
         the fewest of the largest whose weights ``exp(y - max(y))`` reach top_p times the weights of

@@ -1,16 +1,16 @@
-"""All ops in one table: :class:`OpTable`."""
+"""The ops that a process has, in one table: :class:`OpTable`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops.attention import (
     CacheWriteOp,
-    IndexTokensOp,
-    LatentAttentionOp,
-    LatentCacheWriteOp,
+    MLAAttentionOp,
+    MLACacheWriteOp,
     PagedAttentionOp,
     RotaryCacheWriteOp,
     RotaryOp,
@@ -27,31 +27,24 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
-    MLSTMOp,
-    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
-    WKVOp,
 )
+from headrace_core.ops.registry import OptionalOp, Signature
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
     ActivationOp,
     AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
-    ClampOp,
     CopyRowsOp,
     EmbeddingOp,
     GateOp,
-    GaussianTopKOp,
     LayerNormOp,
-    MatchRMSOp,
-    MixOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
-    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -61,7 +54,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """One implementation per op, chosen once. Passed to whoever computes."""
+    """One implementation per op, chosen once. Passed to whoever computes.
+
+    The ops that most families need are fields; :meth:`optional` finds the others.
+    """
 
     embedding: EmbeddingOp
     rms_norm: RMSNormOp
@@ -70,15 +66,10 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
-    xielu: XIELUOp
     add: AddOp
     scale: ScaleOp
     gate: GateOp
-    clamp: ClampOp
     copy_rows: CopyRowsOp
-    mix: MixOp
-    match_rms: MatchRMSOp
-    gaussian_topk: GaussianTopKOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp
     rotary: RotaryOp
@@ -86,16 +77,12 @@ class OpTable:
     rotary_cache_write: RotaryCacheWriteOp
     paged_attention: PagedAttentionOp
     varlen_attention: VarlenAttentionOp
-    latent_cache_write: LatentCacheWriteOp
-    latent_attention: LatentAttentionOp
-    index_tokens: IndexTokensOp
+    mla_cache_write: MLACacheWriteOp
+    mla_attention: MLAAttentionOp
     causal_conv: CausalConvOp
     selective_scan: SelectiveScanOp
     state_space_scan: StateSpaceScanOp
     delta_rule: DeltaRuleOp
-    rg_lru: RGLRUOp
-    wkv: WKVOp
-    mlstm: MLSTMOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp
@@ -104,17 +91,36 @@ class OpTable:
     expert_linear: ExpertLinearOp
     sample: SampleOp
     top_logprobs: TopLogprobsOp
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Op name -> implementation, of those that are no fields."""
     providers: Mapping[str, str] = field(default_factory=dict)
-    """Which provider each op came from."""
+    """Name of the provider of each op."""
     row_invariant: bool = False
     """True if every bound implementation is; then greedy output does not depend on batching."""
     step_graph: StepGraphFactory | None = None
     """Makes a graph that records steps of these ops; None if no provider can."""
-    pairs_caches: bool = False
-    """True if the ops that touch the cache take it in the order of :mod:`headrace_core.paired`, and
+    vnni_packed: bool = False
+    """True if the ops that touch the cache take it in the order of :mod:`headrace_core.ops.vnni`, and
     are faster for it."""
 
+    def optional(self, op: OptionalOp[Signature]) -> Signature:
+        """The implementation of an op that few families need; to be asked for once, as a layer is built.
 
-_NOT_OPS = ("providers", "row_invariant", "step_graph", "pairs_caches")
+        Raises:
+            ConfigError: no installed kernel provider has it.
+        """
+        try:
+            found: Signature = self.others[op.name]
+        except KeyError:
+            raise ConfigError(
+                f"op {op.name!r}: no installed kernel provider has it; install the provider that "
+                f"implements it (for headrace's own ops, plain torch: pip install headrace-reference)",
+                field="kernels",
+            ) from None
+        return found
+
+
+_NOT_OPS = ("others", "providers", "row_invariant", "step_graph", "vnni_packed")
 
 OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in _NOT_OPS)
+"""Ops that are fields of the table."""

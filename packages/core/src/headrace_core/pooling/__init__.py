@@ -21,7 +21,7 @@ from headrace_core.pooling.info import (
     PoolingInfo,
     PoolingTraits,
 )
-from headrace_core.pooling.params import VALID_PARAMS, PoolingParams, check_extra_kwargs
+from headrace_core.pooling.params import VALID_PARAMS, PoolingParams
 from headrace_core.pooling.tasks import (
     CLASSIFY_TASKS,
     EMBED_TASKS,
@@ -45,5 +45,4 @@ __all__ = [
     "PoolingParams",
     "PoolingTraits",
     "as_pooler_fields",
-    "check_extra_kwargs",
 ]

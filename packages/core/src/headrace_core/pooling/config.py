@@ -1,4 +1,4 @@
-"""How hidden states are pooled, as a user sets it."""
+"""Pooling settings of a user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """How hidden states are pooled, as a user sets it (``--pooler-config`` JSON).
+    """Pooling of hidden states, as a user sets it (``--pooler-config`` JSON).
 
     What is None follows from the checkpoint's Sentence Transformers files, else from its class.
 
@@ -90,12 +90,12 @@ class PoolerConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         for name, value in values.items():
             if name not in known:
-                _refuse(name, value, f"left out: no such field; fields are {', '.join(known)}")
+                _refuse(name, value, f"left out: unknown field; fields are {', '.join(known)}")
         return cls(**values)
 
 
 def as_pooler_fields(given: object) -> Mapping[str, Any]:
-    """What a user gave as ``pooler_config``, as a mapping.
+    """A user's ``pooler_config`` as a mapping.
 
     Args:
         given: a mapping, a :class:`PoolerConfig`, or None for nothing.

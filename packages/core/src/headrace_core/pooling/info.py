@@ -1,4 +1,4 @@
-"""What a checkpoint says of pooling: by its class, by its files, and resolved."""
+"""Pooling facts of a checkpoint: from its class, from its files, and resolved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_core.pooling.tasks import POOLING_TYPES
 
 @dataclass(frozen=True, slots=True)
 class PoolingTraits:
-    """How a class pools by itself, before its checkpoint and the user have their say.
+    """Pooling of a class by itself, before its checkpoint and the user change it.
 
     Whoever resolves a checkpoint needs it without importing the class. headrace's own classes are in
     a table; a class of another distribution has it as the class variable ``pooling_traits``, and is
@@ -21,11 +21,11 @@ class PoolingTraits:
     """
 
     purpose: Literal["embed", "classify", "token_classify"]
-    """What the class makes of a prompt: a vector, a row of logits, a row for each token."""
+    """Output of the class for a prompt: a vector, a row of logits, a row for each token."""
     pooling_type: str
     """Unless checkpoint or user say otherwise."""
     pooling_types: tuple[str, ...] = POOLING_TYPES
-    """What may be said otherwise."""
+    """Pooling types that the user may choose."""
     causal: bool = False
     """See :attr:`PoolingInfo.causal`."""
     token_types: bool = False
@@ -41,7 +41,7 @@ class PoolingTraits:
     activation: str = ""
     """The same of :attr:`PoolingInfo.activation`."""
     step_tag_id: int | None = None
-    """Of classes that judge steps: the token that ends one, unless the user says otherwise."""
+    """Token that ends a step, for classes that judge steps; the user may set another."""
     sparse: bool = False
     """See :attr:`PoolingInfo.sparse`."""
 
@@ -62,7 +62,7 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True)
 class LateInteraction:
-    """How a multi-vector model (ColBERT, arXiv:2004.12832) marks and shortens its texts."""
+    """Text handling of a multi-vector model (ColBERT, arXiv:2004.12832): marks and lengths."""
 
     query_marker: str = ""
     """Token put behind the first special token of a query (``[Q]``); "": none."""
@@ -76,7 +76,7 @@ class LateInteraction:
     expand_queries: bool = True
     """Fill queries up with the mask token."""
     attend_to_expansion: bool = False
-    """Whether the filled-up tokens are attended to; they attend to the query's own in any case."""
+    """True if the filled-up tokens are attended to; they attend to the query's own in any case."""
     skip_words: tuple[str, ...] = ()
     """Tokens of documents whose vectors are left out (punctuation)."""
     skip_ids: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ class PairChat:
     content_format: str = "auto"
     """``auto``, ``string`` or ``openai``: what the template expects ``content`` to be."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the template gets besides."""
+    """Further arguments of the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class PoolingInfo:
     """Everything that a checkpoint and the user say of pooling: nothing left open. Plain data."""
 
     tasks: tuple[str, ...]
-    """Of :data:`POOLING_TASKS`."""
+    """Tasks of :data:`POOLING_TASKS`."""
     pooling_type: str
     causal: bool
-    """Whether a token sees only those before it, in all layers: then prompts may be computed in
+    """True if a token sees only those before it, in all layers: then prompts may be computed in
     chunks and their beginnings reused (where the pooling type allows it)."""
     embedding_size: int = 0
     """Numbers of an uncut embedding; 0: it embeds nothing."""
@@ -129,7 +129,7 @@ class PoolingInfo:
     """Longest prompt that is computed in one piece: the model's positions, or fewer if the context
     is set to fewer. Longer texts are embedded in windows of so many tokens."""
     scoring: str = ""
-    """How pairs are scored: ``cross`` (both texts in one prompt), ``cosine`` (of embeddings),
+    """Scoring of pairs: ``cross`` (both texts in one prompt), ``cosine`` (of embeddings),
     ``late_interaction`` (of token embeddings); "" = not at all."""
     score_template: str | None = None
     """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
@@ -156,16 +156,16 @@ class PoolingInfo:
 
     @property
     def chunks(self) -> bool:
-        """Whether a prompt may be computed in several steps."""
+        """True if a prompt may be computed in several steps."""
         return self.causal
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether cached beginnings of prompts give what computing them would."""
+        """True if cached prefixes give the same results as computed ones."""
         return self.causal and self.pooling_type == "LAST"
 
     def prompt_text(self, name: str | None) -> str:
-        """What comes before a text that is embedded.
+        """Prompt that the model puts before a text to embed.
 
         Args:
             name: of :attr:`prompts`; None: the default one, if there is any.
@@ -178,7 +178,7 @@ class PoolingInfo:
         if not isinstance(name, str) or name not in self.prompts:
             accepted = (
                 f"one of {sorted(self.prompts)}" if self.prompts
-                else "left out: the checkpoint names no prompts"
+                else "left out: the checkpoint has no prompts"
             )  # fmt: skip
             raise RequestError(
                 f"prompt_name = {name!r}: must be {accepted}", param="prompt_name", value=name

@@ -1,4 +1,4 @@
-"""What one request asks of a pooling model."""
+"""Parameters of one request to a pooling model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from headrace_core.arrays import own_value, own_values
 from headrace_core.errors import RequestError
-from headrace_core.foreign import own_value, own_values
 from headrace_core.pooling.info import PoolingInfo
 from headrace_core.pooling.tasks import (
     CLASSIFY_TASKS,
@@ -18,10 +18,7 @@ from headrace_core.pooling.tasks import (
     POOLING_TASKS,
     TOKEN_TASKS,
 )
-from headrace_core.sampling import RequestOutputKind, check_plain
-
-if TYPE_CHECKING:
-    from headrace_core.engine import ServedModel
+from headrace_core.sampling.params import RequestOutputKind, check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
 }
 """Task -> fields of :class:`PoolingParams` that mean something to it."""
 _MODEL_DEFAULTS = ("dimensions", "normalize", "use_activation")
-"""Of these, what a :class:`PoolingInfo` has by the same name."""
+"""Fields whose defaults come from the :class:`PoolingInfo` field of the same name."""
 _NUMBERS = (
     "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
     "step_tag_id", "requires_token_ids", "skip_reading_prefix_cache", "num_left_out",
@@ -44,7 +41,7 @@ _STEP_PARAMS = ("step_tag_id", "returned_token_ids")
 
 @dataclass(slots=True)
 class PoolingParams:
-    """What one request asks of a pooling model. The order of the fields is part of the wire form.
+    """Parameters of one request to a pooling model. The order of the fields is part of the wire form.
 
     Raises:
         RequestError: from the constructor and :meth:`verify`, naming the field.
@@ -61,11 +58,12 @@ class PoolingParams:
     returned_token_ids: list[int] | None = None
     task: str | None = None
     requires_token_ids: bool = False
-    """Whether the pooler reads the prompt's ids. It always gets them: either value is served."""
+    """True if the pooler reads the prompt's ids. It always gets them: either value is served."""
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
     """For plug-ins: an IO processor, or the pooler of another distribution's class; refused where there
-    is neither (:func:`check_extra_kwargs`). Plain data, as ``SamplingParams.extra_args``."""
+    is neither (:meth:`~headrace_core.served_model.ServedModel.check_extra_kwargs`). Plain data, as
+    ``SamplingParams.extra_args``."""
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     """Nothing else: a prompt is pooled once it is complete."""
     prompt_name: str | None = None
@@ -99,7 +97,7 @@ class PoolingParams:
             _fail("truncation_side", self.truncation_side, "'left' or 'right'")
 
     def _make_own(self) -> None:
-        """Numbers of other libraries become Python's (:mod:`headrace_core.foreign`)."""
+        """Numbers of other libraries become Python's (:mod:`headrace_core.arrays`)."""
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) not in (int, bool, type(None)):
@@ -149,7 +147,7 @@ class PoolingParams:
             _fail_params(task, VALID_PARAMS[task], offending)
 
     def _check_values(self, info: PoolingInfo | None) -> None:
-        """What a task makes of them is another question."""
+        """Check values independently of how a task uses them."""
         self._make_own()
         for name in ("normalize", "use_activation", "softmax", "activation"):
             if getattr(self, name) not in (None, True, False):
@@ -227,18 +225,6 @@ class PoolingParams:
                   f"{model_name!r} was trained for")  # fmt: skip
         elif size > info.embedding_size:
             _fail("dimensions", size, f"at most {info.embedding_size}, the size of an embedding")
-
-
-def check_extra_kwargs(params: PoolingParams, model: ServedModel) -> None:
-    """Refuse extra keywords where nobody reads them.
-
-    Raises:
-        RequestError: the model's pooler is headrace's own.
-    """
-    if params.extra_kwargs and not model.reads_extra_kwargs:
-        _fail("extra_kwargs", params.extra_kwargs, f"left out: {model.architecture} is pooled by "
-              "headrace's own code, which reads none; a plug-in's class may, and an IO processor "
-              "that checks parameters (validate_or_generate_params)")  # fmt: skip
 
 
 @functools.cache

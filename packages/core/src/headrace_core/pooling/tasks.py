@@ -1,4 +1,4 @@
-"""What a pooling model can be asked for, and how it may pool."""
+"""Tasks of pooling models, and pooling types."""
 
 from __future__ import annotations
 

@@ -1,19 +1,23 @@
-"""What the front end needs of a core, wherever the core runs."""
+"""The way of a front end to a core, wherever the core runs."""
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from headrace_core.engine import EngineStats
-from headrace_core.errors import UnsupportedFeature
+from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.request import CoreRequest
 from headrace_engine.loop import OutputSink
+from headrace_engine.messages import CoreOutputs
 from headrace_engine.startup import StartupTimeline
 
-__all__ = ["CONTROL_TIMEOUT", "PROFILE_TIMEOUT", "CoreClient", "OutputSink", "no_answer"]
+__all__ = [
+    "CONTROL_TIMEOUT", "PROFILE_TIMEOUT", "CoreClient", "OutputSink", "WeakSink", "dead_again", "no_answer",
+]  # fmt: skip
 
 CONTROL_TIMEOUT = 60.0
 """Longest wait for an answer to a control call (statistics, cache reset), in seconds."""
@@ -35,7 +39,7 @@ def no_answer(call: str, seconds: float) -> TimeoutError:
 class CoreClient(ABC):
     """A way to a core. Methods may be called from any thread and return at once.
 
-    Outputs and the news of the core's death reach the sink from a thread of the client's own.
+    Outputs and the core's death reach the sink from a thread of the client's own.
     """
 
     timeline: StartupTimeline
@@ -45,7 +49,7 @@ class CoreClient(ABC):
     step_seconds: float = 0.0
     """About what the largest step takes, known once the core has started; 0 = not measured."""
     memory_plan: str = ""
-    """Where the core's memory went, for people."""
+    """The core's use of memory, for people."""
 
     @abstractmethod
     def start(self, sink: OutputSink) -> None:
@@ -124,7 +128,7 @@ class CoreClient(ABC):
     @property
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """Why the core stopped, or None."""
+        """The error that stopped the core, or None."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -138,3 +142,28 @@ def _stays_here(call: str, param: str) -> UnsupportedFeature:
         "in this process (engine_process=False), or call a worker method by its name",
         param=param,
     )
+
+
+class WeakSink:
+    """Passes a core's outputs on as long as somebody holds the engine: the core's thread must not
+    keep an engine alive that everybody else has forgotten."""
+
+    def __init__(self, sink: OutputSink) -> None:
+        self._sink = weakref.ref(sink)
+
+    def on_outputs(self, outputs: CoreOutputs) -> None:
+        sink = self._sink()
+        if sink is not None:
+            sink.on_outputs(outputs)
+
+    def on_death(self, error: BaseException) -> None:
+        sink = self._sink()
+        if sink is not None:
+            sink.on_death(error)
+
+
+def dead_again(error: BaseException) -> EngineDead:
+    """A new exception for each consumer: one object's traceback must not be shared."""
+    dead = EngineDead(str(error))
+    dead.__cause__ = error
+    return dead

@@ -22,9 +22,9 @@ from typing import Any, TextIO, cast
 import msgspec
 import zmq
 
-from headrace_core.catalogue import BUG, entry_of
+from headrace_core.context import MODEL
 from headrace_core.engine import EngineStats
-from headrace_core.log_lines import MODEL, JsonLines, LineFormatter, QueuedText, ThreadedHandler
+from headrace_core.errors import BUG, entry_of
 from headrace_engine.clients.front_ends import EXIT_ORPHANED, FrontEnds
 from headrace_engine.clients.wire import (
     HEARTBEAT_SECONDS,
@@ -52,6 +52,7 @@ from headrace_engine.clients.wire import (
     phases_of,
 )
 from headrace_engine.core import EngineCore
+from headrace_engine.log_lines import JsonLines, LineFormatter, QueuedText, ThreadedHandler
 from headrace_engine.loop import EngineLoop
 from headrace_engine.startup import StartupTimeline
 

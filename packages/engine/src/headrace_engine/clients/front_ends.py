@@ -1,6 +1,6 @@
 """Whom a core in a process of its own serves: the parent that started it, and further front ends.
 
-Each has two sockets and a name. Ids of requests are a front end's own affair: in the core, those of
+Each has two sockets and a name. Each front end chooses its request ids: in the core, those of
 further ones carry its name, so that two that chose the same id never meet. A further front end that
 takes no messages is given up; the parent is not, it is what this process lives for.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 SEND_SECONDS = 30.0
 """Longest wait for a parent that takes no messages; then it counts as gone."""
 LINGER_SECONDS = 1.0
-"""How long another front end may take to fetch the last messages; the parent has SEND_SECONDS."""
+"""Longest time that another front end may take to fetch the last messages; the parent has SEND_SECONDS."""
 EXIT_ORPHANED = 70
 _BORDER = "\x1f"
 """Between a front end's name and its request's id; no name holds it."""
@@ -59,7 +59,7 @@ class FrontEnds:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = FrameDecoder[Command](Command)
         self._local = threading.local()
-        """Of each thread, its sockets by name: they cannot be shared."""
+        """The thread's own sockets by name: they cannot be shared."""
         self._all: list[zmq.Socket[bytes]] = []
         self._inboxes: dict[str, zmq.Socket[bytes]] = {}
         self._running: dict[str, set[str]] = {}
@@ -160,7 +160,7 @@ class FrontEnds:
             self.send(Outputs(own), name)
 
     def on_death(self, error: BaseException) -> None:
-        """The news, to everybody."""
+        """Tell all front ends of the core's death."""
         self.tell_all(Died(as_data(error.__cause__ or error)))
 
     def _sorted(self, step: CoreOutputs) -> dict[str, CoreOutputs]:

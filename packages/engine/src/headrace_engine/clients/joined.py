@@ -1,7 +1,8 @@
 """One of several front ends of a core that another process started.
 
-That process lets this one in by name (:meth:`~headrace_engine.clients.process.ProcessClient.let_in`) and
-knows of the core's end before anybody else does; it says so here (:meth:`JoinedClient.core_ended`).
+That process adds this one by name
+(:meth:`~headrace_engine.clients.process.ProcessClient.add_front_end`). It is the first to know that the core
+has ended, and reports it with :meth:`JoinedClient.core_ended`.
 """
 
 from __future__ import annotations

@@ -54,13 +54,13 @@ from headrace_engine.clients.wire import (
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""How often a quiet connection looks whether the core's process still lives."""
+"""Time between two checks of a quiet connection that the core's process still lives."""
 CONNECT_SECONDS = 30.0
-"""How long a core that has answered may take to listen."""
+"""Longest time until a core that has answered listens."""
 JOIN_SECONDS = 15.0
-"""How long the reader's thread may take to end."""
+"""Longest time until the reader's thread ends."""
 START_SECONDS = 3600.0
-"""How long a start may take: reading weights from a slow disk takes its time."""
+"""Longest time of a start: reading weights from a slow disk takes a while."""
 
 
 class CoreLink(CoreClient):
@@ -80,7 +80,7 @@ class CoreLink(CoreClient):
 
     @abstractmethod
     def _ended(self) -> str | None:
-        """How the core's process ended; None while it lives, as far as is known."""
+        """The end of the core's process, in words; None while it lives, as far as is known."""
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -160,7 +160,7 @@ class CoreLink(CoreClient):
         raise EngineDead(f"the engine process was not ready after {START_SECONDS:g} s")
 
     def _last_word(self, reports: zmq.Socket[bytes]) -> bool:
-        """Whether there is one of a process that has ended; it may have been on its way."""
+        """True if a last report of a process that has ended was read; it may have been on its way."""
         return bool(reports.poll(int(POLL_SECONDS * 1000)))
 
     def _wait_until_heard(self) -> None:

@@ -20,20 +20,21 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from headrace_core.config import EngineConfig
+from headrace_core.context import MODEL
 from headrace_core.errors import EngineDead
-from headrace_core.log_lines import MODEL, writes_colours, writes_json
 from headrace_engine.clients.base import OutputSink
 from headrace_engine.clients.link import CoreLink
 from headrace_engine.clients.wire import Hello, Join, Leave, Stop
+from headrace_engine.config import EngineConfig
+from headrace_engine.log_lines import writes_colours, writes_json
 from headrace_engine.startup import StartupTimeline
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
-"""How long a child may take to end before it is killed."""
+"""Longest time until a child ends, before it is killed."""
 FAREWELL_SECONDS = 2.0
-"""How long a child that failed may take to end by itself."""
+"""Longest time until a child that failed ends by itself."""
 
 
 class ProcessClient(CoreLink):
@@ -81,7 +82,7 @@ class ProcessClient(CoreLink):
         self.timeline.finish()
         self._listen(ready, reports, sink)
 
-    def let_in(self, name: str) -> None:
+    def add_front_end(self, name: str) -> None:
         """Have the core serve a front end of that name, too.
 
         Raises:
@@ -89,7 +90,7 @@ class ProcessClient(CoreLink):
         """
         self._send(Join(name))
 
-    def turn_out(self, name: str) -> None:
+    def remove_front_end(self, name: str) -> None:
         """A front end has gone: whatever it asked for is aborted. A dead core is ignored."""
         if self._failure is None and not self._stopping:
             self._send(Leave(name))
@@ -166,5 +167,5 @@ class ProcessClient(CoreLink):
 
 
 def describe_status(status: int) -> str:
-    """How a process ended, for people."""
+    """The end of a process, for people."""
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

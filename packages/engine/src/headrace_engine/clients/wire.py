@@ -1,4 +1,4 @@
-"""What a front end and a core in another process say to each other: msgspec types as msgpack.
+"""Messages between a front end and a core in another process: msgspec types as msgpack.
 
 Every frame is decoded against these types; a frame that does not fit is an error of ours, never
 code that runs. Nothing here is pickled.
@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 import headrace_core.errors
-from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, EngineError, HeadraceError
 from headrace_core.request import CoreRequest
+from headrace_engine.config import EngineConfig
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.startup import StartupTimeline
 
@@ -28,12 +28,12 @@ HEARTBEAT_SECONDS = 0.5
 
 
 def commands_address(folder: Path | str, name: str) -> str:
-    """Where a front end says what it wants of the core."""
+    """Address at which the core takes a front end's commands."""
     return f"ipc://{folder}/{name}.commands"
 
 
 def reports_address(folder: Path | str, name: str) -> str:
-    """Where the core answers it."""
+    """Address at which a front end takes the core's reports."""
     return f"ipc://{folder}/{name}.reports"
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from torch import Tensor
 
+from headrace_core.arrays import PackedArray
 from headrace_core.batch import ForwardBatch
 from headrace_core.model import SupportsAlignment
-from headrace_core.packed import PackedArray
-from headrace_core.speech import ALIGN_TASK
+from headrace_core.speech.model import ALIGN_TASK
 from headrace_core.step import NewRequest, RequestStepResult
 from headrace_engine.execution.inputs import InputBuilder, StepInputs
 from headrace_engine.execution.media import tensors
@@ -43,23 +43,20 @@ class Alignments:
         self._inputs = inputs
         self._complete = complete
         self._computed = computed
-        self._wanted: dict[str, NewRequest] = {}
+        self.wanted: dict[str, NewRequest] = {}
 
-    def take(self, new: NewRequest) -> None:
+    def add(self, row: int, new: NewRequest) -> None:
         """A request was taken in."""
-        self.forget(new.request_id)
-        if new.pooling is not None and new.pooling.task == ALIGN_TASK:
-            self._wanted[new.request_id] = new
+        if new.request.pooling is not None and new.request.pooling.task == ALIGN_TASK:
+            self.wanted[new.request_id] = new
 
-    def forget(self, request_id: str) -> None:
-        """A request has gone; unknown ids are ignored."""
-        self._wanted.pop(request_id, None)
+    def remove(self, row: int, request_id: str) -> None:
+        """A request has gone."""
+        self.wanted.pop(request_id, None)
 
     def run(self, scheduled: Mapping[str, int]) -> dict[str, RequestStepResult]:
         """Results of those that are part of a step, by id; failures are their own."""
-        if not self._wanted:
-            return {}
-        found = [(i, n) for i, n in scheduled.items() if i in self._wanted]
+        found = [(i, n) for i, n in scheduled.items() if i in self.wanted]
         return {request_id: self._result(request_id, count) for request_id, count in found}
 
     def _result(self, request_id: str, count: int) -> RequestStepResult:
@@ -67,7 +64,7 @@ class Alignments:
         if inputs.errors:
             return RequestStepResult(error=inputs.errors[request_id])
         try:
-            weights = self._aligned(self._wanted[request_id], inputs)
+            weights = self._aligned(self.wanted[request_id], inputs)
         except Exception as error:
             logger.warning("request %s cannot be aligned", request_id, exc_info=True)
             return RequestStepResult(error=f"{type(error).__name__}: {error}")
@@ -78,12 +75,12 @@ class Alignments:
         if not isinstance(self._model, SupportsAlignment):
             raise ValueError(f"{type(self._model).__name__} has no align")
         batch = self._complete(inputs)
-        if batch.num_tokens != len(new.token_ids) or len(new.media) != 1:
+        if batch.num_tokens != len(new.token_ids) or len(new.request.media) != 1:
             raise ValueError(
-                f"{batch.num_tokens} of {len(new.token_ids)} tokens with {len(new.media)} items: a "
+                f"{batch.num_tokens} of {len(new.token_ids)} tokens with {len(new.request.media)} items: a "
                 "sequence is aligned whole, with the one item that it is about"
             )
         device = batch.input_ids.device
-        weights = self._model.align(batch, tensors(new.media[0].inputs, device))
+        weights = self._model.align(batch, tensors(new.request.media[0].inputs, device))
         self._computed(inputs)
         return weights

@@ -17,7 +17,7 @@ from headrace_core.kv import (
     CrossAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
-    LatentAttentionSpec,
+    MLASpec,
     RecurrentSpec,
 )
 from headrace_core.model import AttentionLayer, StateLayer
@@ -106,7 +106,7 @@ def clear_blocks(
         if isinstance(spec, RecurrentSpec):
             continue  # who begins does not read what is there
         for j, buffer in enumerate(tensors):
-            if isinstance(spec, LatentAttentionSpec):
+            if isinstance(spec, MLASpec):
                 buffer.view(num_blocks, -1)[blocks[pool]].zero_()
                 continue
             name = next(g.layer_names[j] for g in groups if j < len(g.layer_names))

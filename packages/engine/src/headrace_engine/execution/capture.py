@@ -1,4 +1,4 @@
-"""Whether and how a worker's steps are captured."""
+"""The decision to capture a worker's steps, and how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What is to be captured, and with what."""
+    """Steps to be captured, and what captures them."""
 
     factory: Callable[[], StepGraphFactory | None]
     """Asked once the model is built; None if its kernels cannot be recorded."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_core.config import EngineConfig
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
-from headrace_engine.kv.kinds import Request, kind_of
+from headrace_engine.config import EngineConfig
+from headrace_engine.kv.policies import RequestSize, policy_of
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNeed:
-    """What a pool is for. In blocks, null blocks not counted."""
+    """Blocks that a pool needs, null blocks not counted."""
 
     block_bytes: int
     needed: int
@@ -34,19 +34,19 @@ class PoolNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the number of blocks depends on, beside the model."""
+class CacheLimits:
+    """Settings that the number of blocks depends on, beside the model."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int | None = None
     """Most tokens of a step; known, it bounds what windows and chunks hold. None: every token."""
     caching: bool = False
-    """Whether prefixes are cached."""
+    """True if prefixes are cached."""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
-        """Of an engine's settings."""
+    def of(cls, config: EngineConfig, max_model_len: int) -> CacheLimits:
+        """The limits in an engine's settings."""
         return cls(
             max_model_len,
             config.scheduler.max_num_seqs or 1,
@@ -55,7 +55,7 @@ class Limits:
         )
 
 
-def pool_needs(groups: Sequence[KVCacheGroup], limits: Limits) -> list[PoolNeed]:
+def pool_needs(groups: Sequence[KVCacheGroup], limits: CacheLimits) -> list[PoolNeed]:
     """By pool. Encoder states count in full: how many a request has, its text does not say."""
     only_states = all(isinstance(group.spec, RecurrentSpec) for group in groups)
     config = KVCacheConfig((0,) * (1 + max(group.pool for group in groups)), tuple(groups))
@@ -78,7 +78,7 @@ def least_bytes(needs: Sequence[PoolNeed]) -> int:
 
 
 def useful_bytes(needs: Sequence[PoolNeed], num_requests: int) -> int:
-    """What so many of the longest requests use, and states as many as are of use."""
+    """Bytes that so many of the longest requests use, and as many states as are of use."""
     blocks = (num_requests * need.needed if need.most is None else need.most for need in needs)
     return sum((count + 1) * need.block_bytes for count, need in zip(blocks, needs))
 
@@ -108,8 +108,10 @@ def divide(needs: Sequence[PoolNeed], num_bytes: int) -> tuple[int, ...]:
     return tuple(blocks)
 
 
-def _most_blocks(group: KVCacheGroup, limits: Limits) -> int:
+def _most_blocks(group: KVCacheGroup, limits: CacheLimits) -> int:
     spec = group.spec
     states = spec.max_encoder_tokens if isinstance(spec, CrossAttentionSpec) else 0
-    request = Request(limits.max_model_len, states, limits.max_num_batched_tokens, limits.caching)
-    return kind_of(group).most_blocks(request)
+    request = RequestSize(
+        limits.max_model_len, states, limits.max_num_batched_tokens, limits.caching
+    )
+    return policy_of(group).most_blocks(request)

@@ -8,13 +8,13 @@ import torch
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.kv import NULL_BLOCK, PAD_SLOT, KVCacheConfig
-from headrace_core.modality import MediaInput
 from headrace_core.model import (
     CausalLM,
     SupportsEncoderDecoder,
     SupportsMultiModal,
     SupportsPooling,
 )
+from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingInfo
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.media import embed, encode

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.model import INPUT_EMBEDS
-from headrace_engine.execution.attended import AttendedTokens
-from headrace_engine.execution.embeds import GivenVectors
 from headrace_engine.execution.media import PendingMedia
+from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
-from headrace_engine.execution.token_types import TokenTypes
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +28,7 @@ class PromptRows:
     """The rows of one request whose next token is a prompt token (prompt log-probabilities)."""
 
     index: int
-    """Of the request in the batch."""
+    """The request's place in the batch."""
     token_rows: Ints
     """[n]; rows of the flat batch."""
     targets: Ints
@@ -72,8 +70,8 @@ class StepInputs:
         return [self.request_ids[b] for b in self.sampled.tolist()]
 
 
-class _Cast:
-    """Who takes part in a step with how many tokens, and what follows from that alone.
+class _BatchLayout:
+    """The requests of a step with their numbers of tokens, and what follows from these alone.
 
     Args:
         request_ids: B ids, in batch order.
@@ -107,10 +105,10 @@ class _Cast:
     def cu_seqlens_tensor(self, device: torch.device) -> Tensor:
         return _tensor(self._cu_seqlens_int32, device)
 
-    def without(self, bad: npt.NDArray[np.bool_], table: RequestTable) -> _Cast:
+    def without(self, bad: npt.NDArray[np.bool_], table: RequestTable) -> _BatchLayout:
         good = ~bad
         ids = [self.request_ids[b] for b in np.flatnonzero(good)]
-        return _Cast(ids, self.rows[good], self.counts[good], table)
+        return _BatchLayout(ids, self.rows[good], self.counts[good], table)
 
 
 class InputBuilder:
@@ -123,7 +121,7 @@ class InputBuilder:
         table: the requests; not changed.
         block_size: tokens per cache block.
         device: where the tensors go.
-        token_types: whether the model takes segments.
+        token_types: True if the model takes segments.
     """
 
     def __init__(
@@ -134,20 +132,18 @@ class InputBuilder:
         device: torch.device,
         token_types: bool = False,
     ) -> None:
-        self.token_types = TokenTypes(device) if token_types else None
-        """By the table's rows; None: the model takes none."""
-        self.attended = AttendedTokens()
-        """How many tokens of a prompt are attended to, by the table's rows."""
-        self.given = GivenVectors(device)
-        """Tokens that are given as vectors, by the table's rows."""
+        self.prompts = PromptTable(device)
+        """Parts of prompts beside token ids, by the table's rows."""
         self.media = PendingMedia(table)
-        """What is still to be encoded or embedded."""
+        """Media that are still to be encoded or embedded."""
+        table.follow(self.prompts, self.media)
         self._table = table
+        self._takes_token_types = token_types
         self._block_size = block_size
         self._device = device
         self._ids: list[str] = []
         self._counts: list[int] = []
-        self._cast = _Cast([], np.zeros(0, np.int64), np.zeros(0, np.int64), table)
+        self._layout = _BatchLayout([], np.zeros(0, np.int64), np.zeros(0, np.int64), table)
 
     def build(self, scheduled: Mapping[str, int]) -> StepInputs:
         """A step's inputs.
@@ -156,55 +152,60 @@ class InputBuilder:
             scheduled: number of tokens by request id, in batch order.
         """
         table = self._table
-        cast, errors = self._look_up(list(scheduled), list(scheduled.values()))
-        computed, seq_lens, known = self._lengths(cast)
-        lacking = self._lacking(cast, seq_lens, known)
+        layout, errors = self._look_up(list(scheduled), list(scheduled.values()))
+        computed, seq_lens, known = self._lengths(layout)
+        lacking = self._lacking(layout, seq_lens, known)
         if lacking.any():
-            names = [cast.request_ids[b] for b in np.flatnonzero(lacking)]
+            names = [layout.request_ids[b] for b in np.flatnonzero(lacking)]
             errors = errors | {name: self._why_not(name, scheduled[name]) for name in names}
-            cast = cast.without(lacking, table)
-            computed, seq_lens, known = self._lengths(cast)
-        rows = cast.rows
+            layout = layout.without(lacking, table)
+            computed, seq_lens, known = self._lengths(layout)
+        rows = layout.rows
         if not len(rows):
             return StepInputs([], rows, rows, rows, [], [], None, errors)
-        positions = cast.positions(computed)
+        positions = layout.positions(computed)
         sampled = np.flatnonzero(seq_lens == known)
-        prompt_rows = _prompt_rows(table, cast, computed, seq_lens)
+        prompt_rows = _prompt_rows(table, layout, computed, seq_lens)
         failing = self._failing(rows) if table.failures else []
         if failing:
-            errors = errors | {cast.request_ids[b]: table.failures[int(rows[b])] for b in failing}
+            errors = errors | {layout.request_ids[b]: table.failures[int(rows[b])] for b in failing}
             sampled = np.setdiff1d(sampled, failing)
             prompt_rows = [part for part in prompt_rows if part.index not in failing]
         longest, device = int(seq_lens.max()), self._device
-        encodes = self.media.to_encode(rows.tolist())
-        embeds = self.given.inputs(rows, computed, cast.cu_seqlens)
-        key_lens = self.attended.key_lens(rows, seq_lens)
+        # Nearly all requests bring nothing but tokens: then nothing is asked of the tables.
+        waiting = self.media.to_encode
+        encodes = [b for b, row in enumerate(rows.tolist()) if row in waiting] if waiting else []
+        prompts = self.prompts
+        embeds = prompts.input_embeds(rows, computed, layout.cu_seqlens) if prompts.spans else None
+        key_lens = prompts.key_lens(rows, seq_lens) if prompts.num_attended else None
         batch = ForwardBatch(
-            input_ids=_tensor(table.token_ids[cast.token_rows, positions].astype(np.int64), device),
+            input_ids=_tensor(
+                table.token_ids[layout.token_rows, positions].astype(np.int64), device
+            ),
             positions=_tensor(positions, device),
-            cu_seqlens_q=cast.cu_seqlens_tensor(device),
+            cu_seqlens_q=layout.cu_seqlens_tensor(device),
             seq_lens=_tensor(seq_lens.astype(np.int32), device),
-            max_seqlen_q=cast.most_tokens,
+            max_seqlen_q=layout.most_tokens,
             max_seqlen_k=longest,
-            groups=self._groups(cast, positions, computed, seq_lens, encodes),
-            logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
+            groups=self._groups(layout, positions, computed, seq_lens, encodes),
+            logits_rows=_logits_rows(layout.cu_seqlens, sampled, prompt_rows, device),
             token_type_ids=(
-                self.token_types.inputs(rows, computed, cast.cu_seqlens)
-                if self.token_types is not None
+                prompts.token_type_ids(rows, computed, layout.cu_seqlens)
+                if self._takes_token_types
                 else None
             ),
             key_lens=None if key_lens is None else _tensor(key_lens, device),
             extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
         return StepInputs(
-            cast.request_ids, rows, seq_lens, sampled, prompt_rows, encodes, batch, errors
+            layout.request_ids, rows, seq_lens, sampled, prompt_rows, encodes, batch, errors
         )
 
-    def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_Cast, dict[str, str]]:
+    def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_BatchLayout, dict[str, str]]:
         """Those whose tokens the table holds, and what is wrong with the others."""
-        table, cast = self._table, self._cast
-        if cast.version == table.version and ids == self._ids and counts == self._counts:
-            return cast, {}
+        table, layout = self._table, self._layout
+        if layout.version == table.version and ids == self._ids and counts == self._counts:
+            return layout, {}
         found, errors = [], {}
         for request_id, count in zip(ids, counts):
             row = table.row_of.get(request_id, -1)
@@ -213,29 +214,31 @@ class InputBuilder:
             else:
                 found.append((request_id, row, count))
         names, rows, numbers = zip(*found) if found else ((), (), ())
-        cast = _Cast(list(names), np.array(rows, np.int64), np.array(numbers, np.int64), table)
+        layout = _BatchLayout(
+            list(names), np.array(rows, np.int64), np.array(numbers, np.int64), table
+        )
         if not errors:
-            self._cast, self._ids, self._counts = cast, ids, counts
-        return cast, errors
+            self._layout, self._ids, self._counts = layout, ids, counts
+        return layout, errors
 
     def _failing(self, rows: Ints) -> list[int]:
         """Indices of the requests of which nothing comes."""
         return [b for b, row in enumerate(rows.tolist()) if row in self._table.failures]
 
-    def _lengths(self, cast: _Cast) -> tuple[Ints, Ints, Ints]:
+    def _lengths(self, layout: _BatchLayout) -> tuple[Ints, Ints, Ints]:
         """[B] each: tokens before this step, with it, and known."""
-        computed = self._table.num_computed_tokens[cast.rows]
-        return computed, computed + cast.counts, self._table.num_tokens[cast.rows]
+        computed = self._table.num_computed_tokens[layout.rows]
+        return computed, computed + layout.counts, self._table.num_tokens[layout.rows]
 
-    def _lacking(self, cast: _Cast, seq_lens: Ints, known: Ints) -> npt.NDArray[np.bool_]:
+    def _lacking(self, layout: _BatchLayout, seq_lens: Ints, known: Ints) -> npt.NDArray[np.bool_]:
         """[B]; whose tokens are not known, or have no blocks."""
         lacking: npt.NDArray[np.bool_] = seq_lens > known
         table = self._table
         for group, num_blocks in enumerate(table.num_blocks):
             needed = seq_lens
             if group in table.cross_groups:
-                needed = table.num_encoder_tokens[cast.rows]
-            lacking |= needed > num_blocks[cast.rows] * self._block_size
+                needed = table.num_encoder_tokens[layout.rows]
+            lacking |= needed > num_blocks[layout.rows] * self._block_size
         return lacking
 
     def _why_not(self, request_id: str, count: int) -> str:
@@ -258,7 +261,12 @@ class InputBuilder:
         )
 
     def _groups(
-        self, cast: _Cast, positions: Ints, computed: Ints, seq_lens: Ints, encodes: list[int]
+        self,
+        layout: _BatchLayout,
+        positions: Ints,
+        computed: Ints,
+        seq_lens: Ints,
+        encodes: list[int],
     ) -> tuple[GroupBatch, ...]:
         if not self._table.block_tables:
             return ()  # the model caches nothing
@@ -269,17 +277,17 @@ class InputBuilder:
         groups = []
         for group, blocks in enumerate(self._table.block_tables):
             if group in self._table.cross_groups:
-                groups.append(self._cross_group(blocks, cast.rows, encodes))
+                groups.append(self._cross_group(blocks, layout.rows, encodes))
                 continue
             if group in self._table.state_groups:
-                groups.append(self._state_group(blocks, cast.rows, computed, seq_lens))
+                groups.append(self._state_group(blocks, layout.rows, computed, seq_lens))
                 continue
-            slots = blocks[cast.token_rows, columns].astype(np.int64)
+            slots = blocks[layout.token_rows, columns].astype(np.int64)
             slots *= size
             slots += offsets
             groups.append(
                 GroupBatch(
-                    block_table=_tensor(blocks[:, :num_blocks][cast.rows], device),
+                    block_table=_tensor(blocks[:, :num_blocks][layout.rows], device),
                     slot_mapping=_tensor(slots, device),
                 )
             )
@@ -320,11 +328,11 @@ class InputBuilder:
 
 
 def _prompt_rows(
-    table: RequestTable, cast: _Cast, computed: Ints, seq_lens: Ints
+    table: RequestTable, layout: _BatchLayout, computed: Ints, seq_lens: Ints
 ) -> list[PromptRows]:
-    found, cu_seqlens = [], cast.cu_seqlens
-    for b in cast.wants_prompt:
-        row, first = int(cast.rows[b]), int(computed[b])
+    found, cu_seqlens = [], layout.cu_seqlens
+    for b in layout.wants_prompt:
+        row, first = int(layout.rows[b]), int(computed[b])
         last = min(int(seq_lens[b]), int(table.num_prompt_tokens[row]) - 1)
         if last > first:
             token_rows = np.arange(cu_seqlens[b], cu_seqlens[b] + last - first)

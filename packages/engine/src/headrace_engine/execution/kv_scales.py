@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace_core.attention import AttentionLayerSpec
+from headrace_core.attention import LARGEST, AttentionLayerSpec, KVScaleMeasure
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.kv import NULL_BLOCK, KVCacheConfig
-from headrace_core.kv_scales import LARGEST, KVScaleMeasure, ScaleConstants
 from headrace_core.model import AttentionLayer, MeasuresKVScales
 from headrace_engine.execution.cache import state_groups
+from headrace_engine.execution.scale_constants import ScaleConstants
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def measuring_batch(
 
 
 def _fresh_state(block_id: int, device: torch.device) -> GroupBatch:
-    """Of a prompt that begins without a state and leaves one in this block."""
+    """The states of a prompt that begins without one and leaves one in this block."""
     return GroupBatch(
         torch.zeros((1, 0), dtype=torch.int32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),

@@ -1,11 +1,11 @@
-"""What the largest step takes: bytes at its peak, and seconds."""
+"""The cost of the largest step: bytes at its peak, and seconds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
-from headrace_core.modality import MediaInput
+from headrace_core.multimodal import MediaInput
 from headrace_engine.execution.dummy import DummySteps
 from headrace_engine.execution.measure import MemoryMeter
 

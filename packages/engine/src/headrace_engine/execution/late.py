@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from headrace_core.step import NewRequest
 from headrace_engine.structured.matching import RowConstraint
 
 IDLE_WAIT = 0.005
@@ -30,22 +31,23 @@ class LateRows:
     """The late rows of one worker. One thread only."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, LateRow] = {}
+        self.rows: dict[str, LateRow] = {}
+        """By request."""
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def add(self, row: int, new: NewRequest) -> None:
+        """A new request has no late token."""
 
     def keep(self, row: LateRow) -> None:
         """Remember a row until it is taken or forgotten."""
-        self._rows[row.request_id] = row
+        self.rows[row.request_id] = row
 
-    def forget(self, request_id: str) -> None:
-        """The request is gone; unknown ids are ignored."""
-        self._rows.pop(request_id, None)
+    def remove(self, row: int, request_id: str) -> None:
+        """The request is gone."""
+        self.rows.pop(request_id, None)
 
     def overdue(self, scheduled: Container[str]) -> list[LateRow]:
         """Take the rows of requests that are scheduled again, and wait for their masks."""
-        found = [row for request_id, row in self._rows.items() if request_id in scheduled]
+        found = [row for request_id, row in self.rows.items() if request_id in scheduled]
         return self._taken(found)
 
     def matched(self, scheduled: Container[str], *, wait_for_one: bool = False) -> list[LateRow]:
@@ -55,7 +57,7 @@ class LateRows:
             scheduled: requests of this step, whose rows stay: their results say that they are late.
             wait_for_one: if there is none, wait for one, at most :data:`IDLE_WAIT`.
         """
-        rows = [row for request_id, row in self._rows.items() if request_id not in scheduled]
+        rows = [row for request_id, row in self.rows.items() if request_id not in scheduled]
         pending = [row.constraint.matching for row in rows if row.constraint.matching is not None]
         if wait_for_one and len(pending) == len(rows):
             wait(pending, IDLE_WAIT, FIRST_COMPLETED)
@@ -66,5 +68,5 @@ class LateRows:
     def _taken(self, rows: list[LateRow]) -> list[LateRow]:
         for row in rows:
             row.constraint.settle()
-            del self._rows[row.request_id]
+            del self.rows[row.request_id]
         return rows

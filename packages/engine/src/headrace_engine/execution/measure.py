@@ -1,4 +1,4 @@
-"""How much memory is free, used, and used at most while something runs."""
+"""Memory that is free, used, and used at most while something runs."""
 
 from __future__ import annotations
 

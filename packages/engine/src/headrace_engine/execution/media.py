@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import ModelError
-from headrace_core.modality import MediaInput
 from headrace_core.model import SupportsEncoderDecoder, SupportsMultiModal
-from headrace_core.packed import PackedArray
+from headrace_core.multimodal import MediaInput
 from headrace_core.step import NewRequest
-from headrace_engine.execution.embeds import GivenVectors
+from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
 
 
@@ -84,35 +84,32 @@ class PendingMedia:
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._encoder: dict[int, list[MediaInput]] = {}
-        self._placed: dict[int, list[MediaInput]] = {}
+        self.to_encode: dict[int, list[MediaInput]] = {}
+        """By row: items for an encoder-decoder model, which encodes them in the request's first step."""
+        self.to_embed: dict[int, list[MediaInput]] = {}
+        """By row: items for placeholders, which are embedded in the step that reaches them."""
 
-    def set(self, row: int, new: NewRequest) -> None:
+    def add(self, row: int, new: NewRequest) -> None:
         """Take a new request's media."""
-        self.clear(row)
-        if new.num_encoder_tokens:
-            self._encoder[row] = new.media
-        elif new.media:
-            self._placed[row] = list(new.media)
+        if new.request.num_encoder_tokens:
+            self.to_encode[row] = new.request.media
+        elif new.request.media:
+            self.to_embed[row] = list(new.request.media)
 
-    def clear(self, row: int) -> None:
+    def remove(self, row: int, request_id: str) -> None:
         """Forget a row's request."""
-        self._encoder.pop(row, None)
-        self._placed.pop(row, None)
-
-    def to_encode(self, rows: Sequence[int]) -> list[int]:
-        """Indices of those rows whose media are not encoded."""
-        return [b for b, row in enumerate(rows) if row in self._encoder] if self._encoder else []
+        self.to_encode.pop(row, None)
+        self.to_embed.pop(row, None)
 
     def take_encoder(self, rows: Sequence[int]) -> list[MediaInput]:
         """Their media, which wait no longer."""
-        return [item for row in rows for item in self._encoder.pop(row)]
+        return [item for row in rows for item in self.to_encode.pop(row)]
 
     def embed_due(
         self,
         scheduled: Mapping[str, int],
         run: Callable[[Sequence[MediaInput]], Sequence[Tensor]],
-        into: GivenVectors,
+        into: PromptTable,
     ) -> None:
         """Have the items embedded that a step reaches.
 
@@ -121,20 +118,18 @@ class PendingMedia:
             run: embeds items.
             into: gets their vectors.
         """
-        if not self._placed:
-            return
         due: list[tuple[int, MediaInput]] = []
         for request_id, count in scheduled.items():
             row = self._table.row_of.get(request_id, -1)
-            waiting = self._placed.get(row)
+            waiting = self.to_embed.get(row)
             if waiting is None:
                 continue
             start = int(self._table.num_computed_tokens[row])
             reached = [item for item in waiting if item.offset < start + count]
             due += [(row, item) for item in reached if item.offset + item.num_tokens > start]
-            self._placed[row] = waiting[len(reached) :]
-            if not self._placed[row]:
-                del self._placed[row]
+            self.to_embed[row] = waiting[len(reached) :]
+            if not self.to_embed[row]:
+                del self.to_embed[row]
         if due:
             for (row, item), vectors in zip(due, run([item for _, item in due]), strict=True):
-                into.add(row, item.offset, vectors)
+                into.add_span(row, item.offset, vectors)

@@ -1,4 +1,4 @@
-"""How large the KV cache becomes, and what was weighed for it."""
+"""The size of the KV cache, and the numbers that it follows from."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace_core.config import CacheConfig
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
+from headrace_engine.config import CacheConfig
 from headrace_engine.execution.division import (
-    Limits,
+    CacheLimits,
     PoolNeed,
     divide,
     least_bytes,
@@ -37,10 +37,10 @@ class CachePlan:
     available: int
     """Free before anything was loaded."""
     decided_by: str
-    """What limited the size, in words."""
+    """The limit that decided the size, in words."""
     max_model_len: int
     largest_batch: int
-    """How many requests of ``max_model_len`` tokens the cache holds at once."""
+    """Number of requests of ``max_model_len`` tokens that the cache holds at once."""
 
     @property
     def cache(self) -> int:
@@ -120,7 +120,7 @@ def plan_cache(
     profile: MemoryProfile,
     groups: Sequence[KVCacheGroup],
     cache: CacheConfig,
-    limits: Limits,
+    limits: CacheLimits,
     *,
     device: str,
 ) -> CachePlan:
@@ -166,7 +166,7 @@ def fit_max_model_len(
     profile: MemoryProfile,
     groups: Sequence[KVCacheGroup],
     cache: CacheConfig,
-    limits: Limits,
+    limits: CacheLimits,
     *,
     device: str,
 ) -> int:
@@ -185,9 +185,9 @@ def fit_max_model_len(
 
 
 def spare_bytes(
-    profile: MemoryProfile, groups: Sequence[KVCacheGroup], cache: CacheConfig, limits: Limits
+    profile: MemoryProfile, groups: Sequence[KVCacheGroup], cache: CacheConfig, limits: CacheLimits
 ) -> int:
-    """What is left beside one request of the longest context; negative: what is missing.
+    """Bytes that are left beside one request of the longest context; negative: that are missing.
 
     The caps of a cache on a CPU do not count: they give way to a request that needs more.
 
@@ -212,7 +212,7 @@ def spare_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Budget:
-    """How large the cache may be."""
+    """The bytes that the cache may have."""
 
     decided_by: str
     pools: Callable[[Sequence[PoolNeed]], tuple[int, ...]]
@@ -282,7 +282,7 @@ def _missing(pools: Sequence[int], needs: Sequence[PoolNeed]) -> int:
     return sum(count * need.block_bytes for count, need in zip(lacking, needs))
 
 
-def _longest_that_fits(budget: _Budget, groups: Sequence[KVCacheGroup], limits: Limits) -> int:
+def _longest_that_fits(budget: _Budget, groups: Sequence[KVCacheGroup], limits: CacheLimits) -> int:
     """Bisection over the length; 0 if not even one token fits."""
     low, high = 0, limits.max_model_len
     while low < high:

@@ -10,7 +10,6 @@ Letters: T tokens in this step, B requests in it, R rows of hidden states, H hid
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,23 +23,20 @@ import torch
 from torch import Tensor
 
 from headrace_core import failpoints
+from headrace_core.arrays import PackedArray
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
 from headrace_core.graph import StepGraph
-from headrace_core.model import PoolingBatch, Rows, SupportsPooling
-from headrace_core.packed import PackedArray
+from headrace_core.model import Pooler, PoolingBatch, Rows, SupportsPooling
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.step import NewRequest, RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.execution.inputs import StepInputs
-from headrace_engine.execution.parts import divide, longest_first
 from headrace_engine.execution.requests import Ints
 from headrace_engine.execution.runner import ModelRunner, pass_failpoint
 
-logger = logging.getLogger(__name__)
-
 
 class _Asked(NamedTuple):
-    """What a request that is held wants."""
+    """The wish of a request that is held."""
 
     params: PoolingParams
     rows: Rows
@@ -52,7 +48,7 @@ class _Asked(NamedTuple):
         return len(self.token_ids) if self.rows == "all" else 1
 
 
-class _Span(NamedTuple):
+class _RowSpan(NamedTuple):
     """Rows of the step's tokens that a request needs: ``start`` to ``end``."""
 
     b: int
@@ -67,7 +63,7 @@ class _States(NamedTuple):
     hidden: Tensor
     """[R, H]."""
     lasting: bool
-    """Whether they outlast the next step's pass, so that pooling may wait for it to begin."""
+    """True if they outlast the next step's pass, so that pooling may wait for it to begin."""
 
 
 class _Due(NamedTuple):
@@ -75,6 +71,43 @@ class _Due(NamedTuple):
 
     request_ids: list[str]
     batch: PoolingBatch
+
+
+class PooledRows:
+    """Pooling requests of a worker, with the rows of hidden states that are kept of them.
+
+    Args:
+        pooler: says which rows a request needs.
+    """
+
+    def __init__(self, pooler: Pooler) -> None:
+        self._pooler = pooler
+        self.asked: dict[str, _Asked] = {}
+        """By request id."""
+        self.kept: dict[str, list[Tensor]] = {}
+        """By request id: rows of earlier chunks, of prompts that are not complete."""
+
+    def add(self, row: int, new: NewRequest) -> None:
+        """Read what a request asks for.
+
+        Raises:
+            ValueError: it does not ask for pooling, or needs rows of tokens that are cached.
+        """
+        pooling = new.request.pooling
+        if pooling is None:
+            raise ValueError("the model pools, and the request asks for no pooling")
+        rows = self._pooler.rows(pooling)
+        if rows != "last" and new.num_computed_tokens:
+            raise ValueError(
+                f"task {pooling.task!r} needs rows of the {new.num_computed_tokens} tokens that are "
+                "cached already"
+            )
+        self.asked[new.request_id] = _Asked(pooling, rows, new.token_ids)
+
+    def remove(self, row: int, request_id: str) -> None:
+        """Forget a request."""
+        self.asked.pop(request_id, None)
+        self.kept.pop(request_id, None)
 
 
 class PoolingRunner(ModelRunner):
@@ -86,11 +119,10 @@ class PoolingRunner(ModelRunner):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._asked: dict[str, _Asked] = {}
         self.all_rows = True
-        """Whether captured steps give the states of all rows, else those of ``logits_rows``."""
-        self._kept: dict[str, list[Tensor]] = {}
-        """Rows of earlier chunks, of prompts that are not complete."""
+        """True if captured steps give the states of all rows, else those of ``logits_rows``."""
+        self._pooled = PooledRows(self.model.pooler)
+        self.requests.follow(self._pooled)
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -120,58 +152,29 @@ class PoolingRunner(ModelRunner):
                 result.finish()
         return result
 
-    def apply_changes(self, step: ScheduledStep) -> None:
-        """As of any step; and what new requests ask for, while those that are gone keep nothing."""
-        for request_id in step.gone_request_ids:
-            self._forget(request_id)
-        super().apply_changes(step)
-        for new in step.new_requests:
-            self._forget(new.request_id)
-            row = self.requests.row_of[new.request_id]
-            try:
-                self._asked[new.request_id] = self._read(new)
-            except Exception as error:
-                logger.warning("request %s cannot run", new.request_id, exc_info=True)
-                self.requests.fail(row, f"{type(error).__name__}: {error}")
-
     def whole_step(self, batch: ForwardBatch) -> Tensor:
         """Final hidden states [T, H] (:data:`headrace_core.graph.Step`)."""
         hidden: Tensor = self.model.forward(self.with_metadata(batch))
         return hidden
 
-    def _read(self, new: NewRequest) -> _Asked:
-        if new.pooling is None:
-            raise ValueError("the model pools, and the request says nothing of pooling")
-        rows = self.model.pooler.rows(new.pooling)
-        if rows != "last" and new.num_computed_tokens:
-            raise ValueError(
-                f"task {new.pooling.task!r} needs rows of the {new.num_computed_tokens} tokens that "
-                "are cached already"
-            )
-        return _Asked(new.pooling, rows, new.token_ids)
-
-    def _forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
-        self._kept.pop(request_id, None)
-
-    def _spans(self, inputs: StepInputs, counts: Sequence[int]) -> list[_Span]:
-        """Whose hidden states are needed, in batch order."""
+    def _spans(self, inputs: StepInputs, counts: Sequence[int]) -> list[_RowSpan]:
+        """Rows of hidden states that requests need, in batch order."""
         complete = set(inputs.sampled.tolist())
         spans, end = [], 0
         for b, (request_id, count) in enumerate(zip(inputs.request_ids, counts)):
             start, end = end, end + count
             if request_id in inputs.errors:
                 continue
-            rows = self._asked[request_id].rows
+            rows = self._pooled.asked[request_id].rows
             if rows == "all":
-                spans.append(_Span(b, start, end))
+                spans.append(_RowSpan(b, start, end))
             elif rows == "last" and b in complete:
-                spans.append(_Span(b, end - 1, end))
+                spans.append(_RowSpan(b, end - 1, end))
             elif rows == "first" and inputs.seq_lens[b] == count:
-                spans.append(_Span(b, start, start + 1))
+                spans.append(_RowSpan(b, start, start + 1))
         return spans
 
-    def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> _States:
+    def _states(self, batch: ForwardBatch, spans: Sequence[_RowSpan]) -> _States:
         """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
         rows = _row_index(spans, batch.num_tokens, self.device)
         wanted = dataclasses.replace(batch, logits_rows=rows)
@@ -190,7 +193,7 @@ class PoolingRunner(ModelRunner):
         return _States(self.whole_step(wanted), lasting=False)
 
     def _in_order(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
-        """What is scheduled, in the order in which it is best computed."""
+        """The scheduled requests, in the order in which they are best computed."""
         divides = self.graph is not None and self.graph.lanes > 1
         return longest_first(scheduled) if divides else scheduled
 
@@ -203,7 +206,7 @@ class PoolingRunner(ModelRunner):
         return _States(graph.replay(batch), lasting=False)
 
     def _cuts(self, graph: StepGraph, batch: ForwardBatch) -> list[int]:
-        """Where the parts of a step begin and end; [] if it is better not divided, or cannot be."""
+        """The bounds of a step's parts; [] if it is better not divided, or cannot be."""
         if graph.lanes < 2:
             return []
         bounds = batch.cu_seqlens_q.numpy()
@@ -212,14 +215,18 @@ class PoolingRunner(ModelRunner):
         cuts = divide(np.diff(bounds).tolist(), graph.lanes, graph.part_tokens)
         return cuts if len(cuts) > 2 else []
 
-    def _due(self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_Span]) -> _Due | None:
+    def _due(self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_RowSpan]) -> _Due | None:
         """The prompts that are complete, None if there are none; rows of the others are kept."""
         complete = [inputs.request_ids[b] for b in inputs.sampled.tolist()]
-        if self._kept or len(spans) != len(complete) or len(complete) < len(inputs.request_ids):
+        if (
+            self._pooled.kept
+            or len(spans) != len(complete)
+            or len(complete) < len(inputs.request_ids)
+        ):
             hidden = self._with_kept(inputs, hidden, spans, complete)
         if not complete:
             return None
-        asked = [self._asked[request_id] for request_id in complete]
+        asked = [self._pooled.asked[request_id] for request_id in complete]
         cu_rows = np.cumsum([0, *(one.num_rows for one in asked)])
         batch = PoolingBatch(
             hidden=hidden,
@@ -238,7 +245,7 @@ class PoolingRunner(ModelRunner):
             results[request_id] = self._result(request_id, tensor)
 
     def _with_kept(
-        self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_Span], complete: Sequence[str]
+        self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_RowSpan], complete: Sequence[str]
     ) -> Tensor:
         """Rows of the complete prompts, those of their earlier chunks included."""
         end = 0
@@ -246,8 +253,8 @@ class PoolingRunner(ModelRunner):
             start, end = end, end + span.end - span.start
             # Copies: the step's states are overwritten by the next one, or are much larger.
             rows = hidden[start:end].clone()
-            self._kept.setdefault(inputs.request_ids[span.b], []).append(rows)
-        parts = [rows for request_id in complete for rows in self._kept.pop(request_id)]
+            self._pooled.kept.setdefault(inputs.request_ids[span.b], []).append(rows)
+        parts = [rows for request_id in complete for rows in self._pooled.kept.pop(request_id)]
         return torch.cat(parts) if parts else hidden[:0]
 
     def _result(self, request_id: str, tensor: Tensor) -> RequestStepResult:
@@ -277,7 +284,7 @@ def _one_torch_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) -> Tensor | None:
+def _row_index(spans: Sequence[_RowSpan], num_tokens: int, device: torch.device) -> Tensor | None:
     """[R] int64; None = all rows, in order."""
     if sum(span.end - span.start for span in spans) == num_tokens:
         return None
@@ -288,7 +295,7 @@ def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) ->
 
 
 def _one_of_each(rows: Tensor | None, bounds: npt.NDArray[np.int32]) -> bool:
-    """Whether one row of each request is wanted, in order, where requests begin and end at ``bounds``
+    """True if one row of each request is wanted, in order, where requests begin and end at ``bounds``
     [B + 1]. There may be as many rows as requests and two of one: where another one has failed."""
     if rows is None or len(rows) != len(bounds) - 1:
         return False
@@ -297,7 +304,7 @@ def _one_of_each(rows: Tensor | None, bounds: npt.NDArray[np.int32]) -> bool:
 
 
 def needs_all_rows(model: SupportsPooling, info: PoolingInfo) -> bool:
-    """Whether the model's first task, which most requests will ask for, is made of all tokens."""
+    """True if the model's first task, which most requests will ask for, is made of all tokens."""
     task = next((task for task in info.tasks if task != "plugin"), None)
     if task is None:
         return True
@@ -336,3 +343,44 @@ def pool_once(model: SupportsPooling, batch: ForwardBatch, info: PoolingInfo) ->
 def _edge(ends: Tensor, rows: Rows, hidden: Tensor) -> Tensor:
     """[B]; each request's first or last row."""
     return (ends[:-1] if rows == "first" else ends[1:] - 1).to(hidden.device)
+
+
+LEAST_TOKENS = 128
+"""Least tokens of a part, where there are several: products of fewer rows wait for weights."""
+
+
+def longest_first(scheduled: Mapping[str, int]) -> dict[str, int]:
+    """Numbers of tokens by request, largest first."""
+    return dict(sorted(scheduled.items(), key=lambda item: -item[1]))
+
+
+def divide(counts: Sequence[int], lanes: int, most_tokens: int) -> list[int]:
+    """The bounds of a step's parts, as indices of its requests: 0, ..., their number.
+
+    Guided self-scheduling (Polychronopoulos and Kuck, 1987): a part is a fixed share of what is left, so
+    the first ones are large, which is efficient, and the last ones small, so that threads end together.
+    For the same reason long requests come first.
+
+    One part, where more would not keep all lanes busy: threads do better then to share each kernel.
+
+    Args:
+        counts: tokens by request, largest first.
+        lanes: parts that run at the same time.
+        most_tokens: of a part.
+    """
+    left, whole = sum(counts), [0, len(counts)]
+    if lanes < 2 or left < 2 * lanes * LEAST_TOKENS or counts[0] > min(most_tokens, left // lanes):
+        return whole
+    cuts, held = [0], 0
+    share = _share(left, lanes, most_tokens)
+    for index, count in enumerate(counts):
+        if held and held + count > share:
+            cuts.append(index)
+            left -= held
+            held, share = 0, _share(left, lanes, most_tokens)
+        held += count
+    return [*cuts, len(counts)]
+
+
+def _share(left: int, lanes: int, most_tokens: int) -> int:
+    return min(max(LEAST_TOKENS, left // (2 * lanes)), most_tokens)

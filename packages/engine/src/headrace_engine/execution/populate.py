@@ -47,7 +47,7 @@ _PIECE = 8 << 20
 """Bytes populated by one call: how long a stop waits."""
 _PAGE = 4096
 WHOLE = -1
-"""As ``ahead_bytes``: all of the cache."""
+"""Value of ``ahead_bytes`` for all of the cache."""
 _IDLE = 19
 """Niceness of the thread: it takes what nobody else wants."""
 

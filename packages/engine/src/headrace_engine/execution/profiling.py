@@ -11,14 +11,13 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from headrace_core.config import ProfilerConfig
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_engine.config import ProfilerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,8 @@ class StepProfiler:
         self._config = config
         self._device = device
         self._rank = rank
-        self._armed = False
+        self.armed = False
+        """Between a start and a stop: :meth:`step` is to be around each step."""
         self._num_steps = 0
         """Since the start was asked for."""
         self._recording: _Recording | None = None
@@ -58,26 +58,26 @@ class StepProfiler:
             RequestError: it records already.
         """
         self._check()
-        if self._armed:
+        if self.armed:
             raise RequestError("start_profile: a profile is being recorded already")
-        self._armed, self._num_steps = True, 0
+        self.armed, self._num_steps = True, 0
         if self._config.delay_iterations == 0:
             self._begin()
 
     def stop(self) -> None:
         """End and write; nothing recorded: nothing happens."""
         self._check()
-        self._armed = False
+        self.armed = False
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.finish()
 
-    def step(self) -> AbstractContextManager[object]:
-        """Around each step."""
-        return self._marked() if self._armed else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _marked(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        """Around a step; only needed while :attr:`armed`."""
+        if not self.armed:
+            yield
+            return
         if self._recording is None:
             yield
         else:

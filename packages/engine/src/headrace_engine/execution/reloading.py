@@ -1,4 +1,4 @@
-"""What may change before a worker reads its weights again. No torch."""
+"""Settings that may change before a worker reads its weights again. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headrace_core.errors import ConfigError, RequestError
 
 SECTION = "load_config"
 FIELDS = ("load_format", "safetensors_load_strategy")
-"""Of :class:`~headrace_core.config.LoadConfig`. Not its extra config, which may name files elsewhere:
-the call may come from a socket."""
+"""Fields of :class:`~headrace_core.config.LoadConfig` that may change. Not its extra config, which
+may name files elsewhere: the call may come from a socket."""
 
 
 def load_changes(changes: object) -> dict[str, str]:

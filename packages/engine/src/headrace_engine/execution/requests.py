@@ -1,4 +1,4 @@
-"""What the worker knows of the requests it holds: one row each in arrays that grow.
+"""Requests that a worker holds: one row each in arrays that grow.
 
 Rows instead of objects: a step gathers its inputs with a handful of array operations, whatever the
 number of requests. A row is reused after its request is gone.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,23 @@ _FIRST_TOKENS = 1024
 _FIRST_BLOCKS = 64
 
 
+class RowTable(Protocol):
+    """A further table of a worker's requests, by row or by id. It follows a :class:`RequestTable`, which
+    adds each request to it and removes it."""
+
+    def add(self, row: int, new: NewRequest) -> None:
+        """Take in a request; nothing is kept of the row's last one. The request fails with what this
+        raises."""
+        ...
+
+    def remove(self, row: int, request_id: str) -> None:
+        """Forget a request; it may be one whose adding failed."""
+        ...
+
+
 class RequestTable:
-    """Tokens, block tables and sampling settings by row.
+    """Tokens, block tables and sampling settings by row. Requests are added and removed here, for all
+    tables that :meth:`follow`.
 
     Letters: C rows, W longest token list so far, M longest block table so far (both powers of two).
 
@@ -79,6 +94,7 @@ class RequestTable:
         """By pool: largest block id ever held."""
         self.sampling = SamplingTable(_FIRST_ROWS, vocab_size=vocab_size, seed=seed)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._followers: list[RowTable] = []
         self._constraints = constraints
         self._pools = tuple(pools)
 
@@ -88,8 +104,12 @@ class RequestTable:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.row_of
 
+    def follow(self, *tables: RowTable) -> None:
+        """Add requests to further tables from now on, in this order, and remove them there."""
+        self._followers += tables
+
     def add(self, new: NewRequest) -> int:
-        """Take a request in and return its row. What is wrong with it goes to :attr:`failures`."""
+        """Add a request to all tables and return its row. Its errors go to :attr:`failures`."""
         self.remove(new.request_id)
         if not self._free_rows:
             self._add_rows()
@@ -97,24 +117,23 @@ class RequestTable:
         self.row_of[new.request_id] = row
         self.num_blocks[:, row] = 0
         self.broken.add(row)
-        try:
-            self._fill(row, new)
-            self.broken.discard(row)
-            self.sampling.set(row, new, self._constraint(new))
-        except RequestError as error:
-            logger.info("request %s cannot run: %s", new.request_id, error)
-            self.dead_ends.add(row)
-            self.fail(row, str(error))
-        except Exception as error:
-            # Whatever is wrong with one request must not fail the step.
-            logger.warning("request %s cannot run", new.request_id, exc_info=True)
-            self.fail(row, f"{type(error).__name__}: {error}")
         self.version += 1
+        for take_in in (self._fill, self._add_sampling, *(one.add for one in self._followers)):
+            try:
+                take_in(row, new)
+            except RequestError as error:
+                logger.info("request %s cannot run: %s", new.request_id, error)
+                self.dead_ends.add(row)
+                self.fail(row, str(error))
+            except Exception as error:
+                # A request that is wrong must not fail the step.
+                logger.warning("request %s cannot run", new.request_id, exc_info=True)
+                self.fail(row, f"{type(error).__name__}: {error}")
         return row
 
     def fail(self, row: int, reason: str) -> None:
-        """See :attr:`failures`."""
-        self.failures[row] = reason
+        """See :attr:`failures`; the first reason stays."""
+        self.failures.setdefault(row, reason)
         self.version += 1
 
     def append_blocks(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
@@ -135,7 +154,8 @@ class RequestTable:
         self.sampling.observe(rows, token_ids)
 
     def remove(self, request_id: str) -> int | None:
-        """Forget a request and return the row it had; None for unknown ids, which are ignored."""
+        """Remove a request from all tables and return the row it had; None for unknown ids, which are
+        ignored."""
         row = self.row_of.pop(request_id, None)
         if row is None:
             return None
@@ -145,8 +165,10 @@ class RequestTable:
         self.dead_ends.discard(row)
         self.broken.discard(row)
         self.version += 1
-        self.sampling.clear(row)
+        self.sampling.remove(row)
         self._free_rows.append(row)
+        for follower in self._followers:
+            follower.remove(row, request_id)
         return row
 
     def output_tokens(self, row: int) -> npt.NDArray[np.int32]:
@@ -167,13 +189,17 @@ class RequestTable:
         self._set_tokens(row, new)
         for group, ids in enumerate(new.block_ids):
             self._append(group, row, ids)
+        self.broken.discard(row)
+
+    def _add_sampling(self, row: int, new: NewRequest) -> None:
+        self.sampling.add(row, new, self._constraint(new))
 
     def _constraint(self, new: NewRequest) -> RowConstraint | None:
-        if new.constraint is None:
+        if new.request.constraint is None:
             return None
         if self._constraints is None:
             raise ValueError("structured output: this worker was built without it")
-        return self._constraints.make(new.constraint, new.token_ids[new.num_prompt_tokens :])
+        return self._constraints.make(new.request.constraint, new.output_token_ids)
 
     def _set_tokens(self, row: int, new: NewRequest) -> None:
         tokens = np.asarray(new.token_ids, np.int64)
@@ -189,7 +215,7 @@ class RequestTable:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
-        self.num_encoder_tokens[row] = new.num_encoder_tokens
+        self.num_encoder_tokens[row] = new.request.num_encoder_tokens
 
     def _append(self, group: int, row: int, ids: list[int]) -> None:
         if not ids:

@@ -54,7 +54,7 @@ class ModelRunner:
         constraints: makes requests' constraints on the form of their outputs; None: a request that
             brings one fails.
         processors: users' logits processors; None: there are none.
-        token_types: whether the model takes segments of its tokens.
+        token_types: True if the model takes segments of its tokens.
     """
 
     def __init__(
@@ -98,6 +98,11 @@ class ModelRunner:
         self.late = LateRows()
         """Rows whose tokens earlier steps left open."""
         self.alignments = Alignments(model, self.inputs, self._whole_batch, self._count_computed)
+        self.requests.follow(self.alignments, self.late)
+        if processors is not None:
+            self.requests.follow(processors)
+        self._highest_blocks: list[int] = []
+        """By pool: as the populators were last told."""
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -106,11 +111,12 @@ class ModelRunner:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
         late: dict[str, RequestStepResult] = {}
-        if self.late:
+        if self.late.rows:
             self._sample_late(self.late.overdue(step.num_scheduled_tokens), late)
-        self._embed_media(step)
+        if self.inputs.media.to_embed:
+            self._embed_media(step)
         scheduled = step.num_scheduled_tokens
-        results = self.alignments.run(scheduled)
+        results = self.alignments.run(scheduled) if self.alignments.wanted else {}
         if results:
             scheduled = {i: count for i, count in scheduled.items() if i not in results}
         inputs = self.inputs.build(scheduled)
@@ -122,7 +128,7 @@ class ModelRunner:
                 else RequestStepResult(error=reason)
             )
         seconds = 0.0
-        if inputs.batch is None and self.late:
+        if inputs.batch is None and self.late.rows:
             self._sample_late(self.late.matched(scheduled, wait_for_one=not late), late)
         if inputs.batch is not None:
             if self.processors is not None:
@@ -138,7 +144,7 @@ class ModelRunner:
                 rows, sampled_ids = inputs.sampled_rows, inputs.sampled_ids
                 late_rows = self._keep_late(unknown, rows, sampled_ids, logits)
                 self._sample(rows, sampled_ids, logits, results, late_rows)
-            if self.late:
+            if self.late.rows:
                 self._sample_late(self.late.matched(step.num_scheduled_tokens), late)
         ids = step.num_scheduled_tokens
         if len(inputs.sampled) < len(ids) or inputs.prompt_rows:  # some have other results, or none
@@ -148,31 +154,15 @@ class ModelRunner:
     def apply_changes(self, step: ScheduledStep) -> None:
         """First who is gone, then who is new, then further blocks."""
         for request_id in step.gone_request_ids:
-            row = self.requests.remove(request_id)
-            if row is not None:
-                self.inputs.given.clear(row)
-                self.inputs.attended.clear(row)
-                self.inputs.media.clear(row)
-                if self.inputs.token_types is not None:
-                    self.inputs.token_types.clear(row)
-            self.alignments.forget(request_id)
-            self.late.forget(request_id)
-            if self.processors is not None:
-                self.processors.forget(request_id)
+            self.requests.remove(request_id)
         for new in step.new_requests:
-            row = self.requests.add(new)
-            self.inputs.given.set(row, new.prompt_embeds)
-            self.inputs.attended.set(row, new.num_attended_tokens)
-            self.inputs.media.set(row, new)
-            self.alignments.take(new)
-            if self.inputs.token_types is not None:
-                self.inputs.token_types.set(row, new.token_type_ids)
-            if self.processors is not None:
-                self.processors.take(new)
+            self.requests.add(new)
         for request_id, block_ids in step.new_block_ids.items():
             self.requests.append_blocks(request_id, block_ids)
-        for populator, block_id in zip(self.populators, self.requests.highest_blocks):
-            populator.used(block_id)
+        if self.populators and self.requests.highest_blocks != self._highest_blocks:
+            self._highest_blocks = self.requests.highest_blocks[:]
+            for populator, block_id in zip(self.populators, self._highest_blocks):
+                populator.used(block_id)
 
     def with_metadata(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with each cache group's attention metadata."""
@@ -221,7 +211,7 @@ class ModelRunner:
         self.inputs.media.embed_due(
             step.num_scheduled_tokens,
             lambda items: embed(cast("SupportsMultiModal", self.model), items, self.device),
-            self.inputs.given,
+            self.inputs.prompts,
         )
 
     def _with_encoder_states(self, inputs: StepInputs, batch: ForwardBatch) -> ForwardBatch:

@@ -11,7 +11,7 @@ from headrace_core.model import AttentionLayer
 
 
 def cache_owners(layers: Mapping[str, AttentionLayer]) -> dict[str, str]:
-    """Whose cache each layer is bound to, by its name: its own for most, none for those without one.
+    """The owner of the cache that each layer is bound to, by name: most own theirs, some have none.
 
     Args:
         layers: of the model, in execution order.
@@ -72,12 +72,12 @@ def _why_not(
 
 
 def _kind(spec: AttentionLayerSpec) -> str:
-    """What is stored, and for how long."""
+    """The kind of a cache: what is stored, and for how long."""
     kind = f"{spec.attention_type} of {spec.num_kv_heads} x {spec.head_dim}"
     if spec.sliding_window is not None:
         kind += f", window {spec.sliding_window}"
-    if spec.attention_chunk_size is not None:
-        kind += f", chunks of {spec.attention_chunk_size}"
+    if "attention_chunk" in spec.extras:
+        kind += f", chunks of {spec.extras['attention_chunk']}"
     return kind
 
 

@@ -9,13 +9,9 @@ from typing import Any
 
 import torch
 
-from headrace_core.config import ProfilerConfig
 from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CacheSpec, KVCacheConfig
-from headrace_core.kv_scales import ScaleConstants
-from headrace_core.logits_processor import LogitsProcessor
-from headrace_core.modality import MediaInput
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
@@ -24,9 +20,12 @@ from headrace_core.model import (
     SupportsRecurrence,
     takes_prompt_embeds,
 )
+from headrace_core.multimodal import MediaInput
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
+from headrace_core.sampling.logits_processor import LogitsProcessor
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.config import ProfilerConfig
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
@@ -54,6 +53,7 @@ from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
+from headrace_engine.execution.scale_constants import ScaleConstants
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.structured.matching import ConstraintMaker
@@ -235,7 +235,7 @@ class ModelWorker:
         )
 
     def _captured_bytes(self, activations: int, logits: int) -> int:
-        """What captured steps will hold besides: their share of the largest step's activations,
+        """Bytes that captured steps will hold besides: their share of the largest step's activations,
         and logits, also in the activations' dtype, of as many rows as that share samples."""
         if self._capture is None or not self._capture.largest:
             return 0
@@ -309,6 +309,8 @@ class ModelWorker:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
+        if not self._profiler.armed:
+            return self._ready().execute(step)
         with self._profiler.step():
             return self._ready().execute(step)
 

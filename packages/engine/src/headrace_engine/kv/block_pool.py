@@ -58,7 +58,7 @@ class BlockPool:
             self._group_of[block_id] = group
 
     def digest_of(self, block_id: int) -> bytes | None:
-        """What the block is cached as, if it is."""
+        """The digest under which the block is cached, if it is."""
         return self._digests[block_id]
 
     def take(self, count: int) -> list[int]:

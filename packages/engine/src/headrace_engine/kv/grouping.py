@@ -9,7 +9,7 @@ from headrace_core.kv import (
     CacheSpec,
     CrossAttentionSpec,
     KVCacheGroup,
-    LatentAttentionSpec,
+    MLASpec,
     RecurrentSpec,
 )
 
@@ -53,11 +53,9 @@ def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
 
 
 def _page(spec: CacheSpec) -> Hashable:
-    """What must be equal for blocks to be handed from one group to another: how many bytes, and where
+    """The page, which must be equal for blocks to be handed from one group to another: its bytes, and where
     they lie in the tensor. Keys and values may be apart; a state, and a latent, is in one piece."""
-    layout = next(
-        (kind for kind in (RecurrentSpec, LatentAttentionSpec) if isinstance(spec, kind)), None
-    )
+    layout = next((kind for kind in (RecurrentSpec, MLASpec) if isinstance(spec, kind)), None)
     return layout, spec.page_bytes
 
 

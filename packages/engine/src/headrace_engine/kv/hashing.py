@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace_core.modality import MediaInput
+    from headrace_core.multimodal import MediaInput
     from headrace_core.request import PromptEmbeds
 
 _DOMAIN = b"headrace-kv-1"
@@ -88,7 +88,7 @@ class BlockHashes:
         return digests
 
     def _keys(self, start: int, end: int) -> tuple[str, ...]:
-        """What tokens ``start`` to ``end`` depend on besides their ids."""
+        """Keys that tokens ``start`` to ``end`` depend on besides their ids."""
         content = self._embeds.digests(start, end) if self._embeds is not None else ""
         keys: tuple[str, ...] = ("embeds", content) if content else ()
         for item in self._media:

@@ -1,8 +1,8 @@
 """Paged cache for layers of every kind, from one pool of blocks for each size of page.
 
 All tables that grow with a request have the same length, ``ceil(tokens / block_size)``; entries that
-no later token reads are :data:`NULL_BLOCK`. Which those are, each group's kind says
-(:mod:`headrace_engine.kv.kinds`); what states need besides is in :mod:`headrace_engine.kv.states`. A
+no later token reads are :data:`NULL_BLOCK`. Which those are, each group's policy says
+(:mod:`headrace_engine.kv.policies`); what states need besides is in :mod:`headrace_engine.kv.states`. A
 table of cross-attention layers has ``ceil(encoder states / block_size)`` entries from the request's
 first tokens to its end; its blocks are never hashed, so nobody shares them.
 
@@ -30,9 +30,17 @@ from headrace_core.kv import (
     PrefixMatch,
 )
 from headrace_engine.kv.block_pool import BlockPool
-from headrace_engine.kv.entry import Entry
 from headrace_engine.kv.hashing import BlockHashes
-from headrace_engine.kv.kinds import Cross, Kind, Passing, Recurrent, Request, Whole, kind_of
+from headrace_engine.kv.policies import (
+    CachePolicy,
+    CrossAttentionPolicy,
+    FullAttentionPolicy,
+    RecurrentPolicy,
+    RequestSize,
+    WindowedPolicy,
+    policy_of,
+)
+from headrace_engine.kv.request_blocks import RequestBlocks
 from headrace_engine.kv.states import StateTables
 
 
@@ -59,8 +67,8 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        self._kinds = [kind_of(group) for group in config.groups]
-        _check_config(config, self._kinds, enable_prefix_caching)
+        self._policies = [policy_of(group) for group in config.groups]
+        _check_config(config, self._policies, enable_prefix_caching)
         self.block_size = config.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_model_len = max_model_len
@@ -68,17 +76,29 @@ class PagedKVCacheManager(KVCacheManager):
         self._pools = [BlockPool(count, len(config.groups)) for count in config.pools]
         self._pool_indices = [group.pool for group in config.groups]
         self._pool_of = [self._pools[index] for index in self._pool_indices]
-        kinds = list(enumerate(self._kinds))
-        self._passing = [(g, k) for g, k in kinds if isinstance(k, (Passing, Recurrent))]
-        self._has_windows = any(isinstance(kind, Passing) for kind in self._kinds)
-        self._cross = [g for g, kind in kinds if isinstance(kind, Cross)]
-        self._token_groups = [g for g, k in kinds if not isinstance(k, (Cross, Recurrent))]
-        recurrent = {g: self._pool_of[g] for g, k in kinds if isinstance(k, Recurrent)}
+        policies = list(enumerate(self._policies))
+        self._passing = [
+            (g, policy)
+            for g, policy in policies
+            if isinstance(policy, (WindowedPolicy, RecurrentPolicy))
+        ]
+        self._has_windows = any(isinstance(policy, WindowedPolicy) for policy in self._policies)
+        self._cross = [g for g, policy in policies if isinstance(policy, CrossAttentionPolicy)]
+        self._token_groups = [
+            g
+            for g, policy in policies
+            if not isinstance(policy, (CrossAttentionPolicy, RecurrentPolicy))
+        ]
+        recurrent = {
+            g: self._pool_of[g] for g, policy in policies if isinstance(policy, RecurrentPolicy)
+        }
         self._states = StateTables(recurrent, self.block_size)
-        self._growing = next(g for g, kind in kinds if not isinstance(kind, Cross))
+        self._growing = next(
+            g for g, policy in policies if not isinstance(policy, CrossAttentionPolicy)
+        )
         """A group whose table grows with its request."""
-        self._nothing: BlockIds = tuple([] for _ in kinds)
-        self._entries: dict[str, Entry] = {}
+        self._nothing: BlockIds = tuple([] for _ in policies)
+        self._entries: dict[str, RequestBlocks] = {}
         self._hashes: dict[str, BlockHashes] = {}
         self._branches: dict[str, int] = {}
         """By request: tokens of its prompt that others have computed, where no state of them is."""
@@ -86,16 +106,16 @@ class PagedKVCacheManager(KVCacheManager):
 
     def match_prefix(self, sequence: CachedSequence) -> PrefixMatch:
         if not self.enable_prefix_caching or sequence.skip_reading_prefix_cache:
-            return PrefixMatch(0, tuple([] for _ in self._kinds))
+            return PrefixMatch(0, tuple([] for _ in self._policies))
         digests = self._digests(sequence)
         length = (len(sequence.all_token_ids) - 1) // self.block_size
         if self._states.groups and self._token_groups:
             length = self._common_hit(self._token_groups, digests, length)
             self._branches[sequence.request_id] = length * self.block_size
-        length = self._common_hit(range(len(self._kinds)), digests, length)
+        length = self._common_hit(range(len(self._policies)), digests, length)
         tables = []
-        for group, kind in enumerate(self._kinds):
-            start = kind.first_visible(length * self.block_size)
+        for group, policy in enumerate(self._policies):
+            start = policy.first_visible(length * self.block_size)
             pool = self._pool_of[group]
             found = [pool.found(group, digest) for digest in digests[start:length]]
             tables.append([NULL_BLOCK] * start + found)
@@ -109,12 +129,15 @@ class PagedKVCacheManager(KVCacheManager):
         entry = self._entries.get(sequence.request_id)
         if entry is not None:
             # Nearly every decoding step: its block is there, and will not be full after it.
-            if sequence.num_computed_tokens + num_new_tokens <= entry.quiet_until and match is None:
+            if (
+                sequence.num_computed_tokens + num_new_tokens <= entry.no_allocation_until
+                and match is None
+            ):
                 return self._nothing
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
-        entry = Entry(sequence, len(self._kinds))
+        entry = RequestBlocks(sequence, len(self._policies))
         if match is None:
             gained = self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
         else:
@@ -157,12 +180,12 @@ class PagedKVCacheManager(KVCacheManager):
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         if num_tokens > self.max_model_len:
             return False
-        request = Request(
+        request = RequestSize(
             num_tokens, num_encoder_tokens, self._max_step_tokens, self.enable_prefix_caching
         )
         room = [pool.num_blocks - 1 for pool in self._pools]
-        for index, kind in zip(self._pool_indices, self._kinds):
-            room[index] -= kind.most_blocks(request)
+        for index, policy in zip(self._pool_indices, self._policies):
+            room[index] -= policy.most_blocks(request)
         return min(room) >= 0
 
     def reset_prefix_cache(self) -> bool:
@@ -193,7 +216,7 @@ class PagedKVCacheManager(KVCacheManager):
     # -- growing -------------------------------------------------------------------------------
 
     def _grow(
-        self, entry: Entry, computed: int, num_new: int, matched: BlockIds | None = None
+        self, entry: RequestBlocks, computed: int, num_new: int, matched: BlockIds | None = None
     ) -> BlockIds | None:
         """Take blocks for tokens ``computed`` .. ``computed + num_new``; None if too few."""
         total = computed + num_new
@@ -211,17 +234,17 @@ class PagedKVCacheManager(KVCacheManager):
             gained = self._take(entry, computed, missing, counts, matched)
         self._register(entry, total)
         if not self._has_windows:
-            entry.quiet_until = self._quiet_until(entry)
+            entry.no_allocation_until = self._no_allocation_until(entry)
         return gained
 
     def _wanted(
-        self, entry: Entry, computed: int, missing: int, matched: BlockIds | None
+        self, entry: RequestBlocks, computed: int, missing: int, matched: BlockIds | None
     ) -> list[int] | None:
         """New blocks by group, if tables that grow lack ``missing`` entries; None if a pool has too
         few. A state gets another block only where what it is now is to stay."""
         counts = [missing] * len(entry.tables)
         for group in self._cross:
-            states = self._kinds[group].blocks(entry.sequence.num_encoder_tokens)
+            states = self._policies[group].blocks(entry.sequence.num_encoder_tokens)
             counts[group] = states - len(entry.tables[group])
         for group in self._states.groups:
             counts[group] = not entry.tables[group]
@@ -238,7 +261,7 @@ class PagedKVCacheManager(KVCacheManager):
                     counts[group] = 1
         return counts
 
-    def _room(self, entry: Entry, computed: int, matched: BlockIds | None) -> list[int]:
+    def _room(self, entry: RequestBlocks, computed: int, matched: BlockIds | None) -> list[int]:
         """By pool: blocks that are free once the matched ones are taken, and those that the request
         has passed are not."""
         room = [pool.num_free for pool in self._pools]
@@ -246,9 +269,9 @@ class PagedKVCacheManager(KVCacheManager):
             counts = self._pool_of[group].ref_counts
             claimed = sum(b != NULL_BLOCK and counts[b] == 0 for b in block_ids)
             room[self._pool_indices[group]] -= claimed
-        for group, kind in self._passing:
+        for group, policy in self._passing:
             counts = self._pool_of[group].ref_counts
-            end = kind.first_visible(computed)
+            end = policy.first_visible(computed)
             passed = entry.tables[group][entry.first_held[group] : end]
             released = sum(counts[b] == 1 for b in passed if b != NULL_BLOCK)
             room[self._pool_indices[group]] += released
@@ -256,13 +279,13 @@ class PagedKVCacheManager(KVCacheManager):
 
     def _take(
         self,
-        entry: Entry,
+        entry: RequestBlocks,
         computed: int,
         missing: int,
         counts: list[int],
         matched: BlockIds | None,
     ) -> BlockIds:
-        """What every table gains; :meth:`_wanted` has counted it."""
+        """Blocks that every table gains; :meth:`_wanted` has counted them."""
         gained: BlockIds = tuple([] for _ in counts)
         if matched:  # all of them first: nothing that is taken may be one of them
             for pool, ids, block_ids in zip(self._pool_of, gained, matched):
@@ -280,7 +303,7 @@ class PagedKVCacheManager(KVCacheManager):
             entry.tables[group] += ids
         return gained
 
-    def _quiet_until(self, entry: Entry) -> int:
+    def _no_allocation_until(self, entry: RequestBlocks) -> int:
         """Length up to which no block is gained or given up, and none is filled that is not findable
         yet."""
         if not self._states.is_settled(entry):
@@ -290,11 +313,11 @@ class PagedKVCacheManager(KVCacheManager):
             return min(held, entry.num_registered + 1) * self.block_size - 1
         return held * self.block_size
 
-    def _release_passed(self, entry: Entry, computed: int) -> None:
+    def _release_passed(self, entry: RequestBlocks, computed: int) -> None:
         """Replace by the null block what nobody will read from this request's table."""
-        for group, kind in self._passing:
+        for group, policy in self._passing:
             table, pool = entry.tables[group], self._pool_of[group]
-            start, end = entry.first_held[group], min(kind.first_visible(computed), len(table))
+            start, end = entry.first_held[group], min(policy.first_visible(computed), len(table))
             if start >= end:
                 continue
             if group in self._token_groups:
@@ -306,7 +329,7 @@ class PagedKVCacheManager(KVCacheManager):
 
     # -- prefix cache --------------------------------------------------------------------------
 
-    def _register(self, entry: Entry, num_written: int) -> None:
+    def _register(self, entry: RequestBlocks, num_written: int) -> None:
         """Make full blocks of known tokens below ``num_written`` findable."""
         if not self.enable_prefix_caching:
             return
@@ -316,7 +339,7 @@ class PagedKVCacheManager(KVCacheManager):
                 self._offer(entry, group, range(entry.num_registered, end), num_written)
             entry.num_registered = end
 
-    def _offer(self, entry: Entry, group: int, indices: range, num_written: int) -> None:
+    def _offer(self, entry: RequestBlocks, group: int, indices: range, num_written: int) -> None:
         """Register blocks of one group, as far as they hold known tokens that are written.
 
         Also called as blocks are released: what was a duplicate when it was filled may be the only
@@ -330,8 +353,8 @@ class PagedKVCacheManager(KVCacheManager):
             if table[index] != NULL_BLOCK:
                 self._pool_of[group].register(table[index], group, digests[index])
 
-    def _keeps_state(self, entry: Entry, computed: int) -> bool:
-        """Whether the state after ``computed`` tokens is there, and worth being found again."""
+    def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
+        """True if the state after ``computed`` tokens is there, and worth being found again."""
         states = self._states
         if not self.enable_prefix_caching or not states.groups:
             return False
@@ -339,7 +362,7 @@ class PagedKVCacheManager(KVCacheManager):
             self._digests(entry.sequence)[computed // self.block_size - 1]
         )
 
-    def _keep_state(self, entry: Entry, computed: int) -> None:
+    def _keep_state(self, entry: RequestBlocks, computed: int) -> None:
         digest = self._digests(entry.sequence)[computed // self.block_size - 1]
         for group in self._states.groups:
             self._states.keep(entry, group, computed, digest)
@@ -356,15 +379,15 @@ class PagedKVCacheManager(KVCacheManager):
 
     def _hit(self, group: int, digests: Sequence[bytes], limit: int) -> int:
         """Longest usable hit of one group, in blocks, of at most ``limit`` blocks."""
-        kind, lookup = self._kinds[group], self._pool_of[group].lookup
-        if isinstance(kind, Whole):
+        policy, lookup = self._policies[group], self._pool_of[group].lookup
+        if isinstance(policy, FullAttentionPolicy):
             for index in range(limit):
                 if lookup(group, digests[index]) is None:
                     return index
             return limit
         # From the end: a hole shortens the hit to where it is, until the last token's view has none.
         length, index = limit, limit - 1
-        while index >= kind.first_visible(length * self.block_size):
+        while index >= policy.first_visible(length * self.block_size):
             if lookup(group, digests[index]) is None:
                 length = index
             index -= 1
@@ -386,7 +409,9 @@ class PagedKVCacheManager(KVCacheManager):
             self._hits += match.num_tokens
 
 
-def _check_config(config: KVCacheConfig, kinds: list[Kind], enable_prefix_caching: bool) -> None:
+def _check_config(
+    config: KVCacheConfig, policies: list[CachePolicy], enable_prefix_caching: bool
+) -> None:
     if not config.groups:
         raise ConfigError("KV cache: no layer groups; a model without attention needs no cache")
     for pool, num_blocks in enumerate(config.pools):
@@ -406,7 +431,7 @@ def _check_config(config: KVCacheConfig, kinds: list[Kind], enable_prefix_cachin
                 f"KV cache: block sizes {config.block_size} and {group.spec.block_size} differ; "
                 "all groups must use the same"
             )
-    crossing = [isinstance(kind, Cross) for kind in kinds]
+    crossing = [isinstance(policy, CrossAttentionPolicy) for policy in policies]
     if all(crossing):
         raise ConfigError("KV cache: layers of cross-attention only; a decoder has others too")
     if any(crossing) and enable_prefix_caching:

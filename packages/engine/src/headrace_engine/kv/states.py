@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from headrace_core.kv import NULL_BLOCK
 from headrace_engine.kv.block_pool import BlockPool
-from headrace_engine.kv.entry import Entry
+from headrace_engine.kv.request_blocks import RequestBlocks
 
 
 class StateTables:
@@ -32,8 +32,8 @@ class StateTables:
         self._pools = pools
         self._block_size = block_size
 
-    def at_boundary(self, entry: Entry, computed: int) -> bool:
-        """Whether the state after ``computed`` tokens is there, whole blocks of known ones."""
+    def at_boundary(self, entry: RequestBlocks, computed: int) -> bool:
+        """True if the state after ``computed`` tokens is there, whole blocks of known ones."""
         count, rest = divmod(computed, self._block_size)
         return (
             not rest
@@ -42,10 +42,10 @@ class StateTables:
         )
 
     def is_new(self, digest: bytes) -> bool:
-        """Whether no snapshot of all groups is registered under this digest."""
+        """True if no snapshot of all groups is registered under this digest."""
         return any(self._pools[group].lookup(group, digest) is None for group in self.groups)
 
-    def keep(self, entry: Entry, group: int, computed: int, digest: bytes) -> None:
+    def keep(self, entry: RequestBlocks, group: int, computed: int, digest: bytes) -> None:
         """Register the state after ``computed`` tokens, which ``entry`` holds."""
         pool, block_id = self._pools[group], entry.tables[group][-1]
         pool.register(block_id, group, digest)
@@ -55,7 +55,7 @@ class StateTables:
                 pool.discard(*older)
             entry.decoded_states[group] = (block_id, digest)
 
-    def move(self, entry: Entry, group: int, width: int) -> int:
+    def move(self, entry: RequestBlocks, group: int, width: int) -> int:
         """The block in which the state goes on, ``width`` entries later; its entry becomes null."""
         table = entry.tables[group]
         index = len(table) - 1
@@ -64,6 +64,6 @@ class StateTables:
             entry.first_held[group] = index + width
         return block_id
 
-    def is_settled(self, entry: Entry) -> bool:
-        """Whether nothing is held but the state itself."""
+    def is_settled(self, entry: RequestBlocks) -> bool:
+        """True if nothing is held but the state itself."""
         return all(entry.first_held[g] >= len(entry.tables[g]) - 1 for g in self.groups)

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 async def run_bounded(
-    work: Iterator[Coroutine[Any, Any, Result]], at_once: int, take: Callable[[int, Result], None]
+    work: Iterator[Coroutine[Any, Any, Result]], at_once: int, take: Callable[[int, Result], object]
 ) -> None:
     """Run coroutines, taken from the iterator as others end.
 

@@ -8,14 +8,16 @@ order of the windows, so it does not matter in which order they are ready.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.output import PoolingOutput
 from headrace_core.pooling import PoolingParams
-from headrace_engine.emission.pooled import PooledOutput
-from headrace_engine.intake.pooling import PooledPrompt, PoolingIntake, PoolingPrompt
-from headrace_engine.intake.prepared import PreparedRequest
+from headrace_engine.input_processing.pooling import (
+    PooledPrompt,
+    PoolingInputProcessor,
+    PoolingPrompt,
+)
+from headrace_engine.output_processing.pooled import PooledOutput
 
 if TYPE_CHECKING:
     from headrace_engine.pooling.vectors import WeightedMean
@@ -25,7 +27,7 @@ WINDOW_TOKENS = 4096
 comes later need not wait for the whole text."""
 
 
-class Job(NamedTuple):
+class PoolingJob(NamedTuple):
     """One prompt to be pooled, as it was asked for."""
 
     prompt: PoolingPrompt
@@ -35,12 +37,12 @@ class Job(NamedTuple):
     priority: int = 0
     add_special_tokens: bool | None = None
     call: str = ""
-    """See :meth:`PoolingIntake.read`."""
+    """See :meth:`PoolingInputProcessor.read`."""
 
 
-def read_job(intake: PoolingIntake, job: Job) -> PooledPrompt:
-    """See :meth:`PoolingIntake.read`."""
-    return intake.read(
+def read_job(input_processor: PoolingInputProcessor, job: PoolingJob) -> PooledPrompt:
+    """See :meth:`PoolingInputProcessor.read`."""
+    return input_processor.read(
         job.prompt,
         job.params,
         job.request_id,
@@ -51,20 +53,12 @@ def read_job(intake: PoolingIntake, job: Job) -> PooledPrompt:
     )
 
 
-def requests_of(intake: PoolingIntake, prompt: PooledPrompt) -> Iterator[PreparedRequest]:
-    """What the core is to compute, made when it is asked for."""
-    if prompt.window:
-        yield from intake.windows(prompt)
-    else:
-        yield intake.request(prompt)
-
-
 def windows_at_once(prompt: PooledPrompt) -> int:
     """Requests of one prompt that may be under way together."""
     return max(2, WINDOW_TOKENS // prompt.window) if prompt.window else 1
 
 
-class Gathering:
+class WindowResults:
     """Collects the results of one prompt's requests.
 
     Args:
@@ -81,7 +75,7 @@ class Gathering:
 
     @property
     def complete(self) -> bool:
-        """Whether every result is there."""
+        """True once every result is there."""
         return not self._missing
 
     def add(self, index: int, output: PooledOutput) -> None:

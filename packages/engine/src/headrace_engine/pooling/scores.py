@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
+from headrace_core.pooling.scoring import ScoreInput, check_activation, pair_up
 from headrace_core.request import ChatPrompt, Prompt, brings_media
-from headrace_core.scoring import ScoreInput, check_activation, pair_up
-from headrace_engine.emission.pooled import PooledOutput
-from headrace_engine.intake.control_tokens import RenderedPrompt
-from headrace_engine.intake.late_interaction import MarkedTexts
-from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
-from headrace_engine.intake.tokens import need_tokenizer
-from headrace_engine.pooling.jobs import Job
+from headrace_core.served_model import ServedModel
+from headrace_engine.input_processing.control_tokens import RenderedPrompt
+from headrace_engine.input_processing.late_interaction import MarkedTexts
+from headrace_engine.input_processing.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.input_processing.tokens import need_tokenizer
+from headrace_engine.output_processing.pooled import PooledOutput
+from headrace_engine.pooling.jobs import PoolingJob
 
 Scored = PoolingRequestOutput[ScoringOutput]
 Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
@@ -43,9 +43,9 @@ AT_ONCE = 256
 class ScorePlan:
     """Prompts to be pooled, and the pairs that they are for."""
 
-    jobs: list[Job]
+    jobs: list[PoolingJob]
     pairs: list[tuple[int, int]]
-    """Of jobs; a cross-encoder's pair is one job, twice."""
+    """Indices of the jobs of each pair; a cross-encoder's pair is one job, twice."""
     measure: Callable[[PooledOutput, PooledOutput], float]
     request_id: str
 
@@ -97,7 +97,7 @@ class ScorePlanner:
         chat_template: str | None = None,
         add_special_tokens: bool | None = None,
     ) -> ScorePlan:
-        """What must be pooled.
+        """Plan the prompts that must be pooled.
 
         Args:
             chat_template: of pairs; only for models that read both texts in one prompt.
@@ -107,7 +107,7 @@ class ScorePlanner:
         Raises:
             UnsupportedFeature: the model scores nothing, or has no use for a template; or its texts
                 are told apart by special tokens, which were to be left out.
-            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), the template
+            RequestError: the pairs fit no form (:func:`headrace_core.pooling.scoring.pair_up`), the template
                 fails, or an activation is asked for where nothing has one.
         """
         info = self._scoring_info()
@@ -119,11 +119,13 @@ class ScorePlanner:
         check_activation(params, info)
         pairs = pair_up(data_1, data_2)
 
-        def job(prompt: PoolingPrompt, task: str, index: int) -> Job:
+        def job(prompt: PoolingPrompt, task: str, index: int) -> PoolingJob:
             own_id = f"{request_id}-{index}"
             if add_special_tokens is False:
                 _check_plain(prompt, info)
-            return Job(prompt, params, task, own_id, priority, add_special_tokens, call=request_id)
+            return PoolingJob(
+                prompt, params, task, own_id, priority, add_special_tokens, call=request_id
+            )
 
         if info.scoring == "cross":
             jobs = [
@@ -212,7 +214,7 @@ class _Distinct:
         self._index: dict[Any, int] = {}
 
     def pair(self, first: ScoreInput, second: ScoreInput) -> tuple[int, int]:
-        """Where the two prompts are."""
+        """The places of the two prompts."""
         return self._place(0, first), self._place(1, second)
 
     def _place(self, side: int, value: ScoreInput) -> int:
@@ -293,7 +295,7 @@ def _conversation(
 
 
 def _salt(*sides: ScoreInput) -> str | None:
-    """What keeps a pair's cached blocks apart: the salt of either side."""
+    """The salt that keeps a pair's cached blocks apart: that of either side."""
     salts = [side.get("cache_salt") for side in sides if isinstance(side, Mapping)]
     found = [salt for salt in salts if isinstance(salt, str)]
     return "/".join(found) or None

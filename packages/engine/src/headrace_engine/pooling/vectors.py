@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.packed import PackedArray
+from headrace_core.arrays import PackedArray
 
 
 def as_array(data: PackedArray) -> npt.NDArray[np.float32]:
@@ -22,7 +22,7 @@ def first_number(data: PackedArray) -> float:
 
 
 def cosine(first: PackedArray, second: PackedArray) -> float:
-    """Of two vectors; 0 if one has no length."""
+    """The cosine of two vectors; 0 if one has no length."""
     a, b = (as_array(data).astype(np.float64) for data in (first, second))
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
     # Rounding must not make it more than the cosine of equal directions.

@@ -19,7 +19,7 @@ _IMPOSSIBLE = -torch.inf
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> None:
-    """What the grammars of structured output do not allow becomes impossible."""
+    """Make tokens impossible that the grammars of structured output do not allow."""
     for r, rules, _ in batch.rules:
         constraint = rules.constraint
         if constraint is None:
@@ -79,7 +79,7 @@ def apply_logit_bias(logits: Tensor, batch: SamplingBatch) -> None:
 
 
 def apply_thinking(logits: Tensor, batch: SamplingBatch) -> None:
-    """Where the reasoning has used up its budget, only what ends it is possible."""
+    """Make everything but the reasoning's end impossible where the reasoning has used up its budget."""
     for r, rules, _ in batch.rules:
         token_id = rules.thinking.forced if rules.thinking is not None else None
         if token_id is not None:

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_engine.sampling.logits_constraints import LogitsConstraints
 from headrace_engine.sampling.masks import cells
-from headrace_engine.sampling.state import SamplingBatch, TokenRules
+from headrace_engine.sampling.state import SamplingBatch
 
 
 def apply_penalties(logits: Tensor, batch: SamplingBatch) -> None:
@@ -56,6 +57,6 @@ def _apply_frequency_and_presence(logits: Tensor, batch: SamplingBatch) -> None:
     logits[where] -= torch.from_numpy(amounts).to(logits.device)
 
 
-def _seen_ids(rules: TokenRules) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _seen_ids(rules: LogitsConstraints) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     assert rules.seen is not None
     return rules.seen.ids

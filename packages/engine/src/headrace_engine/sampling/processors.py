@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, EngineError
-from headrace_core.logits_processor import BatchUpdate, LogitsProcessor
+from headrace_core.sampling.logits_processor import BatchUpdate, LogitsProcessor
 from headrace_core.step import NewRequest
+from headrace_engine.config import EngineConfig
 from headrace_engine.sampling.slots import SlotTracker, Tracked
 from headrace_engine.sampling.state import SamplingBatch
 
@@ -73,13 +73,12 @@ class ProcessorStage:
 
     # What happens to requests.
 
-    def take(self, new: NewRequest) -> None:
+    def add(self, row: int, new: NewRequest) -> None:
         """A request was taken in."""
-        self.forget(new.request_id)
         self._unsampled[new.request_id] = new
 
-    def forget(self, request_id: str) -> None:
-        """A request has gone; unknown ids are ignored."""
+    def remove(self, row: int, request_id: str) -> None:
+        """A request has gone."""
         self._unsampled.pop(request_id, None)
         self._outputs.pop(request_id, None)
         self._slots.remove(request_id)
@@ -93,7 +92,7 @@ class ProcessorStage:
         for request_id in request_ids:
             new = self._unsampled.pop(request_id, None)
             if new is not None:
-                self._add(new)
+                self._give_slot(new)
         update = self._slots.update()
         failures = [_update(processor, update) for processor in self._processors]
         for failure in filter(None, failures):  # all have been told by now
@@ -106,14 +105,11 @@ class ProcessorStage:
             if output is not None:
                 output.append(token_id)
 
-    def _add(self, new: NewRequest) -> None:
-        prompt, output = (
-            new.token_ids[: new.num_prompt_tokens],
-            new.token_ids[new.num_prompt_tokens :],
-        )
+    def _give_slot(self, new: NewRequest) -> None:
+        request, output = new.request, new.output_token_ids
         self._outputs[new.request_id] = output
-        prompt_ids = None if new.prompt_embeds is not None else prompt
-        self._slots.add(Tracked(new.request_id, new.params, prompt_ids, output))
+        prompt_ids = None if request.prompt_embeds is not None else list(request.prompt_token_ids)
+        self._slots.add(Tracked(new.request_id, request.params, prompt_ids, output))
 
     # What happens to logits.
 
@@ -128,7 +124,7 @@ class ProcessorStage:
 
     @property
     def has_invariant(self) -> bool:
-        """Whether any processor works after the temperature."""
+        """True if any processor works after the temperature."""
         return bool(self._invariant)
 
     def apply_changing(self, values: Tensor, slots: Slots) -> None:

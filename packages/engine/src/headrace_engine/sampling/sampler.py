@@ -25,8 +25,7 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import SampleOp, TopLogprobsOp
-from headrace_core.reference.filters import apply_min_p, apply_temperature
-from headrace_core.sampling import GREEDY_BELOW
+from headrace_core.sampling.params import GREEDY_BELOW
 from headrace_core.step import TokenLogprobs
 from headrace_engine.sampling.logprobs import MODES, describe, describe_tokens, joined
 from headrace_engine.sampling.masks import (
@@ -46,7 +45,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What was chosen for R rows."""
+    """The choice for R rows."""
 
     token_ids: npt.NDArray[np.int64]
     """[R]; meaningless for rows in ``errors``."""
@@ -197,7 +196,7 @@ class Sampler:
 
 
 def _changes(logits: Tensor, batch: SamplingBatch) -> bool:
-    """Whether rules are applied to the logits themselves."""
+    """True if rules are applied to the logits themselves."""
     changes = bool(batch.rules) or batch.processors is not None
     return changes and logits.dtype == torch.float32
 
@@ -229,8 +228,8 @@ def _apply_invariant(values: Tensor, batch: SamplingBatch, processors: BoundStag
     temperature, min_p = batch.temperature.copy(), batch.min_p.copy()
     temperature[~random], min_p[~random] = 1.0, 0.0
     before = values.clone()
-    apply_temperature(before, torch.from_numpy(temperature).to(values.device))
-    before = apply_min_p(before, torch.from_numpy(min_p).to(values.device))
+    before.mul_(torch.from_numpy(temperature).to(values.device).reciprocal()[:, None])
+    before = _apply_min_p(before, torch.from_numpy(min_p).to(values.device))
     after = before.clone()
     processors.apply_invariant(after)
     changed = (after != before).any(dim=1).cpu().numpy() & random
@@ -239,6 +238,15 @@ def _apply_invariant(values: Tensor, batch: SamplingBatch, processors: BoundStag
     temperature, min_p = batch.temperature.copy(), batch.min_p.copy()
     temperature[changed], min_p[changed] = 1.0, 0.0
     return replace(batch, temperature=temperature, min_p=min_p)
+
+
+def _apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """-inf for tokens less likely than ``min_p`` [R] times the likeliest of logits [R, V].
+
+    The bound is rounded once, as by the op ``sample``: both keep the same tokens, bit for bit.
+    """
+    least = logits.amax(dim=-1) + min_p.double().log().to(logits.dtype)
+    return logits.masked_fill(logits < least[:, None], -torch.inf)
 
 
 def _rows(values: Tensor, rows: Rows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which row of the logits belongs to which request, and how that changes from step to step.
+"""The rows of the logits that belong to requests, and how they change from step to step.
 
 Slots are contiguous. A new request takes the lowest slot that has become free, or else the next at
 the end; if more have gone than come, the slots that stay empty are filled from the end.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace_core.logits_processor import (
+from headrace_core.sampling.logits_processor import (
     AddedRequest,
     BatchUpdate,
     MoveDirectionality,
     MovedRequest,
 )
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 
 class Tracked(NamedTuple):
@@ -45,7 +45,7 @@ class SlotTracker:
         return len(self.request_ids)
 
     def slot(self, request_id: str) -> int:
-        """Where a request is, as of the last :meth:`update`."""
+        """A request's slot, as of the last :meth:`update`."""
         return self._slots[request_id]
 
     def remove(self, request_id: str) -> None:

@@ -1,12 +1,13 @@
 """Sampling settings of the requests that a worker holds: columns by row, rules for the few.
 
 Numbers that every sampled row needs (temperature, top_p, ...) are columns. What only some requests
-ask for (penalties, biases, forbidden tokens) is a :class:`TokenRules` object of that row, so that
+ask for (penalties, biases, forbidden tokens) is a :class:`LogitsConstraints` object of that row, so that
 the others cost nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace_core.sampling import GREEDY_BELOW
+from headrace_core.sampling.params import GREEDY_BELOW
 from headrace_core.step import NewRequest
-from headrace_engine.sampling.counts import TokenCounts
-from headrace_engine.sampling.noise import request_key, uniforms
-from headrace_engine.sampling.thinking import ThinkingLimit
+from headrace_engine.sampling.logits_constraints import LogitsConstraints, make_constraints
 from headrace_engine.structured.matching import RowConstraint, fill_masks
 
 if TYPE_CHECKING:
@@ -44,59 +43,6 @@ _COLUMNS = (
 )
 
 
-@dataclass(slots=True)
-class TokenRules:
-    """What one request says about single tokens. Absent rules are None or empty."""
-
-    allowed: Ints | None
-    """Only these are possible."""
-    bad_words: list[list[int]]
-    """Token sequences that must not be completed."""
-    min_tokens: int
-    stop_ids: Ints
-    """Impossible before ``min_tokens``."""
-    bias_ids: Ints
-    bias: npt.NDArray[np.float32]
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    output_counts: TokenCounts | None
-    """Output tokens and how often; None if no penalty reads it."""
-    seen: TokenCounts | None
-    """Prompt and output tokens; None without repetition penalty."""
-    constraint: RowConstraint | None = None
-    """On the form of the output."""
-    thinking: ThinkingLimit | None = None
-
-    def fields(self, num_output_tokens: int) -> list[str]:
-        """The request's fields that now make tokens impossible, as clients spell them.
-
-        Args:
-            num_output_tokens: length of the output so far.
-        """
-        excludes = {
-            "the constraint on the form (structured_outputs, response_format or tools)": (
-                self.constraint is not None
-            ),
-            "allowed_token_ids": self.allowed is not None,
-            "bad_words": bool(self.bad_words),
-            "min_tokens": num_output_tokens < self.min_tokens and bool(self.stop_ids.size),
-            "logit_bias": bool(np.isneginf(self.bias).any()),
-        }
-        return [name for name, holds in excludes.items() if holds]
-
-    def observe(self, token_id: int) -> None:
-        """The request's output has grown by a token."""
-        if self.output_counts is not None:
-            self.output_counts.add(token_id)
-        if self.seen is not None:
-            self.seen.add(token_id)
-        if self.constraint is not None:
-            self.constraint.observe(token_id)
-        if self.thinking is not None:
-            self.thinking.observe(token_id)
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
     """Settings of the R rows of one step that get a token. All arrays are [R]."""
@@ -112,7 +58,7 @@ class SamplingBatch:
     """-1 = whole vocabulary, :data:`NOT_WANTED` = none."""
     num_output_tokens: Ints
     """Index of the token that is being chosen, within its request's output."""
-    rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
+    rules: Sequence[tuple[int, LogitsConstraints, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
     logprob_ids: Mapping[int, list[int]] = field(default_factory=dict)
     """By index: further tokens to describe, of the few rows that have some."""
@@ -128,7 +74,7 @@ class SamplingBatch:
 
     @cached_property
     def greedy(self) -> bool:
-        """Whether all rows are."""
+        """True if all rows are."""
         return bool(is_greedy(self.temperature).all())
 
     @cached_property
@@ -149,7 +95,7 @@ class SamplingBatch:
         return torch.zeros(len(self.temperature), dtype=torch.float64)
 
     def select(self, rows: Ints) -> SamplingBatch:
-        """Of ``rows``, which must hold all that have rules and ascend."""
+        """The settings of ``rows``, which must hold all that have rules and ascend."""
         return SamplingBatch(
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
@@ -183,16 +129,16 @@ class SamplingTable:
         self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.logprob_ids: dict[int, list[int]] = {}
         """By row: further tokens whose log-probabilities are wanted."""
-        self.rules: dict[int, TokenRules] = {}
+        self.rules: dict[int, LogitsConstraints] = {}
         self.constraints: dict[int, RowConstraint] = {}
         """Those of ``rules`` that have one."""
         self._last: tuple[Ints, SamplingBatch] | None = None
         """Rows and their batch, as long as nothing of it has changed."""
 
-    def set(self, row: int, new: NewRequest, constraint: RowConstraint | None = None) -> None:
+    def add(self, row: int, new: NewRequest, constraint: RowConstraint | None = None) -> None:
         """Take a request's settings."""
         self._last = None
-        params = new.params
+        params = new.request.params
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.top_k[row] = max(params.top_k, 0)
@@ -205,13 +151,13 @@ class SamplingTable:
         self.num_prompt_logprobs[row] = (
             NOT_WANTED if params.prompt_logprobs is None else params.prompt_logprobs
         )
-        rules = make_rules(new, self.vocab_size, constraint)
+        rules = make_constraints(new, self.vocab_size, constraint)
         if rules is not None:
             self.rules[row] = rules
         if constraint is not None:
             self.constraints[row] = constraint
 
-    def clear(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         """Forget a row's request."""
         self._last = None
         self.logprob_ids.pop(row, None)
@@ -255,7 +201,7 @@ class SamplingTable:
         if last is not None and last[0] is rows:
             last[1].num_output_tokens[:] = done
             return last[1]
-        rules: list[tuple[int, TokenRules, npt.NDArray[Any]]] = []
+        rules: list[tuple[int, LogitsConstraints, npt.NDArray[Any]]] = []
         if self.rules:
             rules = [
                 (r, self.rules[row], requests.output_tokens(row))
@@ -301,53 +247,6 @@ def is_greedy(temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     return temperature < GREEDY_BELOW
 
 
-def make_rules(
-    new: NewRequest, vocab_size: int, constraint: RowConstraint | None = None
-) -> TokenRules | None:
-    """A request's rules, or None if it has none. Token ids outside the vocabulary are dropped:
-    intake has refused those of the user, and a model's end tokens may lie beyond the logits."""
-    params = new.params
-    counted = params.presence_penalty != 0 or params.frequency_penalty != 0
-    repetition = params.repetition_penalty != 1
-    stops = params.min_tokens > 0 and bool(new.stop_token_ids)
-    if not (
-        counted
-        or repetition
-        or stops
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or new.bad_words_token_ids
-        or constraint is not None
-        or new.thinking is not None
-    ):
-        return None
-    output = new.token_ids[new.num_prompt_tokens :]
-    # A prompt of embeddings holds no tokens that could have been seen.
-    known = new.token_ids if new.prompt_embeds is None else output
-    bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
-    allowed = params.allowed_token_ids
-    return TokenRules(
-        allowed=None if allowed is None else _ids(allowed, vocab_size),
-        bad_words=[word for word in new.bad_words_token_ids if word and 0 <= word[-1] < vocab_size],
-        min_tokens=params.min_tokens,
-        stop_ids=_ids(sorted(new.stop_token_ids), vocab_size),
-        bias_ids=np.fromiter(bias, np.int64, len(bias)),
-        bias=np.fromiter(bias.values(), np.float32, len(bias)),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        output_counts=TokenCounts(output) if counted else None,
-        seen=TokenCounts(known) if repetition else None,
-        constraint=constraint,
-        thinking=None if new.thinking is None else ThinkingLimit(new.thinking, output),
-    )
-
-
-def _ids(token_ids: Sequence[int], vocab_size: int) -> Ints:
-    ids = np.unique(np.asarray(token_ids, np.int64))
-    return ids[(ids >= 0) & (ids < vocab_size)]
-
-
 def warm_up_batch(num_rows: int) -> SamplingBatch:
     """Settings that use every filter, for measuring and warming up."""
     return SamplingBatch(
@@ -360,3 +259,33 @@ def warm_up_batch(num_rows: int) -> SamplingBatch:
         num_output_tokens=np.zeros(num_rows, np.int64),
         rules=(),
     )
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def request_key(seed: int | None, *, engine_seed: int, request_id: str) -> int:
+    """The key of a request: of its own seed alone, or of the engine's seed and its id."""
+    text = f"request {seed}" if seed is not None else f"engine {engine_seed} {request_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(
+    keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Random numbers in [0, 1), multiples of 2^-53, one per (key, position).
+
+    They depend on nothing else: no state is advanced, so batching, preemption, restarts and overlapped
+    steps cannot change them.
+
+    SplitMix64's output function (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number
+    generators") at counter ``position + 1`` of the stream that starts at ``key``.
+    """
+    z = keys + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    z ^= z >> np.uint64(31)
+    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers

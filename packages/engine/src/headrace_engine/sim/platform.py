@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, UnsupportedFeature
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import EngineConfig
 from headrace_engine.sim.worker import SimWorker
 
 WITHOUT_EFFECT: Mapping[str, Any] = {
@@ -39,7 +39,7 @@ class SimPlatform:
     """
 
     device: str = "cpu"
-    """What its one, tiny cache is planned as."""
+    """The dtype that its one, tiny cache is planned as."""
     attention_order: Sequence[str] = ()
     default_block_size: int = 16
     default_max_num_seqs: int = 256
@@ -47,7 +47,7 @@ class SimPlatform:
     default_max_num_shared_tokens: int = 8192
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
-        """As stored; nothing is computed in it."""
+        """The dtype as stored; nothing is computed in it."""
         return checkpoint_dtype
 
     def available_memory(self) -> int:

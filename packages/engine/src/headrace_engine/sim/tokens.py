@@ -1,4 +1,4 @@
-"""Which tokens the simulated device generates: a function of seeds and position alone.
+"""Tokens that the simulated device generates: a function of seeds and position alone.
 
 Whoever knows a request's seed knows its whole output, so a test can check every token of every
 stream, and a token that is lost, doubled or another request's is seen at once.

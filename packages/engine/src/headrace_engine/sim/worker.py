@@ -11,7 +11,7 @@ from headrace_core import failpoints
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CacheSpec, FullAttentionSpec, KVCacheConfig
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import (
     NewRequest,
     RequestStepResult,
@@ -25,7 +25,7 @@ IMPOSSIBLE = -9999.0
 """Log-probability of every token but the one that is certain."""
 
 
-class _Held:
+class _SimRequest:
     """A request in the worker's memory."""
 
     __slots__ = (
@@ -34,14 +34,14 @@ class _Held:
     )  # fmt: skip
 
     def __init__(self, new: NewRequest) -> None:
-        self.params: SamplingParams = new.params
+        self.params: SamplingParams = new.request.params
         self.token_ids = list(new.token_ids)
         self.num_prompt = new.num_prompt_tokens
         self.num_computed = new.num_computed_tokens
         self.num_blocks = len(new.block_ids[0])
-        self.stops = new.stop_token_ids
-        self.bad_words = new.bad_words_token_ids
-        seed = new.params.seed
+        self.stops = new.request.stop_token_ids
+        self.bad_words = new.request.bad_words_token_ids
+        seed = new.request.params.seed
         self.seed = seed_of(self.token_ids[: self.num_prompt]) if seed is None else seed
         self.error: str | None = None
 
@@ -78,7 +78,7 @@ class SimWorker:
         self._seed = seed
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _SimRequest] = {}
         self._launching: Callable[[], None] = lambda: None
 
     def load(self) -> None:
@@ -165,7 +165,7 @@ class SimWorker:
         for request_id in step.gone_request_ids:
             self._held.pop(request_id, None)
         for new in step.new_requests:
-            held = self._held[new.request_id] = _Held(new)
+            held = self._held[new.request_id] = _SimRequest(new)
             for position, token in enumerate(held.token_ids[held.num_prompt :]):
                 if token != self._token(held, position):
                     raise RuntimeError(f"{new.request_id!r} came back with another output")
@@ -195,7 +195,7 @@ class SimWorker:
             self._sample(held, result)
         return result
 
-    def _sample(self, held: _Held, result: RequestStepResult) -> None:
+    def _sample(self, held: _SimRequest, result: RequestStepResult) -> None:
         try:
             token = self._token(held, len(held.token_ids) - held.num_prompt)
         except ValueError:
@@ -208,7 +208,7 @@ class SimWorker:
         if held.params.wants_logprobs:
             result.logprobs = [self._logprobs(token, held.params.logprobs or 0)]
 
-    def _token(self, held: _Held, position: int) -> int:
+    def _token(self, held: _SimRequest, position: int) -> int:
         """The token at a position of a request's output."""
         params, seed, ends = held.params, held.seed, self._ends
         if not held.bad_words and params.allowed_token_ids is None and not params.min_tokens:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import MissingDependency, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, refuse
-from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.backend_loading import backend_class, backend_order
 from headrace_engine.structured.compile_process import CompileProcesses
-from headrace_engine.structured.source import Source, source_of
+from headrace_engine.structured.source import ConstraintSource, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Admission:
 
 
 def _admit(
-    source: Source,
+    source: ConstraintSource,
     name: str,
     params: StructuredOutputsParams,
     verdict_of: Callable[[GrammarSpec], _Verdict],
@@ -197,7 +197,7 @@ def _option_refusals(params: StructuredOutputsParams, name: str) -> list[str]:
     return reasons
 
 
-def _summary(source: Source, errors: Sequence[RequestError]) -> RequestError:
+def _summary(source: ConstraintSource, errors: Sequence[RequestError]) -> RequestError:
     """One error of all backends that were tried; the first one's is the one that is shown whole."""
     if not errors:
         return UnsupportedFeature(

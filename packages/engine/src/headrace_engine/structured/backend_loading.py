@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from headrace_core import plugins
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import MissingDependency
 from headrace_core.grammar import BACKENDS, GrammarBackend, Vocabulary
+from headrace_engine.config import StructuredOutputsConfig
 
 GROUP = "headrace.grammar_backends"
 
@@ -25,7 +25,7 @@ def backend_class(name: str) -> type[GrammarBackend]:
 
 
 def is_installed(backend: type[GrammarBackend]) -> bool:
-    """Whether the library that a backend needs is there; does not import it."""
+    """True if the library that a backend needs is there; does not import it."""
     return not backend.library or importlib.util.find_spec(backend.library) is not None
 
 

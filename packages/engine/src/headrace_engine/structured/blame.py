@@ -1,4 +1,4 @@
-"""Which part of a JSON schema a compiler means when it only says that it will not."""
+"""The part of a JSON schema to blame when a compiler only says that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each backend says of a constraint, without a model: for people who write schemas."""
+"""Verdicts of all backends on a constraint, without a model: for people who write schemas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_core import plugins
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import HeadraceError
 from headrace_core.grammar import BACKENDS, Vocabulary
-from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.backend_loading import GROUP, backend_class, is_installed
 from headrace_engine.structured.compile_process import CompileProcesses
 from headrace_engine.structured.source import source_of
@@ -24,11 +24,11 @@ class Report:
     backend: str
     supported: bool
     reasons: list[str] = field(default_factory=list)
-    """Why not, each with keyword and JSON pointer where there are such."""
+    """Reasons of a refusal, each with keyword and JSON pointer where there are such."""
     install: str = ""
-    """How to get the backend; "" = it is there."""
+    """Advice how to get the backend; "" = it is there."""
     seconds: float = 0.0
-    """What compiling took, for a vocabulary of single bytes."""
+    """Seconds of compiling, for a vocabulary of single bytes."""
 
 
 def check(

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace_core.errors import HeadraceError, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, malformed
-from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
+from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong, serve_json
 from headrace_engine.structured.backend_loading import Backends
 
 MODULE = "headrace_engine.structured.compile_process"
@@ -161,7 +161,7 @@ class _Child:
     """A process and what it has been told."""
 
     def __init__(self) -> None:
-        self.process = KillableProcess(MODULE)
+        self.process = SandboxProcess(MODULE)
         self.loaded: set[str] = set()
         """Names of backends; with the first, the vocabulary."""
 

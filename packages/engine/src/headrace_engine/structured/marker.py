@@ -9,7 +9,7 @@ from headrace_core.grammar import Vocabulary
 
 
 class MarkerTokens:
-    """Which tokens end a marker and go on behind it.
+    """Tokens that end a marker and go on behind it.
 
     Args:
         marker: not empty.

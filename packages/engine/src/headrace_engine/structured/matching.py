@@ -90,7 +90,7 @@ class RowConstraint:
         closing = _marks(constraint.start_after, vocabulary) if marker else []
         self._closing = closing[0] if len(closing) == 1 else None
         self._opening = _marks(constraint.may_begin_with, vocabulary) if marker else []
-        """What is left of the text that may stand in front of the marker, as tokens."""
+        """The rest of the text that may stand in front of the marker, as tokens."""
         self._in_opening = False
         """The output has begun that text: it can no longer be preceded by white space."""
         self._gate: MarkerGate | None = None
@@ -222,7 +222,7 @@ class RowConstraint:
 
     @property
     def matcher(self) -> GrammarMatcher | None:
-        """Whose mask holds for the next token, if it is a grammar's."""
+        """The matcher whose mask holds for the next token, if it is a grammar's."""
         return None if self._ended or self._broken or self.budget.exceeded else self._matcher
 
     @property

@@ -30,7 +30,7 @@ UPPER = ("maximum", "exclusiveMaximum")
 LOWER = ("minimum", "exclusiveMinimum")
 
 
-class Held(NamedTuple):
+class HeldNumbers(NamedTuple):
     """The numbers that a library reads from JSON and writes as they are."""
 
     integers: int
@@ -54,7 +54,7 @@ class Held(NamedTuple):
         return f"integers in -{self.integers}..{self.integers}{some}"
 
 
-def inexact_values(schema: Any, held: Held) -> Iterator[Refusal]:
+def inexact_values(schema: Any, held: HeldNumbers) -> Iterator[Refusal]:
     """Numbers in ``const`` and ``enum`` that a library would write as others.
 
     Args:

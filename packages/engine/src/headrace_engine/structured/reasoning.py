@@ -1,4 +1,4 @@
-"""Where a constraint begins when a model reasons first."""
+"""The beginning of a constraint when a model reasons first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PROMPT_TAIL = 4096
 """Last characters of a prompt in which reasoning may have ended already."""
 
 
-class Start(NamedTuple):
-    """Where a constraint begins to hold; fields of :class:`headrace_core.grammar.Constraint`."""
+class ConstraintStart(NamedTuple):
+    """The place where a constraint begins to hold; fields of :class:`headrace_core.grammar.Constraint`."""
 
     start_after: str = ""
     may_begin_with: str = ""
@@ -25,8 +25,8 @@ def start_of(
     *,
     begins_answer: bool,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> Start:
-    """Where in the output a constraint begins to hold.
+) -> ConstraintStart:
+    """The place in the output where a constraint begins to hold.
 
     Args:
         parser: of the model's reasoning; None: it does not reason, or its reasoning is constrained.
@@ -41,7 +41,7 @@ def start_of(
         UnsupportedFeature: the reasoning format has no end marker.
     """
     if parser is None:
-        return Start()
+        return ConstraintStart()
     begin, end = parser.start_marker, parser.end_marker
     if not end:
         raise UnsupportedFeature(
@@ -52,14 +52,14 @@ def start_of(
         )
     tail = prompt_tail[-PROMPT_TAIL:].rstrip()
     if tail.endswith(end):
-        return Start()
+        return ConstraintStart()
     if not begins_answer:
         is_open = bool(begin) and tail.rfind(begin) > tail.rfind(end)
-        return Start(end) if is_open else Start()
+        return ConstraintStart(end) if is_open else ConstraintStart()
     if begin and tail.endswith(begin):
-        return Start(end)
+        return ConstraintStart(end)
     if not parser.may_reason(chat_template_kwargs or {}):
-        return Start()
+        return ConstraintStart()
     if not begin or parser.begins_reasoning:
-        return Start(end)
-    return Start(end, begin)
+        return ConstraintStart(end)
+    return ConstraintStart(end, begin)

@@ -146,7 +146,7 @@ def escape(name: str) -> str:
 def unsupported(
     schema: Any, supported: frozenset[str], formats: frozenset[str] | None
 ) -> list[str]:
-    """What a backend cannot do of a schema.
+    """Parts of a schema that a backend cannot do.
 
     Args:
         schema: parsed.
@@ -212,7 +212,7 @@ def within(reason: str, pointer: str) -> str:
 
 
 def malformed_at(schema: Any) -> Iterator[str]:
-    """What is wrong with a schema whatever the backend: values of a wrong type, with their place."""
+    """Faults of a schema whatever the backend: values of a wrong type, with their place."""
     for pointer, found in subschemas(schema):
         if isinstance(found, bool):
             continue
@@ -245,12 +245,12 @@ _NOWHERE = object()
 
 
 def _leads_nowhere(reference: Any, root: Any) -> bool:
-    """Whether a reference by JSON pointer has no target."""
+    """True if a reference by JSON pointer has no target."""
     return isinstance(reference, str) and _target(reference, root) is _NOWHERE
 
 
 def _target(reference: str, root: Any) -> Any:
-    """What a reference by JSON pointer leads to; None if it is of another kind."""
+    """The target of a reference by JSON pointer; None if it is of another kind."""
     if not (reference == "#" or reference.startswith("#/")):
         return None
     found = root
@@ -269,7 +269,7 @@ _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
 def _accepted(keyword: str, value: Any) -> str:
-    """What the keyword's value must be; "" if it is."""
+    """The form that the keyword's value must have; "" if it has it."""
     checks: Mapping[str, tuple[bool, str]] = {
         "type": (
             value in _TYPES if isinstance(value, str)
@@ -375,7 +375,7 @@ _BY_TYPE: Mapping[str, frozenset[str]] = {
 
 
 def entangled(schema: Any) -> list[str]:
-    """What a compiler gets wrong that looks at one keyword after the other: alternatives that
+    """Combinations that a compiler gets wrong if it looks at one keyword after the other: alternatives that
     stand beside other keywords, keywords of a type that the schema does not state, and required
     properties that it does not describe."""
     reasons: list[str] = []
@@ -405,7 +405,7 @@ def _unnamed(schema: Schema, pointer: str) -> Iterator[str]:
 
 
 def _values_fit(schema: Schema) -> bool:
-    """Whether all values of ``enum`` or ``const`` are of the schema's type."""
+    """True if all values of ``enum`` or ``const`` are of the schema's type."""
     values = schema.get("enum", [schema.get("const")] if "const" in schema else None)
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return values is not None and all(any(_is_of(v, t) for t in types) for v in values)
@@ -430,7 +430,7 @@ def _untyped(schema: Schema, asserted: list[str], pointer: str) -> Iterator[str]
 
 
 def is_recursive(schema: Any) -> bool:
-    """Whether a reference by JSON pointer leads back to itself. Takes linear time."""
+    """True if a reference by JSON pointer leads back to itself. Takes linear time."""
     known = {id(found): found for _, found in subschemas(schema) if isinstance(found, Mapping)}
     left = {}
     coming_from: dict[int, list[int]] = {key: [] for key in known}

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec, malformed
-from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.structured.schema import (
     depth,
     escape,
@@ -30,7 +30,7 @@ _SCHEMA_KEYS = ("json_schema", "schema")
 """Keys of a structural tag that hold a JSON schema."""
 
 
-class Source(NamedTuple):
+class ConstraintSource(NamedTuple):
     """A constraint's text, the same for every backend."""
 
     kind: str
@@ -43,7 +43,7 @@ class Source(NamedTuple):
         return GrammarSpec(backend, *self)
 
 
-def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Source:
+def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> ConstraintSource:
     """Check a constraint and put it into its plain form.
 
     Takes time linear in the constraint's size, whatever it says.
@@ -93,7 +93,7 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
             "disable_any_whitespace is on",
             param="structured_outputs.whitespace_pattern",
         )
-    return Source(kind, text, whitespace, not compact)
+    return ConstraintSource(kind, text, whitespace, not compact)
 
 
 def _json_text(given: Any, kind: str, config: StructuredOutputsConfig) -> str:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 COMPILE_THREADS = 2
 """Grammars that are compiled at once, beside the steps."""
 UNKNOWN_SIZE = 1 << 20
-"""What a grammar counts for whose size nobody has measured."""
+"""Assumed bytes of a grammar whose size nobody has measured."""
 
 
 class Compiled(NamedTuple):
@@ -28,7 +28,7 @@ class Compiled(NamedTuple):
     backend: GrammarBackend
 
 
-class _Kept(NamedTuple):
+class _StoredGrammar(NamedTuple):
     future: Future[Compiled]
     size_bytes: int
 
@@ -56,7 +56,7 @@ class GrammarStore:
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._backends: Backends | None = None
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._kept: OrderedDict[bytes, _StoredGrammar] = OrderedDict()
         self._bytes = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -75,13 +75,13 @@ class GrammarStore:
                 self._pool = ThreadPoolExecutor(COMPILE_THREADS, "headrace-grammar")
             future = self._pool.submit(self._compile, constraint)
             size = constraint.size_bytes or UNKNOWN_SIZE
-            self._kept[key] = _Kept(future, size)
+            self._kept[key] = _StoredGrammar(future, size)
             self._bytes += size
             self._evict(key)
             return future
 
     def failed(self, constraint: Constraint) -> bool:
-        """Whether the constraint's grammar was compiled last without success."""
+        """True if the constraint's grammar was compiled last without success."""
         with self._lock:
             kept = self._kept.get(constraint.grammar.key)
         return kept is not None and _failed(kept.future)

@@ -1,7 +1,7 @@
 """Structural tags: free text with constrained parts between marks, as a Lark grammar.
 
 Two forms. The older: ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``. The
-newer: ``{"format": {"type": ...}}``, a tree of the types in :data:`TYPES`. Source of both: the
+newer: ``{"format": {"type": ...}}``, a tree of the types in :data:`TYPES`. ConstraintSource of both: the
 OpenAI-compatible servers' ``response_format`` of type ``structural_tag``; xgrammar's
 documentation (structural tag usage).
 """
@@ -236,7 +236,7 @@ def _wrong(key: str, tag: Mapping[str, Any], pointer: str, reason: str) -> Reque
 
 
 def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
-    """What of a structural tag has no counterpart in Lark.
+    """Parts of a structural tag that have no counterpart in Lark.
 
     Args:
         tag: parsed JSON.
@@ -389,7 +389,7 @@ class _Builder:
         return self._rule(f"{self._literal(form['begin'])} {self._tag_body(form)}".strip())
 
     def _tag_body(self, form: Format) -> str:
-        """What comes after ``begin``."""
+        """The part after ``begin``."""
         ends = _ends(form)
         if form["content"]["type"] == "any_text":
             return self._text_until(ends[0])

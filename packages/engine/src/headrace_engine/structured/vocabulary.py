@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.grammar import Vocabulary
 from headrace_core.text import Tokenizer
-from headrace_engine.emission.detokenizer import BytePieces
+from headrace_engine.output_processing.detokenizer import BytePieces
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, end_token_ids: Iterable[int]) -> Vocabulary:

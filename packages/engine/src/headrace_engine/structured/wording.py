@@ -1,4 +1,4 @@
-"""What libraries say about a constraint, in words that may be shown to whoever sent it.
+"""Messages of libraries about a constraint, in words that may be shown to its sender.
 
 Foreign messages can hold paths, addresses and traces. Of theirs only the first plain phrase is
 kept, made of nothing but letters, figures and harmless marks.

@@ -13,7 +13,7 @@ call assembles one engine and shares nothing with another: a process may hold se
 ``media``      what prompts bring besides text: the model's processor
 ``templates``  how chats are rendered
 ``footprint``  what a model takes of the memory, told without loading it
-``front``      intake and the way to a core; ``connect`` and ``front_end`` start here
+``front``      input processing and the way to a core; ``connect`` and ``front_end`` start here
 ``core``       scheduler, cache, executor: what lives in the engine's process
 ``worker``     the model: ops bound, quantization and attention chosen, weights read
 =============  ==================================================================================
@@ -29,7 +29,7 @@ from headrace.assembly.front import (
     starting,
 )
 from headrace.assembly.named import kv_scale_constants
-from headrace.assembly.resolved import Resolved, choose_platform, resolve_engine
+from headrace.assembly.resolved import ResolvedConfig, choose_platform, resolve_engine
 from headrace.assembly.served import default_sampling_params, served_model
 from headrace.assembly.templates import TemplateSettings, templates_of
 from headrace.assembly.worker import (
@@ -41,7 +41,7 @@ from headrace.assembly.worker import (
 
 __all__ = [
     "FrontEnd",
-    "Resolved",
+    "ResolvedConfig",
     "TemplateSettings",
     "build_core",
     "build_model",

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import read_tokenizer
-from headrace.assembly.resolved import Resolved, resolve_engine
+from headrace.assembly.resolved import ResolvedConfig, resolve_engine
 from headrace.assembly.worker import platforms_worker, worker_factory
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import failpoints, plugins
-from headrace_core.config import EngineConfig
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.platform import BringsWorker
+from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace_engine.startup import StartupTimeline
 
 CORE_FACTORY = "headrace.assembly.core:build_core"
-"""How another process finds :func:`build_core`."""
+"""Dotted name by which another process finds :func:`build_core`."""
 
 
 def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
@@ -36,7 +36,7 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
 
 
 def build_resolved_core(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     timeline: StartupTimeline,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> EngineCore:
@@ -86,7 +86,7 @@ def build_resolved_core(
     )
 
 
-def grammar_vocabulary(resolved: Resolved) -> Vocabulary:
+def grammar_vocabulary(resolved: ResolvedConfig) -> Vocabulary:
     """The tokens' bytes, read from the checkpoint where logits are masked: only once a request
     needs them."""
     from headrace_engine.structured.vocabulary import vocabulary_of
@@ -100,9 +100,9 @@ def grammar_vocabulary(resolved: Resolved) -> Vocabulary:
     return vocabulary_of(tokenizer, resolved.info.vocab_size, resolved.info.eos_token_ids)
 
 
-def start_reading(resolved: Resolved) -> None:
+def start_reading(resolved: ResolvedConfig) -> None:
     """Have the weights read from disk while torch is imported."""
-    from headrace_models.read_ahead import read_ahead
+    from headrace_models.checkpoint.read_ahead import read_ahead
 
     if isinstance(resolved.platform, BringsWorker):
         return

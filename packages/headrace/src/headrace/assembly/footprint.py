@@ -1,4 +1,4 @@
-"""What a model takes of this machine's memory, without loading it.
+"""Memory that a model needs on this machine, without loading it.
 
 The model is built, which makes its tables (rotary ones are as long as the context) and says what each
 layer caches; no weight is read. What transformers' code runs says so only when it is tried, and is
@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.assembly.resolved import Resolved
+from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
 from headrace_core.config import LoadConfig
 from headrace_core.errors import CapacityError, HeadraceError
@@ -20,10 +20,10 @@ from headrace_core.kv import (
     CacheSpec,
     ChunkedLocalSpec,
     CrossAttentionSpec,
-    IndexKeySpec,
-    LatentAttentionSpec,
+    MLASpec,
     RecurrentSpec,
     SlidingWindowSpec,
+    SparseIndexerSpec,
 )
 from headrace_core.model import SupportsRecurrence
 from headrace_core.platform import BringsWorker
@@ -43,7 +43,7 @@ class CachedKind(NamedTuple):
     bytes_per_1000_tokens: int
     """0 for a state, whose size does not grow."""
     bytes_per_request: int
-    """Of states; 0 for what grows with the tokens."""
+    """Bytes of states; 0 for caches that grow with the tokens."""
     kept_tokens: int | None
     """Most tokens that a request keeps (a window, a chunk, an encoder's states); None: all."""
 
@@ -74,7 +74,7 @@ class Footprint:
     longest: int
     """Longest context of which one request fits, up to ``max_model_len``; 0: none."""
     spare: int
-    """What is left beside one request of ``max_model_len`` tokens; negative: what is missing."""
+    """Bytes left beside one request of ``max_model_len`` tokens; negative: bytes missing."""
     why_not: str = ""
     """Why an engine would not start, or not with what it was told to use; empty: it would."""
     cannot_start: str = ""
@@ -111,7 +111,7 @@ class Footprint:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unknown:
+class UnknownFootprint:
     """Stands for a :class:`Footprint` where a model cannot be built."""
 
     reason: str
@@ -124,10 +124,10 @@ class Unknown:
         return f"memory: unknown: {self.reason}"
 
 
-def footprint(resolved: Resolved) -> Footprint | Unknown:
+def footprint(resolved: ResolvedConfig) -> Footprint | UnknownFootprint:
     """Build a model, and reckon. Whatever keeps it from being built is the result's reason."""
     if isinstance(resolved.platform, BringsWorker):
-        return Unknown(
+        return UnknownFootprint(
             f"{type(resolved.platform).__name__} makes its own worker, which builds no model"
         )
     try:
@@ -135,16 +135,16 @@ def footprint(resolved: Resolved) -> Footprint | Unknown:
         available = resolved.platform.available_memory()
         return reckoned(resolved, weights, specs_of(model), available)
     except HeadraceError as error:
-        return Unknown(str(error))
+        return UnknownFootprint(str(error))
     except Exception as error:  # whatever a foreign class raises
-        return Unknown(f"{type(error).__name__}: {error}")
+        return UnknownFootprint(f"{type(error).__name__}: {error}")
 
 
-def _built(resolved: Resolved) -> tuple[CausalLM, int]:
+def _built(resolved: ResolvedConfig) -> tuple[CausalLM, int]:
     """The model without weights, and the bytes that it will keep."""
     from headrace_engine.startup import StartupTimeline
-    from headrace_models.footprint import kept_bytes
-    from headrace_models.loader import Built, load_model
+    from headrace_models.loading.loader import Built, load_model
+    from headrace_models.weight_bytes import kept_bytes
 
     info, available = resolved.info, resolved.platform.available_memory()
     ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
@@ -172,7 +172,7 @@ def specs_of(model: CausalLM) -> Mapping[str, CacheSpec]:
 
 
 def reckoned(
-    resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec], available: int
+    resolved: ResolvedConfig, weights: int, specs: Mapping[str, CacheSpec], available: int
 ) -> Footprint:
     """The footprint of a model, computed without loading it.
 
@@ -180,7 +180,7 @@ def reckoned(
         weights: bytes that the model keeps.
         available: bytes that are free before it is loaded.
     """
-    from headrace_engine.execution.division import Limits
+    from headrace_engine.execution.division import CacheLimits
     from headrace_engine.execution.memory import (
         CachePlan,
         fit_max_model_len,
@@ -191,7 +191,7 @@ def reckoned(
     from headrace_engine.kv.grouping import plan_groups
 
     config, info, platform, _ = resolved
-    limits = Limits.of(config, info.max_model_len)
+    limits = CacheLimits.of(config, info.max_model_len)
     profile = MemoryProfile(weights, _logits(resolved, limits.max_num_seqs), available, 0.0)
     groups = plan_groups(specs) if specs else ()
     spare = spare_bytes(profile, groups, config.cache, limits)
@@ -229,7 +229,7 @@ def reckoned(
     )
 
 
-def _logits(resolved: Resolved, max_num_seqs: int) -> int:
+def _logits(resolved: ResolvedConfig, max_num_seqs: int) -> int:
     """float32, of as many rows as a step samples: what any step takes at least."""
     info, tokens = resolved.info, resolved.config.scheduler.max_num_batched_tokens
     if info.pooling is not None:
@@ -265,9 +265,9 @@ def _kind(spec: CacheSpec) -> tuple[str, int | None]:
             return "attention in chunks", spec.attention_chunk_size
         case CrossAttentionSpec():
             return "attention to an encoder", spec.max_encoder_tokens
-        case IndexKeySpec():
+        case SparseIndexerSpec():
             return "an indexer's keys", None
-        case LatentAttentionSpec():
+        case MLASpec():
             return "latent attention", None
         case _:
             return "full attention", None

@@ -1,4 +1,4 @@
-"""The side of an engine that has the text: intake, and the way to a core.
+"""The side of an engine that has the text: input_processor, and the way to a core.
 
 One process may have several: nothing here is kept from one call to the next.
 """
@@ -13,41 +13,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.logits_processors import processor_name
 from headrace.assembly.media import media_reader
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace.assembly.plugged import (
     io_processor_class,
     logits_processors,
     read_tokenizer,
     reasoning_parser,
 )
-from headrace.assembly.resolved import Resolved, resolve_engine
+from headrace.assembly.resolved import ResolvedConfig, resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace.assembly.templates import TemplateSettings, warn_of_broken
 from headrace.interrupts import ending_at_once
-from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError
-from headrace_core.io_processor import IOProcessor
-from headrace_core.logits_processor import processor_name
 from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker
+from headrace_core.pooling.io_processor import IOProcessor
+from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.clients.process import ProcessClient
     from headrace_engine.engine import Engine
-    from headrace_engine.intake.intake import Intake
+    from headrace_engine.input_processing.input_processor import InputProcessor
     from headrace_engine.startup import StartupTimeline
 
 
 class FrontEnd(NamedTuple):
-    """What an engine is made of on the side that has the text."""
+    """Parts of an engine on the side that has the text."""
 
     client: CoreClient
     """Not yet started: whoever takes it starts it."""
-    intake: Intake
+    input_processor: InputProcessor
     config: EngineConfig
     info: ModelInfo
     speech: ServedSpeech | None = None
@@ -107,7 +107,7 @@ def start_engine(front: FrontEnd) -> Engine:
             speech.warm_up()
         return Engine(
             front.client,
-            front.intake,
+            front.input_processor,
             front.config,
             speech=speech,
             io_processor=front.io_processor,
@@ -131,11 +131,13 @@ def front_end(
     """
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
+        if client is None:
+            warn_of_revision(resolved)
         if not config.engine_process and client is None:
             start_reading(resolved)
     with timeline.phase("import front end"):
         try:
-            from headrace_engine.intake.intake import Intake
+            from headrace_engine.input_processing.input_processor import InputProcessor
             from headrace_engine.structured.backend_loading import check_backend
         except ImportError as error:
             raise missing(error) from error
@@ -144,7 +146,7 @@ def front_end(
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
         warn_of_broken(tokenizer, templates)
-    with timeline.phase("prepare intake"):
+    with timeline.phase("prepare input processing"):
         speech = served_speech(resolved)
         media = media_reader(resolved, None if speech is None else speech.decode_now)
         model = served_model(
@@ -152,7 +154,7 @@ def front_end(
         )
         make_processor = io_processor_class(resolved)
         processor = None if make_processor is None else make_processor(resolved.config, model)
-    intake = Intake(
+    input_processor = InputProcessor(
         tokenizer,
         model,
         chat_template=templates.chat_template,
@@ -167,13 +169,13 @@ def front_end(
     )
     check_backend(config.structured_outputs)
     if client is None:
-        client = core_client(config, resolved, timeline, intake.vocabulary)
-    return FrontEnd(client, intake, resolved.config, resolved.info, speech, processor)
+        client = core_client(config, resolved, timeline, input_processor.vocabulary)
+    return FrontEnd(client, input_processor, resolved.config, resolved.info, speech, processor)
 
 
 def core_client(
     config: EngineConfig,
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     timeline: StartupTimeline,
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> CoreClient:
@@ -198,12 +200,13 @@ def shared_core(config: EngineConfig, timeline: StartupTimeline, folder: Path) -
     """
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
+        warn_of_revision(resolved)
     from headrace_engine.clients.process import ProcessClient
 
     return ProcessClient(CORE_FACTORY, _portable(config, resolved), timeline, folder)
 
 
-def _portable(config: EngineConfig, resolved: Resolved) -> EngineConfig:
+def _portable(config: EngineConfig, resolved: ResolvedConfig) -> EngineConfig:
     """The configuration with names in place of classes and a mapping in place of a function, as
     another process can read it."""
     names = tuple(map(processor_name, config.model.logits_processors))
@@ -224,7 +227,7 @@ def _check_merges(portable: EngineConfig, info: ModelInfo) -> None:
     """
     if resolve_engine(portable).info.whole_config != info.whole_config:
         raise ConfigError(
-            "model.hf_overrides: the function takes keys out of config.json, which an engine in a "
-            "process of its own (engine_process) cannot be told: must set them to None instead",
+            "model.hf_overrides: the function takes keys out of config.json, which cannot be sent to a "
+            "separate engine process (engine_process): must set them to None instead",
             field="model.hf_overrides",
         )

@@ -1,4 +1,4 @@
-"""What headrace makes of a model, without loading it: facts, interfaces, routes, and what is unmet."""
+"""Inspection of a model without loading it: facts, interfaces, routes, and what is missing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from headrace.assembly.footprint import Footprint, Unknown, footprint
+from headrace.assembly import model_description
+from headrace.assembly.footprint import Footprint, UnknownFootprint, footprint
+from headrace.assembly.interfaces import interfaces_of
 from headrace.assembly.media import media_processor
 from headrace.assembly.plugged import read_tokenizer
-from headrace.assembly.resolved import resolve_engine
+from headrace.assembly.resolved import resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
 from headrace.assembly.transcription import TASK, missing_libraries, model_class, registered
-from headrace_core import inspection, plugins
-from headrace_core.config import EngineConfig
-from headrace_core.engine import ServedModel
-from headrace_core.interfaces import interfaces_of
-from headrace_core.modality import media_limit
+from headrace_core import plugins
 from headrace_core.model import ModelInfo
+from headrace_core.multimodal import media_limit
+from headrace_core.served_model import ServedModel
+from headrace_engine.config import EngineConfig
 
 
 class Inspection(NamedTuple):
@@ -28,15 +29,17 @@ class Inspection(NamedTuple):
     model: ServedModel
     interfaces: tuple[str, ...]
     routes: tuple[str, ...]
-    memory: Footprint | Unknown | None = None
+    memory: Footprint | UnknownFootprint | None = None
 
     def facts(self) -> dict[str, Any]:
         """Plain data."""
-        found = inspection.facts(self.model, routes=self.routes, interfaces=self.interfaces)
+        found = model_description.facts(self.model, routes=self.routes, interfaces=self.interfaces)
         return found if self.memory is None else {**found, "memory": self.memory.facts()}
 
     def __str__(self) -> str:
-        text = inspection.describe(self.model, routes=self.routes, interfaces=self.interfaces)
+        text = model_description.describe(
+            self.model, routes=self.routes, interfaces=self.interfaces
+        )
         return text if self.memory is None else f"{text}\n{self.memory}"
 
 
@@ -50,6 +53,7 @@ def inspect_model(config: EngineConfig, *, memory: bool = False) -> Inspection:
         HeadraceError: whatever would keep an engine from starting before weights are read.
     """
     resolved = resolve_engine(config)
+    warn_of_revision(resolved)
     info = resolved.info
     processor, limits = media_processor(info), resolved.config.model.limit_mm_per_prompt
     possible = processor.modalities() if processor is not None else ()
@@ -77,24 +81,24 @@ def routes_of(model: ServedModel) -> tuple[str, ...]:
 
 
 def start_block(model: ServedModel, paths: Sequence[str]) -> str:
-    """What the log says of a model before requests are taken.
+    """Log block about a model before requests are accepted.
 
     Args:
         paths: of the server's routes, those for health and control included.
     """
-    return inspection.describe(
+    return model_description.describe(
         model, routes=_inference(paths), interfaces=_interfaces_if_imported(model)
     )
 
 
 def _inference(paths: Sequence[str]) -> list[str]:
-    from headrace_server.apis import INFERENCE_ROUTES
+    from headrace_server.routes.availability import INFERENCE_ROUTES
 
     return [path for path in paths if path in INFERENCE_ROUTES]
 
 
 def _interfaces_if_imported(model: ServedModel) -> tuple[str, ...]:
-    """Of the class, if the engine runs in this process: it is not imported only to be described."""
+    """Interfaces of the class, if the engine runs in this process: it is not imported only for this."""
     plugin = registered(model.architecture)
     if plugin is None or plugin.target.partition(":")[0] not in sys.modules:
         return ()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace_core import plugins
-from headrace_core.modality import MediaInput, media_limit
+from headrace_core.multimodal import MediaInput, media_limit
 
 if TYPE_CHECKING:
-    from headrace.assembly.resolved import Resolved
-    from headrace_core.modality import MediaProcessor
+    from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.model import ModelInfo
-    from headrace_engine.intake.media import AudioDecode, MediaReader
+    from headrace_core.multimodal import MediaProcessor
+    from headrace_engine.input_processing.media import AudioDecode, MediaReader
 
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:
@@ -29,7 +29,9 @@ def media_processor(info: ModelInfo) -> MediaProcessor | None:
     return processor
 
 
-def media_reader(resolved: Resolved, decode_audio: AudioDecode | None = None) -> MediaReader | None:
+def media_reader(
+    resolved: ResolvedConfig, decode_audio: AudioDecode | None = None
+) -> MediaReader | None:
     """Reads what prompts bring besides text; None: the model takes nothing else.
 
     Args:
@@ -40,7 +42,7 @@ def media_reader(resolved: Resolved, decode_audio: AudioDecode | None = None) ->
     if processor is None:
         return None
     try:
-        from headrace_engine.intake.media import MediaReader
+        from headrace_engine.input_processing.media import MediaReader
         from headrace_multimodal import content_hash
     except ImportError as error:
         raise missing(error) from error
@@ -57,7 +59,7 @@ def media_reader(resolved: Resolved, decode_audio: AudioDecode | None = None) ->
     )
 
 
-def largest_media(resolved: Resolved) -> Callable[[], Sequence[MediaInput]] | None:
+def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]] | None:
     """Makes the largest item of each modality that prompts may bring, for measuring memory."""
     limits, info = resolved.config.model.limit_mm_per_prompt, resolved.info
     if not info.processor:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 
 from headrace_core import plugins
-from headrace_core.config import CacheConfig, EngineConfig, SimConfig
-from headrace_core.cores import plan_threads
 from headrace_core.errors import ConfigError, PluginNotFound
 from headrace_core.kv import CACHE_DTYPES
-from headrace_core.kv_scales import ScaleConstants, scale_constants
-from headrace_core.ops import OP_NAMES
+from headrace_core.ops import check_op_names
 from headrace_core.platform import BringsWorker, Platform
+from headrace_engine.config import CacheConfig, EngineConfig, SimConfig
+from headrace_engine.cores import plan_threads
+from headrace_engine.execution.scale_constants import ScaleConstants, scale_constants
 
 _LOAD_FORMATS = ("auto", "dummy")
 """Load formats that are not plug-ins."""
@@ -52,12 +52,7 @@ def _check_load_format(name: str) -> None:
 
 
 def _check_kernels(kernels: Mapping[str, str]) -> None:
-    unknown = sorted(set(kernels) - set(OP_NAMES) - {"*"})
-    if unknown:
-        raise ConfigError(
-            f"device.kernels: no op is named {unknown}; ops are {list(OP_NAMES)}",
-            field="device.kernels",
-        )
+    check_op_names(kernels, field="device.kernels")
     for provider in kernels.values():
         plugins.find("headrace.kernels", provider)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.missing import missing
+from headrace.assembly.io_processors import load_io_processor
+from headrace.assembly.logits_processors import load_processors
+from headrace.assembly.missing_packages import missing
 from headrace_core import plugins
-from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
-from headrace_core.io_processor import IOProcessor, load_io_processor
-from headrace_core.logits_processor import load_processors
+from headrace_core.pooling.io_processor import IOProcessor
+from headrace_engine.config import EngineConfig, StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.assembly.resolved import Resolved
-    from headrace_core.logits_processor import LogitsProcessor
+    from headrace.assembly.resolved import ResolvedConfig
+    from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.startup import StartupTimeline
 
@@ -45,7 +46,7 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
         found: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
         return found
     try:
-        from headrace_server.parsers import load_parsers
+        from headrace_server.parsing.registry import load_parsers
         from headrace_server.settings import ServerSettings
     except ImportError as error:
         raise missing(error) from error
@@ -53,7 +54,7 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
     return load_parsers(ServerSettings(**named)).reasoning
 
 
-def io_processor_class(resolved: Resolved) -> type[IOProcessor] | None:
+def io_processor_class(resolved: ResolvedConfig) -> type[IOProcessor] | None:
     """The plug-in that stands between a pooling model and its callers: the one that is asked for, else
     the one that ``config.json`` names; None: neither, or the model generates.
 
@@ -72,13 +73,13 @@ def io_processor_class(resolved: Resolved) -> type[IOProcessor] | None:
     return load_io_processor(name) if name and info.runner == "pooling" else None
 
 
-def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
+def read_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what Mistral's
     ``tekken.json`` or a GGUF file says of its tokenizer."""
+    from headrace_models.checkpoint.lfs import refuse_pointers
+    from headrace_models.checkpoint.source import fetch
     from headrace_models.formats.gguf.files import gguf_file
     from headrace_models.formats.tekken import TEKKEN
-    from headrace_models.lfs import refuse_pointers
-    from headrace_models.source import fetch
 
     model = resolved.config.model
     if model.skip_tokenizer_init:
@@ -102,7 +103,7 @@ def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
 
 
 def _of_tekken(file: Path) -> Tokenizer:
-    from headrace_engine.intake.tokenizer import tokenizer_of
+    from headrace_engine.input_processing.tokenizer import tokenizer_of
     from headrace_models.formats.tekken import tekken_tokenizer
 
     found = tekken_tokenizer(file)
@@ -110,7 +111,7 @@ def _of_tekken(file: Path) -> Tokenizer:
 
 
 def _of_gguf(file: Path) -> Tokenizer:
-    from headrace_engine.intake.tokenizer import tokenizer_of
+    from headrace_engine.input_processing.tokenizer import tokenizer_of
     from headrace_models.formats.gguf.header import read_gguf
     from headrace_models.formats.gguf.tokenizer import gguf_tokenizer
 

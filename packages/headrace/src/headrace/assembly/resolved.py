@@ -1,4 +1,4 @@
-"""Which model on which device, and no setting left open: :func:`resolve_engine`.
+"""The model, the device and all settings resolved: :func:`resolve_engine`.
 
 Reads JSON only: a mistake shows before torch is imported.
 """
@@ -6,28 +6,31 @@ Reads JSON only: a mistake shows before torch is imported.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace import demo
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
+from headrace.assembly.resolution import resolve
 from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.transcription import without_faults
 from headrace.environment import with_cpu_variables
 from headrace.suggestions import near_names
 from headrace_core import plugins
-from headrace_core.config import EngineConfig, ProfilerConfig
 from headrace_core.errors import ConfigError, DeviceError, RequestError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, Platform, detect
-from headrace_core.resolution import resolve
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
+from headrace_engine.config import EngineConfig, ProfilerConfig
+
+logger = logging.getLogger(__name__)
 
 
-class Resolved(NamedTuple):
+class ResolvedConfig(NamedTuple):
     """A configuration with nothing left to choose, and the checkpoint it is for."""
 
     config: EngineConfig
@@ -37,7 +40,7 @@ class Resolved(NamedTuple):
     """``max_model_len = -1``: the context may be shortened to what fits into memory."""
 
 
-def resolve_engine(config: EngineConfig) -> Resolved:
+def resolve_engine(config: EngineConfig) -> ResolvedConfig:
     """Find the checkpoint and fill in every ``auto``. Reads no weights.
 
     Raises:
@@ -64,7 +67,18 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         model = dataclasses.replace(config.model, hf_overrides=info.whole_config)
         config = dataclasses.replace(config, model=model)
     fit_context = config.model.max_model_len == -1
-    return Resolved(resolve(config, info, platform), info, platform, fit_context)
+    return ResolvedConfig(resolve(config, info, platform), info, platform, fit_context)
+
+
+def warn_of_revision(resolved: ResolvedConfig) -> None:
+    """Log that ``revision`` has no effect, if it is given with a local folder or file."""
+    model = resolved.config.model
+    if model.revision is not None and Path(model.model or "").expanduser().exists():
+        logger.warning(
+            "revision = %r: has no effect: %s is local; a revision needs a hub name",
+            model.revision,
+            model.model,
+        )
 
 
 def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:

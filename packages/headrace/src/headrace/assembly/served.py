@@ -1,4 +1,4 @@
-"""What front ends say of a model, and check requests against."""
+"""Facts about a model that front ends report and check requests against."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.plugged import io_processor_class
 from headrace.assembly.transcription import serving_plugin, unmet_tasks
-from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
+from headrace_core.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from headrace.assembly.resolved import Resolved
+    from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.text import Tokenizer
 
 SAMPLING_DEFAULTS: Mapping[str, str] = {
@@ -30,7 +30,7 @@ HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 
 
 def served_model(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     tokenizer: Tokenizer | None,
     chat_template: str | None,
     modalities: tuple[str, ...] = (),
@@ -73,7 +73,7 @@ def served_model(
     )
 
 
-def served_tasks(resolved: Resolved) -> tuple[str, ...]:
+def served_tasks(resolved: ResolvedConfig) -> tuple[str, ...]:
     """The checkpoint's tasks, and ``plugin`` if there is an IO processor.
 
     Raises:
@@ -134,7 +134,7 @@ def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
 
 
 def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's generation config says about sampling, in our fields' names."""
+    """Sampling defaults of a checkpoint's generation config, in our fields' names."""
     if generation_config.get("do_sample") is False:
         kept = {
             k: v

@@ -7,17 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace.assembly.transcription import TASK, model_class
-from headrace_core.config import SpeechConfig
-from headrace_core.declared_speech import DeclaredSpeech
 from headrace_core.errors import ConfigError, MissingDependency
-from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
+from headrace_core.speech.declared import DeclaredSpeech
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig, SupportsTranscription
+from headrace_engine.config import SpeechConfig
 
 if TYPE_CHECKING:
-    from headrace.assembly.resolved import Resolved
+    from headrace.assembly.resolved import ResolvedConfig
+    from headrace_core.arrays import PackedArray
     from headrace_core.model import ModelInfo
-    from headrace_core.packed import PackedArray
     from headrace_core.request import Prompt
     from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
 
@@ -25,12 +25,12 @@ FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
 DEFAULT_FILE_MB = 25.0
 DEFAULT_SECONDS = 7200.0
 OFFLINE_BYTES, OFFLINE_SECONDS = 1 << 40, 1e8
-"""Of a file of one's own: a terabyte, three years of sound."""
+"""Limits for local files: a terabyte, three years of sound."""
 OFFLINE_DECODE_SECONDS = 3600.0
 
 
 class ServedSpeech(DeclaredSpeech):
-    """The :class:`~headrace_core.speech.SpeechModel` of an engine.
+    """The :class:`~headrace_core.speech.model.SpeechModel` of an engine.
 
     Args:
         model: the class, without faults.
@@ -90,8 +90,8 @@ class ServedSpeech(DeclaredSpeech):
         self._decoder.close()
 
 
-def served_speech(resolved: Resolved) -> ServedSpeech | None:
-    """With a decoder whose processes start when they are needed; None: the model hears no files.
+def served_speech(resolved: ResolvedConfig) -> ServedSpeech | None:
+    """With a decoder whose processes start when they are needed; None: the model transcribes no files.
 
     A model that transcribes, and is run for pooling, has one for what conversations bring.
 

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.assembly.missing import missing
+from headrace.assembly.missing_packages import missing
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace_core.text import Tokenizer
-    from headrace_engine.intake.template import PromptTemplates
+    from headrace_engine.input_processing.chat.template import PromptTemplates
     from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger("headrace")
@@ -104,10 +104,10 @@ def failure_of(source: str, content_format: str, tokens: Mapping[str, str]) -> s
         tokens: names of special tokens -> their texts.
     """
     try:
-        from headrace_engine.intake.content import normalize_messages
-        from headrace_engine.intake.content_format import detect_content_format
-        from headrace_engine.intake.render_worker import describe_error
-        from headrace_engine.intake.sandbox import render_template
+        from headrace_engine.input_processing.chat.content import normalize_messages
+        from headrace_engine.input_processing.chat.content_format import detect_content_format
+        from headrace_engine.input_processing.chat.render_worker import describe_error
+        from headrace_engine.input_processing.chat.sandbox import render_template
     except ImportError as error:
         raise missing(error) from error
     wanted = detect_content_format(source) if content_format == "auto" else content_format

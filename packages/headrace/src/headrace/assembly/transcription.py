@@ -1,4 +1,4 @@
-"""Whether the class that serves a checkpoint turns speech into text, and if not, why not.
+"""Support for transcription in the class that serves a checkpoint, with the reasons if there is none.
 
 Only classes of foreign packages are looked at, which imports torch; built-in ones have no faults.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace_core import plugins
 from headrace_core.model import ModelInfo
-from headrace_core.speech_diagnosis import comes_close, faults
+from headrace_core.speech.diagnosis import comes_close, faults
 
 TASK = "transcription"
 MODELS, PROCESSORS = "headrace.models", "headrace.multimodal_processors"
@@ -33,8 +33,8 @@ def without_faults(info: ModelInfo) -> ModelInfo:
 
 
 def unmet_tasks(info: ModelInfo) -> dict[str, tuple[str, ...]]:
-    """For :attr:`~headrace_core.engine.ServedModel.unmet`: why a checkpoint has no transcription, a line
-    for each reason; {} if it has, or if nobody seems to expect it."""
+    """For :attr:`~headrace_core.served_model.ServedModel.unmet`: why a checkpoint has no transcription, a
+    line for each reason; {} if it has, or if nobody seems to expect it."""
     if TASK in info.tasks:
         return {}
     reasons = list(_unregistered(info))
@@ -44,7 +44,7 @@ def unmet_tasks(info: ModelInfo) -> dict[str, tuple[str, ...]]:
 
 
 def missing_libraries() -> tuple[str, ...]:
-    """What a model that transcribes would not start without; a line for each library."""
+    """Missing libraries that a model that transcribes needs at start; a line for each."""
     return tuple(
         f"the library {library!r} is not installed: run {INSTALL_AUDIO}"
         for library in AUDIO_LIBRARIES
@@ -53,7 +53,7 @@ def missing_libraries() -> tuple[str, ...]:
 
 
 def is_foreign(info: ModelInfo) -> bool:
-    """Whether another package than headrace's own brings the class."""
+    """True if another package than headrace's own brings the class."""
     return info.source.startswith("plugin:")
 
 

@@ -11,32 +11,32 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
+from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.plugged import logits_processors
-from headrace.assembly.resolved import Resolved
-from headrace.assembly.room import check_room
+from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.transcription import model_class
+from headrace_attention.selection import BackendChooser
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
-    BackendChooser,
     BackendFacts,
     EncoderBackend,
 )
-from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.errors import ConfigError, PluginError
-from headrace_core.graph import capture_sizes
-from headrace_core.logits_processor import named_processors
 from headrace_core.model import BuildContext, CausalLM
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import BringsWorker
+from headrace_engine.config import capture_sizes
+from headrace_engine.cores import CpuThreads, format_cores, plan_threads
 
 if TYPE_CHECKING:
     import torch
 
     from headrace_core.executor import WorkerFactory
-    from headrace_core.logits_processor import LogitsProcessor
+    from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def platforms_worker(resolved: Resolved) -> WorkerFactory:
+def platforms_worker(resolved: ResolvedConfig) -> WorkerFactory:
     """Makes the worker of a platform that brings its own."""
     platform = resolved.platform
     assert isinstance(platform, BringsWorker)
@@ -52,7 +52,7 @@ def platforms_worker(resolved: Resolved) -> WorkerFactory:
 
 
 def worker_factory(
-    resolved: Resolved, timeline: StartupTimeline, grammars: GrammarStore | None = None
+    resolved: ResolvedConfig, timeline: StartupTimeline, grammars: GrammarStore | None = None
 ) -> Callable[[], ModelWorker]:
     """Makes the worker of the resolved model, which loads it when asked to."""
     from headrace_engine.execution.capture import Capture
@@ -110,7 +110,7 @@ def worker_factory(
 
 
 def processor_maker(
-    resolved: Resolved, timeline: StartupTimeline
+    resolved: ResolvedConfig, timeline: StartupTimeline
 ) -> Callable[[torch.device], Sequence[LogitsProcessor]] | None:
     """Makes the worker's logits processors, given its device: the users', then the model's own
     (:class:`headrace_core.model.GuidesSampling`). None: the model generates no text."""
@@ -132,8 +132,8 @@ def processor_maker(
     return make
 
 
-def cpu_threads(resolved: Resolved) -> CpuThreads:
-    """How many threads compute on the CPU, and on which cores.
+def cpu_threads(resolved: ResolvedConfig) -> CpuThreads:
+    """Number of CPU threads, and their cores.
 
     Raises:
         ConfigError: more threads, or other cores, than this process may use.
@@ -147,7 +147,7 @@ def cpu_threads(resolved: Resolved) -> CpuThreads:
     return threads
 
 
-def choose_ops(resolved: Resolved, timeline: StartupTimeline, threads: CpuThreads) -> OpTable:
+def choose_ops(resolved: ResolvedConfig, timeline: StartupTimeline, threads: CpuThreads) -> OpTable:
     """The best installed implementation of every op, for this device and dtype."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, threads.num_threads, threads.cores)
@@ -156,20 +156,20 @@ def choose_ops(resolved: Resolved, timeline: StartupTimeline, threads: CpuThread
     if threads.cores and "cpu" not in ops.providers.values():
         raise ConfigError(
             f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' without the native CPU "
-            "kernels: torch's threads cannot be bound one by one (`headrace collect-env` says why "
-            "the native ones are not used)",
+            "kernels: torch's threads cannot be bound to single cores (`headrace collect-env` shows why "
+            "the native kernels are not used)",
             field="device.cpu_bind",
         )
     if platform.device == "cpu" and not ops.row_invariant:
         logger.warning(
-            "these kernels do not promise that outputs are independent of batching; "
-            "`headrace collect-env` says why the native ones are not used"
+            "with these kernels, outputs may depend on batching; `headrace collect-env` shows why the "
+            "native kernels are not used"
         )
     return ops
 
 
 def build_model(
-    resolved: Resolved, ops: OpTable, timeline: StartupTimeline, *, again: bool = False
+    resolved: ResolvedConfig, ops: OpTable, timeline: StartupTimeline, *, again: bool = False
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -178,7 +178,7 @@ def build_model(
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
-        from headrace_models.loader import load_model
+        from headrace_models.loading.loader import load_model
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
@@ -199,16 +199,16 @@ def build_model(
     return model
 
 
-def backend_chooser(resolved: Resolved, ops: OpTable) -> BackendChooser:
+def backend_chooser(resolved: ResolvedConfig, ops: OpTable) -> BackendChooser:
     """Chooses the backends of one model's layers."""
     config, _, platform, _ = resolved
     return BackendChooser(ops, wanted=config.attention.backend, preferred=platform.attention_order)
 
 
 def build_context(
-    resolved: Resolved, ops: OpTable, choose: Callable[[AttentionNeed], BackendFacts]
+    resolved: ResolvedConfig, ops: OpTable, choose: Callable[[AttentionNeed], BackendFacts]
 ) -> BuildContext:
-    """What a model is built with, on one rank.
+    """Build context of a model on one rank.
 
     Args:
         choose: the backend of each layer.

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.batch.prompts import Prompt
-from headrace_core.catalogue import entry_of
-from headrace_core.errors import GenerateError, RequestError
+from headrace_core.errors import GenerateError, RequestError, entry_of
 from headrace_core.output import RequestOutput
 from headrace_core.request import ChatPrompt
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.batch.journal import Journal
@@ -29,7 +28,7 @@ class Answers(Protocol):
         ...
 
 
-class Journaled:
+class JournalWriter:
     """Answers as JSON lines in a journal."""
 
     def __init__(self, journal: Journal) -> None:
@@ -43,7 +42,7 @@ class Journaled:
         self._journal.add(number, json_line(prompt, answer).encode("utf-8", "replace"))
 
 
-class Printed:
+class PromptOrderPrinter:
     """Answers printed in the prompts' order: each once all before it are there.
 
     Args:
@@ -92,7 +91,7 @@ def json_line(prompt: Prompt, answer: RequestOutput | Exception) -> str:
     return json.dumps(record, ensure_ascii=False)
 
 
-class Generating:
+class GenerateRun:
     """One run over a list of prompts.
 
     Args:
@@ -133,10 +132,10 @@ class Generating:
                 self._feed(left, running, call)
                 if not running:
                     return
-                for news in call.wait():
-                    if news.finished:
-                        number, prompt = running.pop(news.request_id)
-                        self._take(number, prompt, _answer_of(news))
+                for update in call.wait():
+                    if update.finished:
+                        number, prompt = running.pop(update.request_id)
+                        self._take(number, prompt, _answer_of(update))
 
     def _feed(
         self, left: Iterator[tuple[int, Prompt]], running: dict[str, tuple[int, Prompt]], call: Any
@@ -164,12 +163,12 @@ class Generating:
         self._done(number, None if isinstance(answer, Exception) else answer)
 
 
-def _answer_of(news: Any) -> RequestOutput | Exception:
-    output = news.output
+def _answer_of(update: Any) -> RequestOutput | Exception:
+    output = update.output
     if output is not None and (reasons := [each.error for each in output.outputs if each.error]):
         return RequestError(reasons[0])
     if output is None or any(each.finish_reason in ("error", "abort") for each in output.outputs):
-        why = news.error or GenerateError("the engine failed on this prompt; the log says why")
+        why = update.error or GenerateError("the engine failed on this prompt; the log says why")
         return why if isinstance(why, Exception) else GenerateError(str(why))
     assert isinstance(output, RequestOutput)
     return output

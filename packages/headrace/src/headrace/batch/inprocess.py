@@ -11,14 +11,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace_server.auth import KEY_IN_SCOPE
-from headrace_server.keys import Key
+from headrace_server.security.auth import KEY_IN_SCOPE
+from headrace_server.security.keys import Key
 
 logger = logging.getLogger(__name__)
 
 
-class Answer(NamedTuple):
-    """What a route answered."""
+class InProcessResponse(NamedTuple):
+    """Response of a route."""
 
     status: int
     headers: Mapping[str, str]
@@ -31,7 +31,7 @@ class InProcess:
     def __init__(self, app: Any) -> None:
         self._app = app
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes) -> InProcessResponse:
         """POST a JSON body and wait for the whole answer. Cancelling ends the request."""
         exchange = _Exchange(body)
         try:
@@ -40,7 +40,7 @@ class InProcess:
             # The application has answered with a 500 and logged it; servers see the error again.
             if not exchange.status:
                 raise
-        return Answer(exchange.status, exchange.headers, b"".join(exchange.body))
+        return InProcessResponse(exchange.status, exchange.headers, b"".join(exchange.body))
 
     def _scope(self, path: str, body: bytes) -> dict[str, Any]:
         headers = [

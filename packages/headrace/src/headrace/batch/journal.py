@@ -1,4 +1,4 @@
-"""What an unfinished batch has finished: one file that survives a crash at any moment.
+"""Journal of the finished requests of an unfinished batch: one file that survives a crash at any moment.
 
 Each answer is appended as one line as soon as it is there. A crash can leave half a line at the
 end, which is cut off when the file is opened again; everything before it counts. The first line
@@ -32,7 +32,7 @@ class _Header(msgspec.Struct, omit_defaults=True):
     """Other options that the answers depend on, as text."""
 
 
-class _Entry(msgspec.Struct):
+class _JournalLine(msgspec.Struct):
     line: int
     output: msgspec.Raw
 
@@ -94,7 +94,7 @@ class Journal:
 
     def add(self, line: int, output: bytes) -> None:
         """Keep the answer to a line of the input: JSON, without the line's end."""
-        data = msgspec.json.encode(_Entry(line, msgspec.Raw(output))) + b"\n"
+        data = msgspec.json.encode(_JournalLine(line, msgspec.Raw(output))) + b"\n"
         start = self._end
         self._append(data)
         self._found[line] = (start, len(data))
@@ -126,7 +126,7 @@ class Journal:
         for line in sorted(self._found):
             start, length = self._found[line]
             self._file.seek(start)
-            entry = msgspec.json.decode(self._file.read(length), type=_Entry)
+            entry = msgspec.json.decode(self._file.read(length), type=_JournalLine)
             yield bytes(entry.output)
 
     def remove(self) -> None:
@@ -168,11 +168,11 @@ class Journal:
             elif another is not None:
                 raise ConfigError(
                     f"{str(self.path)!r} holds the answers of an interrupted batch with {another}; run "
-                    "that one again, or start afresh with --restart",
+                    f"that batch again, or start over with --restart",
                     field=self._field,
                 )
             else:
-                entry = self._decode(raw, _Entry)
+                entry = self._decode(raw, _JournalLine)
                 self._found[entry.line] = (self._end, len(raw))
             self._end += len(raw)
         if another is not None:  # it left no answers
@@ -212,7 +212,7 @@ def journal_beside(
         ) from error
     if source is not None and Path(source).exists() and path.exists() and path.samefile(source):
         raise ConfigError(
-            f"{field} = {output!r}: is the input file, which it would replace; name another",
+            f"{field} = {output!r}: is the input file, and would overwrite it; choose another file",
             field=field,
         )
     if path.is_dir():

@@ -36,7 +36,7 @@ class BatchLine(msgspec.Struct):
 
 
 class BatchInput(NamedTuple):
-    """What a look through the whole file found."""
+    """Result of a look through the whole file."""
 
     num_lines: int
     """Requests; blank lines are none."""
@@ -108,6 +108,10 @@ def read_line(number: int, raw: bytes) -> BatchLine:
     except (msgspec.DecodeError, UnicodeError) as error:
         said = _plain(str(error)) if isinstance(error, msgspec.DecodeError) else "is not valid JSON"
         raise RequestError(f"line {number}: {said}", param="input_file") from None
+    if not line.custom_id:
+        raise RequestError(
+            f"line {number}: custom_id = '': must have at least one character", param="input_file"
+        )
     if len(line.custom_id) > MAX_ID:
         raise RequestError(
             f"line {number}: custom_id is longer than {MAX_ID} characters", param="input_file"
@@ -126,8 +130,8 @@ def _plain(message: str) -> str:
 
 def _too_deep(raw: bytes) -> str:
     """The refusal of a line that the decoder cannot follow to its depths; a body may have fewer levels."""
-    from headrace_server.json_counts import nesting
-    from headrace_server.routing import MAX_DEPTH
+    from headrace_server.http.json_counts import nesting
+    from headrace_server.http.routing import MAX_DEPTH
 
     return (
         f"is nested {nesting(raw)} levels deep; a body may have at most {MAX_DEPTH} levels of objects "

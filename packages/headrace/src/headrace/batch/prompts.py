@@ -129,7 +129,7 @@ def _refuse_json(file: str, number: int, raw: bytes) -> None:
     if begins == "{" or (begins == "[" and file.lower().endswith(".json")):
         raise RequestError(
             f"{file}: line {number} begins with {begins!r}, and the file's name does not end in "
-            f"{' or '.join(JSON_LINES)}: say --input-format jsonl (each line is a JSON object with "
+            f"{' or '.join(JSON_LINES)}: set --input-format jsonl (each line is a JSON object with "
             "'prompt') or --input-format text (each line is a prompt as it stands)",
             param="input_format",
         )

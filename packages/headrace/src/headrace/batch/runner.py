@@ -10,11 +10,11 @@ from typing import Protocol
 
 import msgspec
 
-from headrace.batch.inprocess import Answer
+from headrace.batch.inprocess import InProcessResponse
 from headrace.batch.journal import Journal
 from headrace.batch.lines import BatchLine, BatchOutput, encode, output_of
 from headrace_core.errors import EngineDead
-from headrace_server.errors import Answer as Refusal
+from headrace_server.errors.mapping import ErrorAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,17 @@ DUPLICATE = "duplicate_custom_id"
 class Client(Protocol):
     """Whatever answers requests."""
 
-    async def post(self, path: str, body: bytes) -> Answer: ...
+    async def post(self, path: str, body: bytes) -> InProcessResponse: ...
 
 
 @dataclass
-class Counts:
-    """How far a batch is."""
+class BatchCounts:
+    """Progress of a batch."""
 
     submitted: int = 0
     completed: int = 0
     failed: int = 0
-    """Of the completed."""
+    """Number of failed requests among the completed."""
 
 
 class Runner:
@@ -63,7 +63,7 @@ class Runner:
         repeated: Mapping[int, int] | None = None,
         concurrency: int,
         check: Callable[[], None],
-        progress: Callable[[Counts], None] = lambda counts: None,
+        progress: Callable[[BatchCounts], None] = lambda counts: None,
     ) -> None:
         self._client = client
         self._journal = journal
@@ -72,9 +72,9 @@ class Runner:
         self._slots = asyncio.Semaphore(concurrency)
         self._check = check
         self._progress = progress
-        self.counts = Counts()
+        self.counts = BatchCounts()
 
-    async def run(self, lines: Iterable[tuple[int, BatchLine]]) -> Counts:
+    async def run(self, lines: Iterable[tuple[int, BatchLine]]) -> BatchCounts:
         """Answer every line that has no answer yet.
 
         Raises:
@@ -118,9 +118,9 @@ class Runner:
         name = answer.headers.get("x-request-id", "")
         return output_of(line, answer.status, name, answer.body)
 
-    def _refusal(self, number: int, line: BatchLine) -> Refusal | None:
+    def _refusal(self, number: int, line: BatchLine) -> ErrorAnswer | None:
         if (first := self._repeated.get(number)) is not None:
-            return Refusal(
+            return ErrorAnswer(
                 400,
                 f"line {number}: custom_id = {line.custom_id[:100]!r}: must differ from that of line "
                 f"{first}",
@@ -128,32 +128,33 @@ class Runner:
                 code=DUPLICATE,
             )
         if line.method != "POST":
-            return Refusal(400, f"method = {line.method[:16]!r}: must be 'POST'")
+            return ErrorAnswer(400, f"method = {line.method[:16]!r}: must be 'POST'", "method")
         if line.url not in self._paths:
-            return Refusal(400, f"url = {line.url[:200]!r}: must be one of {sorted(self._paths)}")
-        said = _unlinelike(bytes(line.body))
-        return None if said is None else Refusal(400, said)
+            accepted = f"must be one of {sorted(self._paths)}"
+            return ErrorAnswer(400, f"url = {line.url[:200]!r}: {accepted}", "url")
+        return _unlinelike(bytes(line.body))
 
 
-def _unlinelike(body: bytes) -> str | None:
-    """Why a body's answer would be no line of JSON. What else it holds is for the route to judge."""
+def _unlinelike(body: bytes) -> ErrorAnswer | None:
+    """The refusal of a body whose answer would not be a line of JSON; the route judges the rest."""
     try:
-        form = msgspec.json.decode(body, type=_Form)
+        form = msgspec.json.decode(body, type=_StreamFields)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError, RecursionError):
         return None
     if form.stream is True:
-        return "stream: a batch has no streams; leave it out"
+        return ErrorAnswer(400, "stream = True: a batch has no streams; leave it out", "stream")
     if form.encoding_format in ("bytes", "bytes_only"):
-        return f"encoding_format = {form.encoding_format!r}: a batch has JSON only; use 'base64'"
+        said = f"encoding_format = {form.encoding_format!r}: a batch has JSON only; use 'base64'"
+        return ErrorAnswer(400, said, "encoding_format")
     return None
 
 
-class _Form(msgspec.Struct):
+class _StreamFields(msgspec.Struct):
     stream: object = False
     encoding_format: object = None
 
 
-def _retry_after(answer: Answer) -> float:
+def _retry_after(answer: InProcessResponse) -> float:
     text = answer.headers.get("retry-after", "")
     return float(text) if text.isascii() and text.isdigit() else 0.0
 

@@ -19,7 +19,7 @@ TRANSFER_SECONDS = 6 * 3600.0
 
 
 def is_url(name: str) -> bool:
-    """Whether a file's name is an http(s) URL."""
+    """True if a file's name is an http(s) URL."""
     return name.startswith(("http://", "https://"))
 
 

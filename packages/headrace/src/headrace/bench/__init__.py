@@ -1,4 +1,4 @@
-"""What ``headrace bench`` is made of.
+"""Parts of ``headrace bench``.
 
 =============  =====================================================================
 ``datasets``   prompts with their lengths, drawn or read from files

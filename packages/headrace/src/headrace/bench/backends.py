@@ -1,4 +1,4 @@
-"""What is sent to a server, and what its answers mean."""
+"""Requests to servers, and the reading of their answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace.bench.datasets import Sample
-from headrace.bench.http import Answer, events
+from headrace.bench.datasets import SampleRequest
+from headrace.bench.http import HttpResponse, events
 from headrace.bench.metrics import Outcome
 from headrace_core.errors import ConfigError
 
 
-class Delta(NamedTuple):
-    """What one event brought."""
+class StreamEvent(NamedTuple):
+    """Contents of one event."""
 
     text: str
     has_token: bool
@@ -31,7 +31,7 @@ class Backend(ABC):
     streams = True
 
     @abstractmethod
-    def body(self, sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    def body(self, sample: SampleRequest, model: str, options: Mapping[str, Any]) -> bytes:
         """The request's JSON.
 
         Args:
@@ -41,8 +41,8 @@ class Backend(ABC):
             ConfigError: the route takes no such prompt.
         """
 
-    def outcome(self, answer: Answer, sample: Sample, begin: float) -> Outcome:
-        """What an answer amounts to.
+    def outcome(self, answer: HttpResponse, sample: SampleRequest, begin: float) -> Outcome:
+        """Measures of an answer.
 
         Args:
             begin: ``time.perf_counter`` of the run's start.
@@ -54,17 +54,17 @@ class Backend(ABC):
         try:
             self._read(answer, outcome)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            outcome.error = f"what came cannot be read: {error!r}"
+            outcome.error = f"the answer cannot be read: {error!r}"
         return outcome
 
     @abstractmethod
-    def _read(self, answer: Answer, outcome: Outcome) -> None: ...
+    def _read(self, answer: HttpResponse, outcome: Outcome) -> None: ...
 
 
 class Streaming(Backend):
     """Server-sent events with choices and, at the end, the usage."""
 
-    def _read(self, answer: Answer, outcome: Outcome) -> None:
+    def _read(self, answer: HttpResponse, outcome: Outcome) -> None:
         last: float | None = None
         texts: list[str] = []
         usage: Mapping[str, Any] = {}
@@ -92,12 +92,12 @@ class Streaming(Backend):
             last = at
             outcome.num_chunks += 1
         if last is None:
-            outcome.error = "no token came"
+            outcome.error = "no token arrived"
             return
         self._settle(outcome, usage, "".join(texts))
 
     @abstractmethod
-    def _delta(self, event: Mapping[str, Any]) -> Delta: ...
+    def _delta(self, event: Mapping[str, Any]) -> StreamEvent: ...
 
     def _settle(self, outcome: Outcome, usage: Mapping[str, Any], text: str) -> None:
         outcome.text = text
@@ -113,7 +113,7 @@ class Completions(Streaming):
 
     endpoint = "/v1/completions"
 
-    def body(self, sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    def body(self, sample: SampleRequest, model: str, options: Mapping[str, Any]) -> bytes:
         return _encoded(
             {
                 "model": model,
@@ -125,13 +125,13 @@ class Completions(Streaming):
             }
         )
 
-    def _delta(self, event: Mapping[str, Any]) -> Delta:
+    def _delta(self, event: Mapping[str, Any]) -> StreamEvent:
         choices = event.get("choices")
         if not choices:
-            return Delta("", False, False)
+            return StreamEvent("", False, False)
         # A token may be no text yet (part of a character); the event that only tells the end is no token.
         has_token = bool(choices[0].get("token_ids")) or choices[0].get("finish_reason") is None
-        return Delta(choices[0].get("text") or "", has_token, True)
+        return StreamEvent(choices[0].get("text") or "", has_token, True)
 
 
 class Chat(Streaming):
@@ -139,7 +139,7 @@ class Chat(Streaming):
 
     endpoint = "/v1/chat/completions"
 
-    def body(self, sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    def body(self, sample: SampleRequest, model: str, options: Mapping[str, Any]) -> bytes:
         if not isinstance(sample.prompt, str):
             raise ConfigError(
                 "backend 'openai-chat': messages are text, and the dataset drew token ids; name the model's "
@@ -157,10 +157,10 @@ class Chat(Streaming):
             }
         )
 
-    def _delta(self, event: Mapping[str, Any]) -> Delta:
+    def _delta(self, event: Mapping[str, Any]) -> StreamEvent:
         choices = event.get("choices")
         if not choices:
-            return Delta("", False, False)
+            return StreamEvent("", False, False)
         delta = choices[0].get("delta") or {}
         text = (
             delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or ""
@@ -169,7 +169,7 @@ class Chat(Streaming):
         unseen = delta.get("content") == "" and "role" not in delta
         unseen = unseen and choices[0].get("finish_reason") is None
         has_token = bool(choices[0].get("token_ids") or delta.get("tool_calls")) or unseen
-        return Delta(text, has_token, True)
+        return StreamEvent(text, has_token, True)
 
 
 class Embeddings(Backend):
@@ -178,10 +178,10 @@ class Embeddings(Backend):
     endpoint = "/v1/embeddings"
     streams = False
 
-    def body(self, sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    def body(self, sample: SampleRequest, model: str, options: Mapping[str, Any]) -> bytes:
         return _encoded({"model": model, "input": sample.prompt, **options})
 
-    def _read(self, answer: Answer, outcome: Outcome) -> None:
+    def _read(self, answer: HttpResponse, outcome: Outcome) -> None:
         content = answer.json()
         if not content["data"]:
             raise ValueError("no embedding in it")

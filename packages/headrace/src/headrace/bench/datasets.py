@@ -27,7 +27,7 @@ LOW_ID, HIGH_ID = 300, 1000
 POEM = "Pick as many lines as you can from these poem lines:\n"
 
 
-class Sample(NamedTuple):
+class SampleRequest(NamedTuple):
     """One request to make."""
 
     prompt: str | list[int]
@@ -37,8 +37,8 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How many samples are wanted, and what they are made with."""
+class DatasetOptions:
+    """Number of samples, and the settings to make them."""
 
     num_prompts: int
     seed: int = 0
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that name a dataset and set its lengths."""
     group = parser.add_argument_group("Dataset")
     group.add_argument("--dataset-name", choices=sorted(DATASETS), default="random",
-                       help="where prompts come from (default: random)")  # fmt: skip
+                       help="source of the prompts (default: random)")  # fmt: skip
     group.add_argument(
         "--dataset-path", metavar="FILE", help="for all but random and prefix_repetition"
     )
@@ -99,7 +99,7 @@ LENGTHS: Sequence[tuple[str, float | None, str]] = (
     ),
     ("random-prefix-len", 0, "random: tokens in front that all prompts share"),
     ("prefix-repetition-prefix-len", 256, "prefix_repetition: of a shared prefix"),
-    ("prefix-repetition-suffix-len", 256, "prefix_repetition: of what follows it"),
+    ("prefix-repetition-suffix-len", 256, "prefix_repetition: of the text after the prefix"),
     ("prefix-repetition-num-prefixes", 10, "prefix_repetition: how many prefixes there are"),
     ("prefix-repetition-output-len", 128, "prefix_repetition: of an output"),
     ("sharegpt-output-len", None, "sharegpt: of an output, in place of the recorded answer's"),
@@ -111,7 +111,7 @@ LENGTHS: Sequence[tuple[str, float | None, str]] = (
 """Flag, default, help."""
 
 
-def load(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def load(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """The samples that the flags of :func:`add_arguments` ask for.
 
     Raises:
@@ -130,7 +130,9 @@ def load(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     return samples
 
 
-def drawn(plan: Plan, sizes: Sequence[tuple[int, int, int]], num_prefixes: int = 1) -> list[Sample]:
+def drawn(
+    plan: DatasetOptions, sizes: Sequence[tuple[int, int, int]], num_prefixes: int = 1
+) -> list[SampleRequest]:
     """Random prompts of given sizes.
 
     Args:
@@ -157,10 +159,10 @@ def _sample(
     output: int,
     draw: random.Random,
     ids: Sequence[int],
-) -> Sample:
+) -> SampleRequest:
     """Ids as they are, or text that is read back as that many tokens."""
     if tokenizer is None:
-        return Sample(tokens, output, len(tokens))
+        return SampleRequest(tokens, output, len(tokens))
     wanted = len(tokens)
     for _ in range(10):
         text = tokenizer.decode(tokens)
@@ -169,17 +171,17 @@ def _sample(
             break
         # Neighbours merged, or one came apart: cut or fill up at the end, where no shared prefix suffers.
         tokens = tokens[:wanted] + [draw.choice(ids) for _ in range(wanted - len(tokens))]
-    return Sample(text, output, len(tokenizer.encode(text, add_special_tokens=False)))
+    return SampleRequest(text, output, len(tokenizer.encode(text, add_special_tokens=False)))
 
 
-def _ids(plan: Plan) -> Sequence[int]:
+def _ids(plan: DatasetOptions) -> Sequence[int]:
     if plan.tokenizer is None:
         return range(min(LOW_ID, plan.high_id // 2), plan.high_id)
     special = plan.tokenizer.special_token_ids
     return [token for token in range(plan.tokenizer.vocab_size) if token not in special]
 
 
-def _random(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _random(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     ratio = args.random_range_ratio
     if not 0 <= ratio < 1:
         raise ConfigError(
@@ -203,7 +205,7 @@ def _random(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     return drawn(plan, sizes)
 
 
-def _prefix_repetition(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _prefix_repetition(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     count = args.prefix_repetition_num_prefixes
     _least("--prefix-repetition-num-prefixes", count, 1)
     _least("--prefix-repetition-suffix-len", args.prefix_repetition_suffix_len, 1)
@@ -219,7 +221,7 @@ def _prefix_repetition(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     return samples
 
 
-def _burstgpt(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _burstgpt(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """Lengths from a trace with the columns "Request tokens" and "Response tokens"."""
     with _opened(args.dataset_path, "burstgpt") as file:
         rows = list(csv.DictReader(file))
@@ -234,7 +236,7 @@ def _burstgpt(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     return drawn(plan, _chosen(plan, [s for s in sizes if s[1] > 0 and s[2] > 0]))
 
 
-def _sharegpt(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _sharegpt(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """The first question and answer of recorded conversations, neither tiny nor huge."""
     tokenizer = plan.need_tokenizer("sharegpt")
     with _opened(args.dataset_path, "sharegpt") as file:
@@ -250,20 +252,20 @@ def _sharegpt(args: argparse.Namespace, plan: Plan) -> list[Sample]:
 
 def _measured(
     pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, output_len: int | None, most: int
-) -> Iterator[Sample]:
+) -> Iterator[SampleRequest]:
     """Conversations with 4 to 1,024 prompt tokens, at least 4 output tokens and at most 2,048 in all."""
     found = 0
     for question, answer in pairs:
         num_prompt = len(tokenizer.encode(question))
         num_output = output_len or len(tokenizer.encode(answer, add_special_tokens=False))
         if 4 <= num_prompt <= 1024 and num_output >= 4 and num_prompt + num_output <= 2048:
-            yield Sample(question, num_output, num_prompt)
+            yield SampleRequest(question, num_output, num_prompt)
             found += 1
             if found == most:
                 return
 
 
-def _custom(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _custom(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """JSON lines with ``prompt`` and, if wanted, ``output_tokens``."""
     with _opened(args.dataset_path, "custom") as file:
         lines = [line for line in file if line.strip()]
@@ -272,7 +274,7 @@ def _custom(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     for entry in _chosen(plan, entries):
         output = entry.get("output_tokens") or args.custom_output_len
         count = len(plan.tokenizer.encode(entry["prompt"])) if plan.tokenizer else None
-        samples.append(Sample(entry["prompt"], int(output), count))
+        samples.append(SampleRequest(entry["prompt"], int(output), count))
     return samples
 
 
@@ -290,7 +292,7 @@ def _custom_entry(path: str, number: int, line: str) -> Mapping[str, Any]:
     return entry
 
 
-def _sonnet(args: argparse.Namespace, plan: Plan) -> list[Sample]:
+def _sonnet(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """Lines of any plain text, drawn until the prompt is long enough; the first ones are shared by all."""
     tokenizer = plan.need_tokenizer("sonnet")
     with _opened(args.dataset_path, "sonnet") as file:
@@ -311,11 +313,11 @@ def _sonnet(args: argparse.Namespace, plan: Plan) -> list[Sample]:
     for index in range(plan.num_prompts):
         own = plan.draw("lines", index).choices(lines, k=total - shared)
         prompt = POEM + "".join((lines * (shared // len(lines) + 1))[:shared] + own)
-        samples.append(Sample(prompt, args.sonnet_output_len, len(tokenizer.encode(prompt))))
+        samples.append(SampleRequest(prompt, args.sonnet_output_len, len(tokenizer.encode(prompt))))
     return samples
 
 
-DATASETS: Mapping[str, Callable[[argparse.Namespace, Plan], list[Sample]]] = {
+DATASETS: Mapping[str, Callable[[argparse.Namespace, DatasetOptions], list[SampleRequest]]] = {
     "burstgpt": _burstgpt,
     "custom": _custom,
     "prefix_repetition": _prefix_repetition,
@@ -325,7 +327,7 @@ DATASETS: Mapping[str, Callable[[argparse.Namespace, Plan], list[Sample]]] = {
 }
 
 
-def _chosen(plan: Plan, entries: Sequence[Any]) -> list[Any]:
+def _chosen(plan: DatasetOptions, entries: Sequence[Any]) -> list[Any]:
     """As many of a file's entries as wanted, shuffled and repeated as the plan says."""
     entries = list(entries)
     if plan.shuffle:
@@ -333,7 +335,7 @@ def _chosen(plan: Plan, entries: Sequence[Any]) -> list[Any]:
     return _repeated(plan, entries)
 
 
-def _repeated(plan: Plan, entries: list[Any]) -> list[Any]:
+def _repeated(plan: DatasetOptions, entries: list[Any]) -> list[Any]:
     if entries and plan.oversample:
         entries = entries * -(-plan.num_prompts // len(entries))
     return entries[: plan.num_prompts]
@@ -368,7 +370,7 @@ def read_tokenizer(name: str, *, offline: bool = False) -> Tokenizer:
     from headrace_core import plugins
 
     try:
-        from headrace_models.source import fetch
+        from headrace_models.checkpoint.source import fetch
     except ImportError as error:
         raise MissingDependency(
             error.name or "headrace-models",

@@ -26,7 +26,7 @@ class HttpError(Exception):
     """The connection failed, or what came is no HTTP."""
 
 
-class Piece(NamedTuple):
+class BodyChunk(NamedTuple):
     """Part of a body, as it came."""
 
     at: float
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Answer:
+class HttpResponse:
     """A response, kept as it came."""
 
     started: float
@@ -43,7 +43,7 @@ class Answer:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     """Names in lower case."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[BodyChunk] = field(default_factory=list)
     ended: float = 0.0
 
     @property
@@ -60,10 +60,10 @@ class Answer:
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise HttpError(f"no JSON came, but {self.body[:200]!r}") from error
+            raise HttpError(f"the answer is not valid JSON: {self.body[:200]!r}") from error
 
 
-def events(pieces: Sequence[Piece]) -> Iterator[tuple[float, bytes]]:
+def events(pieces: Sequence[BodyChunk]) -> Iterator[tuple[float, bytes]]:
     """The ``data:`` lines of server-sent events, each with the time at which it was complete.
 
     ``[DONE]`` ends them.
@@ -114,13 +114,13 @@ class Client:
         self._timeout = timeout
         self._idle: list[_Connection] = []
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpResponse:
         """``GET`` a path below the base URL."""
         return await self._request(f"GET {self._prefix}{path} HTTP/1.1\r\n", b"")
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> HttpResponse:
         """``POST`` JSON to a path below the base URL; returns when the whole answer is there.
 
         Raises:
@@ -135,7 +135,7 @@ class Client:
         while self._idle:
             self._idle.pop().close()
 
-    async def _request(self, head: str, body: bytes) -> Answer:
+    async def _request(self, head: str, body: bytes) -> HttpResponse:
         message = f"{head}Host: {self._netloc}\r\n{self._headers}\r\n".encode("latin-1") + body
         try:
             async with asyncio.timeout(self._timeout):
@@ -145,7 +145,7 @@ class Client:
         except OSError as error:
             raise HttpError(str(error) or type(error).__name__) from error
 
-    async def _exchange(self, message: bytes) -> Answer:
+    async def _exchange(self, message: bytes) -> HttpResponse:
         started = time.perf_counter()
         while self._idle:
             connection = self._idle.pop()
@@ -159,7 +159,7 @@ class Client:
         )
         return await self._over(connection, message, started)
 
-    async def _over(self, connection: _Connection, message: bytes, started: float) -> Answer:
+    async def _over(self, connection: _Connection, message: bytes, started: float) -> HttpResponse:
         try:
             answer = await connection.exchange(message, started)
         except BaseException:
@@ -181,8 +181,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: Answer | None = None
-        self._done: asyncio.Future[Answer] | None = None
+        self._answer: HttpResponse | None = None
+        self._done: asyncio.Future[HttpResponse] | None = None
         self._head = b""
         self._body: _Chunked | _Counted | None = None
         self.reusable = False
@@ -191,11 +191,11 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def exchange(self, message: bytes, started: float) -> asyncio.Future[Answer]:
+    def exchange(self, message: bytes, started: float) -> asyncio.Future[HttpResponse]:
         """Send a request; the future has the whole answer."""
         assert self._transport is not None
         self._done = asyncio.get_running_loop().create_future()
-        self._answer, self._head, self._body = Answer(started), b"", None
+        self._answer, self._head, self._body = HttpResponse(started), b"", None
         self.reusable = False
         if self._transport.is_closing():
             self._done.set_exception(_Unused("the server closed the connection"))
@@ -218,7 +218,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_exception(HttpError(f"the server's answer is not HTTP: {error}"))
             return
         if content:
-            self._answer.pieces.append(Piece(at, content))
+            self._answer.pieces.append(BodyChunk(at, content))
         if self._body.complete:
             self._finish(at)
 

@@ -8,7 +8,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench import offline, plots, results
+from headrace.bench import offline_common as offline
+from headrace.bench import plots, results
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import ConfigError
@@ -21,7 +22,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 EPILOG = """\
 Prompts are random and new in each iteration; outputs have full length (end tokens are ignored). Prefix
-caching is off unless --enable-prefix-caching says otherwise.
+caching is off unless you set --enable-prefix-caching.
 
 Try:
   headrace bench latency --num-iters 5                                     # the demo model
@@ -30,8 +31,8 @@ Try:
   headrace bench latency --output-json latency.json --plot latency.png"""
 
 
-def main(words: Sequence[str]) -> int:
-    args = make_parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = make_parser().parse_args(argv)
     configure("WARNING")
     _check(args)
     if args.output_json:

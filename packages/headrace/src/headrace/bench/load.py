@@ -16,25 +16,25 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.bench.backends import Backend
-from headrace.bench.datasets import Sample
-from headrace.bench.http import Answer, Client, HttpError
+from headrace.bench.datasets import SampleRequest
+from headrace.bench.http import Client, HttpError, HttpResponse
 from headrace.bench.metrics import Outcome
 
 MOST_KEPT = 512 << 20
 """Bytes of answers that may wait to be read."""
 
 
-class Call(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request that is ready to be sent."""
 
-    sample: Sample
+    sample: SampleRequest
     body: bytes
     headers: dict[str, str]
 
 
 @dataclass
-class Run:
-    """What a run brought."""
+class LoadResult:
+    """Results of a run."""
 
     outcomes: list[Outcome]
     """In the order of the calls."""
@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass
-class Load:
+class LoadGenerator:
     """One run against one server.
 
     Args:
@@ -58,17 +58,17 @@ class Load:
     client: Client
     backend: Backend
     path: str
-    calls: Sequence[Call]
+    calls: Sequence[PreparedRequest]
     times: Sequence[float]
     max_concurrency: int | None = None
     on_end: Callable[[], object] = lambda: None
     _outcomes: dict[int, Outcome] = field(default_factory=dict)
-    _answers: dict[int, Answer] = field(default_factory=dict)
+    _answers: dict[int, HttpResponse] = field(default_factory=dict)
     _ends: dict[int, float] = field(default_factory=dict)
     _kept: int = 0
     _begin: float = 0.0
 
-    async def run(self) -> Run:
+    async def run(self) -> LoadResult:
         """Send everything; returns when the last answer is there."""
         gate = asyncio.Semaphore(self.max_concurrency or max(1, len(self.calls)))
         with _no_collection():
@@ -83,7 +83,9 @@ class Load:
             duration = time.perf_counter() - self._begin
         self._read()
         order = range(len(self.calls))
-        return Run([self._outcomes[i] for i in order], [self._ends[i] for i in order], duration)
+        return LoadResult(
+            [self._outcomes[i] for i in order], [self._ends[i] for i in order], duration
+        )
 
     async def _one(self, index: int, gate: asyncio.Semaphore) -> None:
         call = self.calls[index]

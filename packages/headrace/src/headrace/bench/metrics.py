@@ -1,4 +1,4 @@
-"""What a run's requests amount to.
+"""Measures of a run's requests.
 
 The four measures mean what users of other serving benchmarks expect:
 
@@ -29,7 +29,7 @@ NAMES = {
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are in seconds."""
+    """Result of one request. Times are in seconds."""
 
     started: float
     """After the start of the run."""
@@ -38,7 +38,7 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt, as far as the server says so."""
+    """Cached tokens of the prompt, if the server reports them."""
     num_chunks: int = 0
     """Events that brought output."""
     ttft: float = 0.0
@@ -62,7 +62,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class MetricSummary:
     """One measure over a run, in milliseconds. All zero if nothing was measured."""
 
     mean: float
@@ -71,12 +71,12 @@ class Summary:
     percentiles: Mapping[float, float]
 
 
-def summarize(seconds: Sequence[float], percentiles: Sequence[float]) -> Summary:
+def summarize(seconds: Sequence[float], percentiles: Sequence[float]) -> MetricSummary:
     """Mean, median, standard deviation and percentiles (0..100) of times given in seconds."""
     if not seconds:
-        return Summary(0.0, 0.0, 0.0, dict.fromkeys(percentiles, 0.0))
+        return MetricSummary(0.0, 0.0, 0.0, dict.fromkeys(percentiles, 0.0))
     values = sorted(1e3 * value for value in seconds)
-    return Summary(
+    return MetricSummary(
         statistics.fmean(values),
         percentile(values, 50),
         statistics.pstdev(values),

@@ -77,11 +77,11 @@ def check(path: str) -> None:
     check_output(path, "plot")
 
 
-class Point(NamedTuple):
+class PlotPoint(NamedTuple):
     """One run of a sweep."""
 
     label: str
-    """What is written beside it."""
+    """Label beside the point."""
     x: float
     y: float
 
@@ -103,7 +103,7 @@ def serving(outcomes: Sequence[Outcome], report: Mapping[str, Any], path: str) -
 
 
 def curves(
-    series: Mapping[str, Sequence[Point]],
+    series: Mapping[str, Sequence[PlotPoint]],
     path: str,
     *,
     title: str,
@@ -145,9 +145,9 @@ def curves(
             axes.legend(frameon=False)
 
 
-def pareto(points: Sequence[Point]) -> list[Point]:
+def pareto(points: Sequence[PlotPoint]) -> list[PlotPoint]:
     """The points that no other one beats on both axes, by ascending x."""
-    best: list[Point] = []
+    best: list[PlotPoint] = []
     for point in sorted(points, key=lambda p: (-p.x, -p.y)):
         if not best or point.y > best[-1].y:
             best.append(point)
@@ -184,7 +184,7 @@ def timelines(rows: Mapping[str, Mapping[str, float]], path: str, *, title: str)
 
 
 def histogram(values: Sequence[float], path: str, *, title: str, unit: str) -> None:
-    """How one measure is spread."""
+    """Histogram of one measure."""
     with _figure(path, title, {"runs": len(values)}, size=(7, 4.4)) as figure:
         _distribution(figure.add_subplot(), "", values, WORK, unit)
 

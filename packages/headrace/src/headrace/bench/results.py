@@ -63,7 +63,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """How values are spread between the lowest and the highest, as a row of blocks."""
+    """Distribution of values from the lowest to the highest, as a row of blocks."""
     if not values:
         return ""
     low, high = min(values), max(values)

@@ -13,10 +13,10 @@ from typing import Any
 from headrace.bench import datasets, metrics, plots, results
 from headrace.bench.arrivals import send_times
 from headrace.bench.backends import BACKENDS, Backend
-from headrace.bench.datasets import Sample
-from headrace.bench.http import Answer, Client, HttpError
-from headrace.bench.load import Call, Load, Run
-from headrace.bench.serve_flags import SAMPLING, Settings, make_parser, settings_of
+from headrace.bench.datasets import SampleRequest
+from headrace.bench.http import Client, HttpError, HttpResponse
+from headrace.bench.load import LoadGenerator, LoadResult, PreparedRequest
+from headrace.bench.serve_flags import SAMPLING, BenchSettings, make_parser, settings_of
 from headrace_core.errors import HeadraceError
 
 
@@ -24,8 +24,8 @@ class Unreachable(HeadraceError):
     """The server was not ready in time, or refuses what the benchmark asks."""
 
 
-def main(words: Sequence[str]) -> int:
-    args = make_parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = make_parser().parse_args(argv)
     settings = settings_of(args)
     if args.plot:
         plots.check(args.plot)
@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
             results.check_output(folder / args.result_filename, "result_filename")
     backend = BACKENDS[args.backend]()
     tokenizer = datasets.read_tokenizer(args.tokenizer) if args.tokenizer else None
-    plan = datasets.Plan(
+    plan = datasets.DatasetOptions(
         args.num_prompts or 1000,
         args.seed,
         tokenizer,
@@ -55,8 +55,8 @@ def main(words: Sequence[str]) -> int:
 
 
 async def _drive(
-    args: Namespace, backend: Backend, samples: Sequence[Sample], settings: Settings
-) -> tuple[Run, str]:
+    args: Namespace, backend: Backend, samples: Sequence[SampleRequest], settings: BenchSettings
+) -> tuple[LoadResult, str]:
     """Wait for the server, warm it up, run the load; returns the run and the model's name."""
     client = Client(
         settings.base_url,
@@ -73,7 +73,7 @@ async def _drive(
         calls = _calls(args, backend, samples, model, options)
         if args.num_warmups:
             warm = [calls[i % len(calls)] for i in range(args.num_warmups)]
-            await Load(client, backend, settings.endpoint, warm, [0.0] * len(warm),
+            await LoadGenerator(client, backend, settings.endpoint, warm, [0.0] * len(warm),
                        args.max_concurrency).run()  # fmt: skip
         times = send_times(
             len(calls), request_rate=args.request_rate, burstiness=args.burstiness,
@@ -82,7 +82,7 @@ async def _drive(
         with results.progress(
             len(calls), "requests", "request", enabled=not args.disable_tqdm
         ) as bar:
-            load = Load(client, backend, settings.endpoint, calls, times, args.max_concurrency,
+            load = LoadGenerator(client, backend, settings.endpoint, calls, times, args.max_concurrency,
                         on_end=bar.update)  # fmt: skip
             return await load.run(), model
     finally:
@@ -111,54 +111,52 @@ def _options(args: Namespace) -> dict[str, Any]:
 def _calls(
     args: Namespace,
     backend: Backend,
-    samples: Sequence[Sample],
+    samples: Sequence[SampleRequest],
     model: str,
     options: Mapping[str, Any],
-) -> list[Call]:
+) -> list[PreparedRequest]:
     models = args.lora_modules or [model]
     calls = []
     for index, sample in enumerate(samples):
         prefix = args.request_id_prefix
         headers = {} if prefix is None else {"X-Request-Id": f"{prefix}{index}"}
         body = backend.body(sample, models[index % len(models)], options)
-        calls.append(Call(sample, body, headers))
+        calls.append(PreparedRequest(sample, body, headers))
     return calls
 
 
-def _probe(sample: Sample) -> Sample:
+def _probe(sample: SampleRequest) -> SampleRequest:
     """A short request of the same kind: the readiness check must leave no measured prompt in a cache."""
     prompt: str | list[int] = "Hello" if isinstance(sample.prompt, str) else sample.prompt[-2:]
-    return Sample(prompt, 2, None)
+    return SampleRequest(prompt, 2, None)
 
 
-async def _first_model(client: Client, args: Namespace, settings: Settings) -> str:
+async def _first_model(client: Client, args: Namespace, settings: BenchSettings) -> str:
     path = "/v1/models"
 
-    async def ask() -> Answer:
+    async def ask() -> HttpResponse:
         return await client.get(path)
 
     answer = await _answered(ask, settings.base_url + path, args.ready_check_timeout_sec)
     try:
         return str(answer.json()["data"][0]["id"])
     except (HttpError, KeyError, IndexError, TypeError):
-        raise Unreachable(
-            f"{settings.base_url}{path}: lists no model; name it with --model"
-        ) from None
+        raise Unreachable(f"{settings.base_url}{path}: lists no model; set --model") from None
 
 
 async def _until_ready(
-    client: Client, settings: Settings, backend: Backend, body: bytes, seconds: float
+    client: Client, settings: BenchSettings, backend: Backend, body: bytes, seconds: float
 ) -> None:
-    async def ask() -> Answer:
+    async def ask() -> HttpResponse:
         return await client.post(settings.endpoint, body)
 
     answer = await _answered(ask, settings.base_url + settings.endpoint, seconds)
-    probe = backend.outcome(answer, Sample("", 1, None), answer.started)
-    if probe.error is not None and probe.error != "no token came":  # it may have ended at once
+    probe = backend.outcome(answer, SampleRequest("", 1, None), answer.started)
+    if probe.error is not None and probe.error != "no token arrived":  # it may have ended at once
         raise Unreachable(f"{settings.base_url}{settings.endpoint}: {probe.error}")
 
 
-async def _answered(ask: Any, url: str, seconds: float) -> Answer:
+async def _answered(ask: Any, url: str, seconds: float) -> HttpResponse:
     """Ask until an answer that is no 5xx comes.
 
     Raises:
@@ -167,7 +165,7 @@ async def _answered(ask: Any, url: str, seconds: float) -> Answer:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            answer: Answer = await ask()
+            answer: HttpResponse = await ask()
             problem = f"HTTP {answer.status}: {answer.body[:200].decode('utf-8', 'replace')}"
             if answer.status == 200:
                 return answer
@@ -181,7 +179,11 @@ async def _answered(ask: Any, url: str, seconds: float) -> Answer:
 
 
 def _report(
-    args: Namespace, run: Run, samples: Sequence[Sample], model: str, settings: Settings
+    args: Namespace,
+    run: LoadResult,
+    samples: Sequence[SampleRequest],
+    model: str,
+    settings: BenchSettings,
 ) -> dict[str, Any]:
     figures = metrics.report(
         run.outcomes, run.ends, run.duration,
@@ -212,7 +214,7 @@ def _report(
     return report | (_details(run) if args.save_detailed else {})
 
 
-def _details(run: Run) -> dict[str, Any]:
+def _details(run: LoadResult) -> dict[str, Any]:
     """Each request's figures, in the order of the requests."""
     outcomes = run.outcomes
     return {
@@ -228,7 +230,7 @@ def _details(run: Run) -> dict[str, Any]:
     }
 
 
-def _shown(args: Namespace, report: Mapping[str, Any], settings: Settings) -> str:
+def _shown(args: Namespace, report: Mapping[str, Any], settings: BenchSettings) -> str:
     rows: list[tuple[str, str] | str] = [
         ("Model", str(report["model_id"])),
         ("Successful requests", str(report["completed"])),
@@ -250,8 +252,8 @@ def _shown(args: Namespace, report: Mapping[str, Any], settings: Settings) -> st
     return results.table(args.label or "Serving", rows)
 
 
-def _say_oddities(run: Run) -> None:
-    """What a reader of the figures has to know."""
+def _say_oddities(run: LoadResult) -> None:
+    """Print notes that a reader of the figures needs."""
     errors: dict[str, int] = {}
     for outcome in run.outcomes:
         if outcome.error is not None:
@@ -262,7 +264,7 @@ def _say_oddities(run: Run) -> None:
     tokens, chunks = sum(o.num_output_tokens for o in served), sum(o.num_chunks for o in served)
     if chunks and tokens > 1.02 * chunks:
         results.say(
-            f"note: {tokens} tokens came in {chunks} events; throughput and TPOT count tokens, "
+            f"note: {tokens} tokens arrived in {chunks} events; throughput and TPOT count tokens, "
             "ITL is between events"
         )
 

@@ -42,7 +42,7 @@ def make_parser() -> Parser:
     """The parser of ``headrace bench serve``."""
     parser = Parser(
         prog="headrace bench serve",
-        description="Send requests to a running OpenAI-compatible server and measure what comes back.",
+        description="Send requests to a running OpenAI-compatible server and measure the answers.",
         epilog=EPILOG,
     )
     _add_target(parser)
@@ -68,21 +68,21 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="(default: the first that the server lists)")
     group.add_argument("--served-model-name", metavar="NAME",
-                       help="what the server calls it, if --model names something else")  # fmt: skip
+                       help="the model's name on the server, if it differs from --model")  # fmt: skip
     group.add_argument("--tokenizer", metavar="FOLDER",
                        help="of the model; prompts are then sent as text, not as token ids")  # fmt: skip
     group.add_argument("--lora-modules", nargs="+", metavar="NAME", default=[],
-                       help="adapters that the server has; each request goes to one of them")  # fmt: skip
+                       help="adapters of the server; each request uses one of them")  # fmt: skip
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
                        help="(default: $OPENAI_API_KEY)")  # fmt: skip
     group.add_argument(
         "--header", action="append", default=[], metavar="NAME=VALUE", help="repeatable"
     )
-    group.add_argument("--insecure", action="store_true", help="take any TLS certificate")
+    group.add_argument("--insecure", action="store_true", help="accept any TLS certificate")
     group.add_argument("--ready-check-timeout-sec", type=float, default=600.0, metavar="SECONDS",
-                       help="wait so long for the server; 0 asks nothing first (default: 600)")  # fmt: skip
+                       help="longest wait for a ready server; 0: no check (default: 600)")  # fmt: skip
     group.add_argument("--request-timeout", type=float, default=3600.0, metavar="SECONDS",
-                       help="a request that takes longer has failed (default: 3600)")  # fmt: skip
+                       help="a request that takes longer counts as failed (default: 3600)")  # fmt: skip
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--burstiness", type=float, default=1.0, metavar="SHAPE",
                        help="1: by chance (Poisson); below: in bursts; above: evenly (1)")  # fmt: skip
     group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="never more than N under way"
+        "--max-concurrency", type=int, metavar="N", help="most requests at the same time"
     )
     group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"),
                        help="let the rate rise from --ramp-up-start-rps to --ramp-up-end-rps")  # fmt: skip
@@ -144,12 +144,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--result-filename", metavar="FILE", help="(default: from model, load and time)"
     )
-    group.add_argument("--label", help="what this run is called (default: the backend)")
+    group.add_argument("--label", help="name of this run (default: the backend)")
     group.add_argument("--plot", metavar="FILE", help=plots.HELP)
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
-class Settings:
+class BenchSettings:
     """Values of the flags, checked and in the types that are used."""
 
     def __init__(self, args: Namespace) -> None:
@@ -167,7 +167,7 @@ class Settings:
         self.endpoint: str = args.endpoint or BACKENDS[args.backend].endpoint
 
 
-def settings_of(args: Namespace) -> Settings:
+def settings_of(args: Namespace) -> BenchSettings:
     """The settings of a parsed command line.
 
     Raises:
@@ -178,7 +178,7 @@ def settings_of(args: Namespace) -> Settings:
         if value is not None and value < 1:
             name = "--" + flag.replace("_", "-")
             raise ConfigError(f"{name} {value}: must be at least 1", field=flag)
-    return Settings(args)
+    return BenchSettings(args)
 
 
 def _ramp_up(args: Namespace) -> RampUp | None:

@@ -28,7 +28,7 @@ Try:
     --variable request-rate --low 1 --high 64 --keep 'p99_ttft_ms<=500' 'median_tpot_ms<=50'"""
 
 
-class Limit(NamedTuple):
+class SlaLimit(NamedTuple):
     """A figure of ``bench serve`` and what it must keep to."""
 
     key: str
@@ -36,17 +36,17 @@ class Limit(NamedTuple):
     value: float
 
     def kept(self, figures: Mapping[str, Any]) -> bool:
-        """Whether a result keeps it.
+        """True if a result meets the limit.
 
         Raises:
             ConfigError: the result has no such figure.
         """
         if not isinstance(figures.get(self.key), (int, float)):
-            raise ConfigError(f"--keep {self.key}: results have no such figure", field="keep")
+            raise ConfigError(f"--keep {self.key}: the results have no such figure", field="keep")
         return COMPARISONS[self.comparison](figures[self.key], self.value)
 
 
-def limit(text: str) -> Limit:
+def limit(text: str) -> SlaLimit:
     """``p99_ttft_ms<=500``.
 
     Raises:
@@ -55,11 +55,11 @@ def limit(text: str) -> Limit:
     match = re.fullmatch(r"(\w+)(<=|>=)([0-9.]+)", text.replace(" ", ""))
     if match is None:
         raise ArgumentTypeError(f"{text!r}: must be FIGURE<=NUMBER or FIGURE>=NUMBER")
-    return Limit(match[1], match[2], float(match[3]))
+    return SlaLimit(match[1], match[2], float(match[3]))
 
 
-def main(words: Sequence[str]) -> int:
-    args = _parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
     if not 0 < args.low <= args.high:
         raise ConfigError(
             f"--low {args.low:g}, --high {args.high:g}: must be above 0 and ascending", field="low"
@@ -135,7 +135,7 @@ def _parser() -> Parser:
     add("--bench-cmd", required=True, metavar="COMMAND", help="headrace bench serve ...")
     add("--keep", nargs="+", type=limit, required=True, metavar="LIMIT", help="as p99_ttft_ms<=500")
     add("--variable", choices=("request-rate", "max-concurrency"), default="request-rate",
-        help="what is varied (default: request-rate)")  # fmt: skip
+        help="the varied flag (default: request-rate)")  # fmt: skip
     add("--low", type=float, default=1.0, help="(default: 1)")
     add("--high", type=float, default=64.0, help="(default: 64)")
     add(

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.bench import offline, plots, results
+from headrace.bench import offline_common as offline
+from headrace.bench import plots, results
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import ConfigError, EngineError
@@ -48,8 +49,8 @@ Phases = Mapping[str, float]
 """Phase -> seconds, in order."""
 
 
-def main(words: Sequence[str]) -> int:
-    args = make_parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = make_parser().parse_args(argv)
     configure("WARNING")
     _check(args)
     if args.num_iters_cold is None:
@@ -150,8 +151,8 @@ def _start(args: Namespace, settings: Mapping[str, Any], bar: results.Bar) -> Ph
 
 def _offline_start(settings: Mapping[str, Any]) -> Phases:
     content = json.dumps({"use_tqdm_on_load": False, **settings})
-    words = [sys.executable, "-m", "headrace.bench.first_token", content, repr(time.monotonic())]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST)
+    argv = [sys.executable, "-m", "headrace.bench.first_token", content, repr(time.monotonic())]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LONGEST)
     if done.returncode != 0:
         raise EngineError(f"a start failed: {_last_line(done.stderr)}")
     phases: Phases = json.loads(done.stdout)
@@ -167,10 +168,10 @@ def _serve_start(settings: Mapping[str, Any]) -> Phases:
         config, log = Path(folder) / "flags.yaml", Path(folder) / "log"
         flags = {"port": int(url.rpartition(":")[2]), "host": "127.0.0.1", **settings}
         config.write_text(json.dumps(flags))  # JSON is YAML
-        words = [sys.executable, "-m", "headrace", "serve", "--config", str(config)]
+        argv = [sys.executable, "-m", "headrace", "serve", "--config", str(config)]
         begin = time.monotonic()
         with log.open("w") as out:
-            server = subprocess.Popen(words, stdout=out, stderr=out)
+            server = subprocess.Popen(argv, stdout=out, stderr=out)
         try:
             _poll(url + "/health", None, server, log)
             ready = time.monotonic()
@@ -251,4 +252,4 @@ def _shown(report: Mapping[str, Any], series: Mapping[str, Sequence[Phases]]) ->
 
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

@@ -54,12 +54,12 @@ Try:
   headrace bench sweep plot -o results --x median_ttft_ms --plot curve.html"""
 
 
-def main(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, KINDS))
         print(USAGE.format(kinds="\n".join(f"  {k:<{width}}  {t}" for k, t in KINDS.items())))
         return 0
-    kind, *rest = words
+    kind, *rest = argv
     if kind not in KINDS:
         raise ConfigError(f"sweep {kind!r}: must be one of {', '.join(KINDS)}", field="sweep")
     commands = {"serve": _grid, "offline": _grid, "plot": _plot, "plot_pareto": _plot}
@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepRun:
     """One run of one combination."""
 
     serve: Options
@@ -116,9 +116,13 @@ def make_parser(kind: str) -> Parser:
         help="list of flag maps, or a file of it; measured for each")  # fmt: skip
     add("-o", "--output-dir", default="results", metavar="FOLDER", help="(default: results)")
     add("--num-runs", type=int, default=3, help="of each combination (default: 3)")
-    add("--resume", action="store_true", help="run only what the folder does not have yet")
+    add(
+        "--resume",
+        action="store_true",
+        help="run only the points that the folder does not have yet",
+    )
     add("--dry-run", action="store_true", help="print the commands, start nothing")
-    add("--show-stdout", action="store_true", help="show what servers and benchmarks print")
+    add("--show-stdout", action="store_true", help="show the output of servers and benchmarks")
     add("--x", help="for --plot: key of the horizontal axis (default: by kind)")
     add("--y", help="for --plot: key of the vertical axis (default: by kind)")
     add("--plot", metavar="FILE", help=plots.HELP)
@@ -150,20 +154,20 @@ def flags_of(options: Options) -> list[str]:
     >>> flags_of({"max_num_seqs": 8, "ignore-eos": True})
     ['--max-num-seqs', '8', '--ignore-eos']
     """
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in options.items():
         flag = "--" + name.lstrip("-").replace("_", "-")
         if value is True:
-            words.append(flag)
+            argv.append(flag)
         elif value is False:
-            words.append("--no-" + flag[2:])
+            argv.append("--no-" + flag[2:])
         elif isinstance(value, list):
-            words += [flag, *map(str, value)]
+            argv += [flag, *map(str, value)]
         elif isinstance(value, dict):
-            words += [flag, json.dumps(value)]
+            argv += [flag, json.dumps(value)]
         elif value is not None:
-            words += [flag, str(value)]
-    return words
+            argv += [flag, str(value)]
+    return argv
 
 
 def name_of(options: Options, empty: str) -> str:
@@ -174,15 +178,15 @@ def name_of(options: Options, empty: str) -> str:
     return re.sub(r"[^\w.=,+-]+", "_", ",".join(parts))[:180] or empty
 
 
-def _grid(kind: str, words: Sequence[str]) -> int:
-    args = make_parser(kind).parse_args(words)
+def _grid(kind: str, argv: Sequence[str]) -> int:
+    args = make_parser(kind).parse_args(argv)
     _check(args)
     folder = Path(args.output_dir)
     if not args.dry_run:
         results.make_folder(folder, "output_dir")
     serve_params = args.serve_params if kind == "serve" else [{}]
     numbers = range(args.num_runs)
-    cells = [Cell(s, b, n) for s, b, n in product(serve_params, args.bench_params, numbers)]
+    cells = [SweepRun(s, b, n) for s, b, n in product(serve_params, args.bench_params, numbers)]
     missing = [cell for cell in cells if not cell.file(folder).exists()]
     if len(missing) < len(cells) and not args.resume:
         raise ConfigError(
@@ -213,7 +217,7 @@ def _check(args: Namespace) -> None:
 
 
 def _run_cells(
-    kind: str, args: Namespace, cells: Sequence[Cell], folder: Path, bar: results.Bar
+    kind: str, args: Namespace, cells: Sequence[SweepRun], folder: Path, bar: results.Bar
 ) -> None:
     """Everything that one server (or none) is measured with."""
     url, command = None, None
@@ -245,16 +249,16 @@ def _run_cells(
             bar.update(1)
 
 
-def _bench_words(args: Namespace, cell: Cell, url: str | None, path: Path) -> list[str]:
+def _bench_words(args: Namespace, cell: SweepRun, url: str | None, path: Path) -> list[str]:
     return bench_command(shlex.split(args.bench_cmd), cell.bench, url, path)
 
 
-def bench_command(words: Sequence[str], options: Options, url: str | None, path: Path) -> list[str]:
+def bench_command(argv: Sequence[str], options: Options, url: str | None, path: Path) -> list[str]:
     """A benchmark's command with its options, the server's address, and where its result goes."""
-    command = [*own(words), *flags_of(options)]
-    if "serve" not in words:
+    command = [*own(argv), *flags_of(options)]
+    if "serve" not in argv:
         return [*command, "--output-json", str(path)]
-    if url is not None and not {"--base-url", "--port", "--host"} & set(words):
+    if url is not None and not {"--base-url", "--port", "--host"} & set(argv):
         command += ["--base-url", url]
     return [
         *command,
@@ -266,25 +270,25 @@ def bench_command(words: Sequence[str], options: Options, url: str | None, path:
     ]
 
 
-def own(words: Sequence[str]) -> list[str]:
+def own(argv: Sequence[str]) -> list[str]:
     """``headrace ...`` runs in this environment, also where its program is not on the path."""
-    if words and words[0] == "headrace":
-        return [sys.executable, "-m", "headrace", *words[1:]]
-    return list(words)
+    if argv and argv[0] == "headrace":
+        return [sys.executable, "-m", "headrace", *argv[1:]]
+    return list(argv)
 
 
 def address_of(command: Sequence[str]) -> tuple[str, list[str]]:
     """Where a server will listen, and its command; a free port is added if it names none."""
-    words = own(command)
-    for index, word in enumerate(words):
-        if word == "--port" and index + 1 < len(words):
-            return f"http://127.0.0.1:{words[index + 1]}", words
+    argv = own(command)
+    for index, word in enumerate(argv):
+        if word == "--port" and index + 1 < len(argv):
+            return f"http://127.0.0.1:{argv[index + 1]}", argv
         if word.startswith("--port="):
-            return f"http://127.0.0.1:{word.partition('=')[2]}", words
+            return f"http://127.0.0.1:{word.partition('=')[2]}", argv
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    return f"http://127.0.0.1:{port}", [*words, "--port", port]
+    return f"http://127.0.0.1:{port}", [*argv, "--port", port]
 
 
 @contextmanager
@@ -343,7 +347,7 @@ def call(command: Sequence[str], *, show: bool = False) -> None:
             )
 
 
-def _summary(cells: Sequence[Cell], folder: Path) -> list[dict[str, Any]]:
+def _summary(cells: Sequence[SweepRun], folder: Path) -> list[dict[str, Any]]:
     """One row a result, options and figures side by side; also written as ``summary.csv``."""
     rows = []
     for cell in cells:
@@ -383,7 +387,7 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
 
 
-def _plot(kind: str, words: Sequence[str]) -> int:
+def _plot(kind: str, argv: Sequence[str]) -> int:
     parser = Parser(prog=f"headrace bench sweep {kind}", description=KINDS[kind])
     add = parser.add_argument
     add(
@@ -394,9 +398,9 @@ def _plot(kind: str, words: Sequence[str]) -> int:
         help="of the sweep (default: results)",
     )
     if kind == "plot":
-        add("--x", help="key of the horizontal axis (default: by what was swept)")
-        add("--y", help="key of the vertical axis (default: by what was swept)")
-    add("--label", metavar="KEY", help="what is written beside each point (default: what varies)")
+        add("--x", help="key of the horizontal axis (default: from the sweep)")
+        add("--y", help="key of the vertical axis (default: from the sweep)")
+    add("--label", metavar="KEY", help="key of the label of each point (default: the varied key)")
     add(
         "--group",
         metavar="KEY",
@@ -404,7 +408,7 @@ def _plot(kind: str, words: Sequence[str]) -> int:
     )
     add("--filter", nargs="+", default=[], metavar="KEY=VALUE", help="only rows with these")
     add("--plot", default=f"{kind}.png", metavar="FILE", help=plots.HELP)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     plots.check(args.plot)
     rows = _filtered(_read_summary(Path(args.output_dir)), results.pairs(args.filter, "--filter"))
     if kind == "plot_pareto":
@@ -449,7 +453,7 @@ def _draw(
     frontier: bool = False,
 ) -> None:  # fmt: skip
     """Medians over the runs of each combination, one line a group."""
-    series: dict[str, list[plots.Point]] = {}
+    series: dict[str, list[plots.PlotPoint]] = {}
     for combination in _combinations(rows):
         xs, ys = ([row[key] for row in combination if isinstance(row.get(key), (int, float))]
                   for key in (x, y))  # fmt: skip
@@ -459,7 +463,7 @@ def _draw(
         names = [n for n in first["swept"] if n != group] if label is None else [label]
         text = ", ".join(f"{n.replace('_', ' ')} {first.get(n)}" for n in names)
         line = "" if group is None else f"{group.replace('_', ' ')} {first.get(group)}"
-        series.setdefault(line, []).append(plots.Point(text, _median(xs), _median(ys)))
+        series.setdefault(line, []).append(plots.PlotPoint(text, _median(xs), _median(ys)))
     for points in series.values():
         points.sort(key=lambda point: point.x)
     model = (

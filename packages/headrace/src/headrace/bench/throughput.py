@@ -8,12 +8,13 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.bench import datasets, offline, results
-from headrace.bench.datasets import Sample
+from headrace.bench import datasets, results
+from headrace.bench import offline_common as offline
+from headrace.bench.datasets import SampleRequest
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import ConfigError, MissingDependency
-from headrace_core.sampling import RequestOutputKind
+from headrace_core.sampling.params import RequestOutputKind
 
 if TYPE_CHECKING:
     from headrace.arguments import Parser
@@ -30,18 +31,18 @@ Try:
   headrace bench throughput /path/to/model --backend hf --num-prompts 8          # transformers, to compare"""
 
 
-class Counts(NamedTuple):
+class GeneratedCounts(NamedTuple):
     """Tokens of a finished run."""
 
     num_input: int
     num_output: int
 
 
-Runner = Callable[[Namespace, list[Sample]], tuple[float, Counts]]
+Runner = Callable[[Namespace, list[SampleRequest]], tuple[float, GeneratedCounts]]
 
 
-def main(words: Sequence[str]) -> int:
-    args = make_parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = make_parser().parse_args(argv)
     configure("WARNING")
     _settle(args)
     if args.output_json:
@@ -63,7 +64,9 @@ def make_parser() -> Parser:
                         help="headrace (vllm is the same word), headrace-chat: prompts as chats; hf: "
                         "transformers (default: headrace)")  # fmt: skip
     parser.add_argument("--input-len", type=int, help="short for --random-input-len")
-    parser.add_argument("--output-len", type=int, help="of every output, whatever the dataset says")
+    parser.add_argument(
+        "--output-len", type=int, help="of every output, whatever the dataset's value is"
+    )
     parser.add_argument("--prefix-len", type=int, help="short for --random-prefix-len")
     parser.add_argument("--n", type=int, default=1, help="outputs of each prompt (default: 1)")
     parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, all at once")
@@ -101,7 +104,7 @@ def _settle(args: Namespace) -> None:
         )
 
 
-def _samples(args: Namespace) -> list[Sample]:
+def _samples(args: Namespace) -> list[SampleRequest]:
     from headrace import demo
 
     text = args.backend == "headrace-chat" or args.dataset_name in ("sharegpt", "sonnet", "custom")
@@ -109,7 +112,7 @@ def _samples(args: Namespace) -> list[Sample]:
     tokenizer = (
         datasets.read_tokenizer(name, offline=args.offline) if text or args.tokenizer else None
     )
-    plan = datasets.Plan(
+    plan = datasets.DatasetOptions(
         args.num_prompts or 1000, args.seed, tokenizer, not args.disable_shuffle, not args.no_oversample,
         _high_id(args.model or str(demo.path())),
     )  # fmt: skip
@@ -132,7 +135,7 @@ def _high_id(model: str) -> int:
     return offline.high_id(size or datasets.HIGH_ID)
 
 
-def _with_llm(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
+def _with_llm(args: Namespace, samples: list[SampleRequest]) -> tuple[float, GeneratedCounts]:
     with offline.engine(offline.engine_settings(args)) as llm:
         prompts = [offline.prompt_of(sample) for sample in samples]
         params = _params(args, samples)
@@ -146,7 +149,7 @@ def _with_llm(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
         return time.perf_counter() - start, _counts(outputs)
 
 
-def _with_async(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
+def _with_async(args: Namespace, samples: list[SampleRequest]) -> tuple[float, GeneratedCounts]:
     from headrace.async_llm import AsyncLLM
 
     engine = AsyncLLM(EngineArgs(**offline.engine_settings(args)))
@@ -178,11 +181,13 @@ def _with_async(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
     return seconds, _counts(outputs)
 
 
-def _with_headrace(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
+def _with_headrace(args: Namespace, samples: list[SampleRequest]) -> tuple[float, GeneratedCounts]:
     return _with_async(args, samples) if args.async_engine else _with_llm(args, samples)
 
 
-def _with_transformers(args: Namespace, samples: list[Sample]) -> tuple[float, Counts]:
+def _with_transformers(
+    args: Namespace, samples: list[SampleRequest]
+) -> tuple[float, GeneratedCounts]:
     """transformers' own generate: batches of left-padded prompts, each as long as its longest output."""
     try:
         import torch
@@ -220,22 +225,22 @@ def _with_transformers(args: Namespace, samples: list[Sample]) -> tuple[float, C
             )
             bar.update(len(batch))
         seconds = time.perf_counter() - start
-    return seconds, Counts(sum(map(len, rows)), num_output)
+    return seconds, GeneratedCounts(sum(map(len, rows)), num_output)
 
 
-def _ids(sample: Sample, args: Namespace, name: str) -> list[int]:
+def _ids(sample: SampleRequest, args: Namespace, name: str) -> list[int]:
     if not isinstance(sample.prompt, str):
         return sample.prompt
     return datasets.read_tokenizer(args.tokenizer or name).encode(sample.prompt)
 
 
-def _params(args: Namespace, samples: Sequence[Sample]) -> list[Any]:
+def _params(args: Namespace, samples: Sequence[SampleRequest]) -> list[Any]:
     text = not args.disable_detokenize
     return [offline.full_length(s.num_output_tokens, detokenize=text, n=args.n) for s in samples]
 
 
-def _counts(outputs: Sequence[RequestOutput]) -> Counts:
-    return Counts(
+def _counts(outputs: Sequence[RequestOutput]) -> GeneratedCounts:
+    return GeneratedCounts(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
     )
@@ -249,7 +254,9 @@ RUNNERS: Mapping[str, Runner] = {
 }
 
 
-def _report(args: Namespace, num_requests: int, seconds: float, counts: Counts) -> dict[str, Any]:
+def _report(
+    args: Namespace, num_requests: int, seconds: float, counts: GeneratedCounts
+) -> dict[str, Any]:
     total = counts.num_input + counts.num_output
     return {
         "model": args.model,

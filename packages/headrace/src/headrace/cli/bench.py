@@ -10,18 +10,18 @@ from headrace.suggestions import near_names
 
 BENCHMARKS = {
     "serve": "Load on a running server: throughput, TTFT, TPOT, ITL, end-to-end latency.",
-    "latency": "One batch, offline, again and again: how long it takes.",
-    "throughput": "Many requests, offline, at once: tokens a second.",
-    "startup": "Process start to first token, with and without caches, as a timeline.",
+    "latency": "Latency of one offline batch, measured repeatedly.",
+    "throughput": "Tokens per second of many offline requests at once.",
+    "startup": "Time from process start to first token, with and without caches, as a timeline.",
     "sweep": "Any of these over a grid of settings, with resume, tables and plots.",
 }
 
 
-def main(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
-    name, *rest = words
+    name, *rest = argv
     if name not in BENCHMARKS:
         near = near_names(name, BENCHMARKS, 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""

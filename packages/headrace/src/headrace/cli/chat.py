@@ -28,7 +28,7 @@ ROOM = 8
 """An answer should find at least the context's length divided by this many tokens free."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = terminal_parser(
         "chat",
         "Talk to a model in this terminal: the demo model, a checkpoint, or (with --url) a server.",
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--thinking", action="store_true", help="ask the template to let the model reason first"
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     configure("WARNING")
     options = sampling_options(args)
     for flag, text in (("--quick", args.quick), ("--system-prompt", args.system_prompt)):

@@ -81,7 +81,7 @@ def _save(conversation: Conversation, argument: str) -> str:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "/clear": Command("", "forget what was said; the system prompt stays", _clear),
+    "/clear": Command("", "forget the conversation; the system prompt stays", _clear),
     "/system": Command("TEXT", "set the system prompt; without TEXT: remove it", _system),
     "/save": Command("FILE", "write the messages to a new file, as JSON", _save),
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distributions
 
 from headrace.arguments import Parser
-from headrace_core.cores import cpu_quota, format_cores, usable_cores
+from headrace_engine.cores import cpu_quota, format_cores, usable_cores
 
 PACKAGES = re.compile(
     r"^(headrace.*|torch|numpy|triton|transformers|tokenizers|safetensors|huggingface.hub|fastapi|"
@@ -26,12 +26,12 @@ VARIABLE = re.compile(
 )
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="headrace collect-env",
-        description="Print what a bug ticket should say about this machine. No secrets are shown.",
+        description="Print the facts about this machine that a bug report needs. Shows no secrets.",
     )
-    parser.parse_args(words)
+    parser.parse_args(argv)
     for title, collect in SECTIONS:
         print(f"== {title}")
         try:

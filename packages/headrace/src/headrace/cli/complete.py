@@ -19,13 +19,13 @@ from headrace.cli.terminal import (
 from headrace.logs import configure
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = terminal_parser(
         "complete",
         "Complete text: with the demo model, a checkpoint, or (with --url) a server.",
-        "End with Ctrl-D. Lines may also be piped in: one text a line.",
+        "End with Ctrl-D. You can also pipe in texts, one a line.",
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     configure("WARNING")
     options = sampling_options(args)
     if args.quick is not None:

@@ -24,7 +24,7 @@ from headrace.logs import configure
 from headrace.progress import prompt_bar
 from headrace.suggestions import near_names
 from headrace_core.errors import RequestError
-from headrace_core.sampling import (
+from headrace_core.sampling.params import (
     CONSTRAINTS,
     RequestOutputKind,
     SamplingParams,
@@ -66,8 +66,8 @@ CONSTRAINT_NAMES: Mapping[str, str] = {
 """Names by which the server's clients ask for a constraint -> the field of structured_outputs."""
 
 
-def main(words: Sequence[str]) -> int:
-    args = _parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
     if args.output == "-":
         args.output = "/dev/stdout"
     configure("WARNING")
@@ -84,8 +84,8 @@ def main(words: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="headrace generate",
-        description="Complete many prompts in one batch and print the results in order. With --output "
-        "an interrupted run goes on where it stopped when the same command is run again.",
+        description="Complete many prompts in one batch and print the results in order. With --output, "
+        "running the same command again resumes an interrupted run.",
         epilog="Try: headrace generate --prompt 'Hello' --max-tokens 20\n"
         "     headrace generate --chat --input questions.txt --output answers.jsonl",
     )
@@ -93,18 +93,18 @@ def _parser() -> Parser:
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
     parser.add_argument(
         "-i", "--input", metavar="FILE",
-        help="prompts, one a line: as they stand, or as JSON objects with \"prompt\" (and \"custom_id\", "
-        "which comes back) if the file's name ends in .jsonl or .ndjson; - for standard input",
+        help='prompts, one a line: plain text, or JSON objects with "prompt" (and "custom_id", which is '
+        "copied to the output) if the file's name ends in .jsonl or .ndjson; - for standard input",
     )  # fmt: skip
     parser.add_argument(
         "--input-format", choices=FORMATS, default="auto",
-        help="what the lines of --input are: text, jsonl, or auto: by the file's name (default: auto)",
+        help="format of --input: text, jsonl, or auto, which goes by the file's name (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write JSON lines here; - is standard output"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="drop what an interrupted run has finished"
+        "--restart", action="store_true", help="discard the results of an interrupted run"
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
@@ -143,7 +143,7 @@ def _sampling_of(args: Namespace) -> dict[str, Any]:
     for name in NOT_WRITTEN:
         if args.sampling.get(name) is not None:
             raise RequestError(
-                f"--sampling: {name}: the output has no place for it; `headrace run-batch` and "
+                f"--sampling: {name}: the output has no field for it; `headrace run-batch` and "
                 "LLM.generate give log-probabilities",
                 param=name,
             )
@@ -193,20 +193,20 @@ def _print_answers(
     """Answer all, and print each answer once those before it are there."""
     from tqdm import tqdm
 
-    from headrace.batch.generating import Printed
+    from headrace.batch.generating import PromptOrderPrinter
 
     def show(text: str) -> None:
         tqdm.write(text, file=sys.stdout)  # past the bar
         sys.stdout.flush()
 
-    return _answer(args, prompts, sampling, Printed(show, as_json=args.json), 0)
+    return _answer(args, prompts, sampling, PromptOrderPrinter(show, as_json=args.json), 0)
 
 
 def _keep_answers(
     args: Namespace, prompts: Prompts, sampling: Mapping[str, Any], folder: Path
 ) -> int:
     """Answer what the journal does not have, then write the output."""
-    from headrace.batch.generating import Journaled
+    from headrace.batch.generating import JournalWriter
 
     path = journal_beside(args.output, folder, "output", _file(args.input))
     if args.restart:
@@ -220,7 +220,7 @@ def _keep_answers(
         num_failed = sum("error" in json.loads(each) for each in journal.outputs())
         if len(journal) < total:
             try:
-                failed = _answer(args, prompts, sampling, Journaled(journal), len(journal))
+                failed = _answer(args, prompts, sampling, JournalWriter(journal), len(journal))
             except BaseException:
                 if path.parent != folder and len(journal):
                     _say(
@@ -254,7 +254,7 @@ def _answer(
     args: Namespace, prompts: Prompts, sampling: Mapping[str, Any], answers: Answers, resumed: int
 ) -> list[tuple[Prompt, Exception]]:
     """Load the model and answer what has no answer; returns what failed."""
-    from headrace.batch.generating import Generating
+    from headrace.batch.generating import GenerateRun
 
     with ending_at_once():
         from headrace.llm import LLM
@@ -264,7 +264,7 @@ def _answer(
         params = _params(llm, sampling)
         with prompt_bar(len(prompts.every), True, done=resumed) as show:
             assert show is not None
-            run = Generating(
+            run = GenerateRun(
                 llm.engine, params, answers, chat=args.chat, done=show,
                 # Enough that a step is never short of requests.
                 at_once=2 * (llm.engine_config.scheduler.max_num_seqs or 128),
@@ -279,7 +279,7 @@ def _params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:
     Raises:
         RequestError: a value is wrong, or the model does not generate.
     """
-    from headrace_engine.intake.pooling import check_generates
+    from headrace_engine.input_processing.pooling import check_generates
 
     check_generates(llm.engine.model, "headrace generate")
     return dataclasses.replace(

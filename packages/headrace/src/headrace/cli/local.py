@@ -13,7 +13,7 @@ from headrace.cli.conversation import AnswerReport
 from headrace.engine_args import EngineArgs
 from headrace_core.output import RequestOutput
 from headrace_core.request import ChatPrompt, Prompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 
 Result = TypeVar("Result")
 

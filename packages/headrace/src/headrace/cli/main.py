@@ -22,38 +22,38 @@ COMMANDS = {
     "generate": "Complete many prompts offline, from a file or the command line.",
     "run-batch": "Answer a file of requests (JSON lines), resumable after a crash.",
     "bench": "Measure latency, throughput, serving and start-up.",
-    "models": "List the architectures that are served, and what each can do.",
-    "inspect": "Say what a model would be served as, and what is missing.",
-    "collect-env": "Print a report of this machine for a bug ticket.",
-    "schema": "Say which grammar backends can serve a JSON schema, regex or grammar.",
-    "plugins": "List what is installed under each plug-in role.",
+    "models": "List the supported architectures and their features.",
+    "inspect": "Show how a model would be served, and what is missing.",
+    "collect-env": "Print the facts about this machine for a bug report.",
+    "schema": "Show which grammar backends can serve a JSON schema, regex or grammar.",
+    "plugins": "List the installed plug-ins by role.",
 }
 
 
 class Command(Protocol):
     """A module of a sub-command."""
 
-    def main(self, words: Sequence[str]) -> int: ...
+    def main(self, argv: Sequence[str]) -> int: ...
 
 
-def main(words: Sequence[str] | None = None) -> NoReturn:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
-    words = list(sys.argv[1:] if words is None else words)
-    if not words or words[0] in ("-h", "--help"):
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         sys.exit(0)
-    if words[0] in ("-v", "--version"):
+    if argv[0] in ("-v", "--version"):
         from headrace import __version__
 
         print(f"headrace {__version__}")
         sys.exit(0)
-    status = run(words[0], words[1:])
+    status = run(argv[0], argv[1:])
     if status == INTERRUPTED:
         leave_interrupted()
     sys.exit(status)
 
 
-def run(name: str, words: Sequence[str]) -> int:
+def run(name: str, argv: Sequence[str]) -> int:
     """Run one sub-command. An error ends in a hint, a line with its code and cause, and a status
     that tells its class; one that nobody foresaw shows its traceback before."""
     if name not in COMMANDS:
@@ -70,12 +70,12 @@ def run(name: str, words: Sequence[str]) -> int:
 
     try:
         module: Command = importlib.import_module("headrace.cli." + name.replace("-", "_"))
-        status = module.main(words)
+        status = module.main(argv)
         if sys.stdout is not None:
             sys.stdout.flush()  # here its failure can be told
         return status
     except HeadraceError as error:
-        return told(name, error)
+        return report_error(name, error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -83,21 +83,21 @@ def run(name: str, words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        from headrace_core.catalogue import BUG, entry_of
+        from headrace_core.errors import BUG, entry_of
 
         if entry_of(error) is BUG:
             import traceback
 
             traceback.print_exc()
-        return told(name, error)
+        return report_error(name, error)
 
 
-def told(name: str, error: Exception) -> int:
+def report_error(name: str, error: Exception) -> int:
     """Tell what ended a command, the cause last; returns the exit status."""
     from headrace.disk import FULL
+    from headrace.error_catalogue import BY_CODE
     from headrace.logs import flush
-    from headrace_core.catalogue import entry_of
-    from headrace_core.errors import HeadraceError
+    from headrace_core.errors import HeadraceError, entry_of
 
     flush()  # nobody looks for the cause above the log's lines
     entry = entry_of(error)
@@ -109,7 +109,7 @@ def told(name: str, error: Exception) -> int:
             _leave_output()
     elif not isinstance(error, HeadraceError):
         cause = f"{type(error).__name__}: {cause}"
-    print(f"hint: {entry.hint} (docs/errors/{entry.code}.md)", file=sys.stderr)
+    print(f"hint: {BY_CODE[entry.code].hint} (docs/errors/{entry.code}.md)", file=sys.stderr)
     print(f"headrace {name}: {entry.code}: {cause}", file=sys.stderr)
     return status_of(error)
 
@@ -122,7 +122,7 @@ def _leave_output() -> None:
 
 def status_of(error: BaseException) -> int:
     """The exit status that tells what kind of failure it was."""
-    from headrace_core.catalogue import BUG, entry_of
+    from headrace_core.errors import BUG, entry_of
 
     return entry_of(error).exit_status or BUG.exit_status or 70
 

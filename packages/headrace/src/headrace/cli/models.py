@@ -17,23 +17,26 @@ _TASKS = ("generate", "pool", "speech")
 _TITLES = ("architecture", "known as", "cache", "LoRA", "PP", "quantization", "source")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="headrace models",
-        description="List the architectures (of config.json) that headrace serves with a class of its "
-        "own or of an installed plug-in. cache: what its layers keep for each request, of which "
-        "recurrent is a state of fixed size; LoRA: takes adapters; PP: can be cut into pipeline stages; "
-        "quantization: its linear layers can be stored in fewer bits.",
-        epilog="Other language models of the transformers library are served through it "
+        description="List the architectures (of config.json) that headrace serves with its own class or "
+        "an installed plug-in. cache: kinds of cache that the layers use (recurrent: a state of "
+        "fixed size); LoRA: supports adapters; PP: supports pipeline stages; quantization: supports "
+        "linear layers in fewer bits.",
+        epilog="headrace serves other language models of the transformers library through that library "
         "(pip install 'headrace-models[transformers]', --model-impl transformers). "
-        "`headrace inspect MODEL` says what a checkpoint would be served as.",
+        "`headrace inspect MODEL` shows how a checkpoint would be served.",
     )
     parser.add_argument(
-        "text", nargs="?", default="", help="only those whose name or models contain it"
+        "text",
+        nargs="?",
+        default="",
+        help="only architectures whose name or models contain this text",
     )
-    parser.add_argument("--task", choices=_TASKS, help="only models for this")
+    parser.add_argument("--task", choices=_TASKS, help="only models for this task")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     rows = [row for row in _rows() if _is_wanted(row, args.text.lower(), args.task)]
     if args.json:
         print(json.dumps(rows, indent=2))

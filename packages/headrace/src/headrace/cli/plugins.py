@@ -10,20 +10,22 @@ from headrace_core import plugins
 from headrace_core.errors import PluginError
 
 
-def main(words: Sequence[str]) -> int:
-    if words and words[0] == "check":
+def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "check":
         from headrace.cli.plugins_check import main as check
 
-        return check(words[1:])
+        return check(argv[1:])
     parser = Parser(
         prog="headrace plugins",
         description="List installed plug-ins by role. Nothing is imported unless --check is given.",
-        epilog="headrace plugins check MODEL: run the conformance suite of speech to text on the class "
+        epilog="headrace plugins check MODEL: run the speech-to-text conformance suite on the class "
         "that serves a model.",
     )
     parser.add_argument("group", nargs="?", help="only this role, e.g. models or headrace.models")
-    parser.add_argument("--check", action="store_true", help="import each and say what fails")
-    args = parser.parse_args(words)
+    parser.add_argument(
+        "--check", action="store_true", help="import each plug-in and report failures"
+    )
+    args = parser.parse_args(argv)
     groups = list(plugins.GROUPS)
     if args.group:
         wanted = args.group if args.group.startswith("headrace.") else f"headrace.{args.group}"

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser
 from headrace.engine_args import EngineArgs
-from headrace_core.declared_speech import DeclaredSpeech
+from headrace_core.errors import MissingDependency
 from headrace_core.model import ModelInfo
-from headrace_core.testing.speech import CHECKS, Check, silence, tasks_of
+from headrace_core.speech.declared import DeclaredSpeech
 
 if TYPE_CHECKING:
     from headrace.assembly.inspection import Inspection
+    from headrace_testing.model.speech import Check
 
 FAILED = 7
 """Exit status, that of plug-ins which do not import."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="headrace plugins check",
-        description="Run the conformance suite of speech to text on the class that serves a model, and "
-        "say what is supported. No weights are loaded.",
+        description="Run the speech-to-text conformance suite on the class that serves a model, and "
+        "report what it supports. Loads no weights.",
     )
     parser.add_argument("model_tag", metavar="MODEL", help="folder or hub name")
     EngineArgs.add_cli_args(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     args.model = args.model_tag
+    _suite()
     from headrace.assembly.inspection import inspect_model
 
     found = inspect_model(EngineArgs.from_cli_args(args).create_engine_config())
@@ -36,10 +39,27 @@ def main(words: Sequence[str]) -> int:
     return _run_suite(found)
 
 
+def _suite() -> ModuleType:
+    """The suite that plug-ins of speech to text inherit; a development package has it.
+
+    Raises:
+        MissingDependency: headrace-testing is not installed.
+    """
+    try:
+        from headrace_testing.model import speech
+    except ModuleNotFoundError as error:
+        raise MissingDependency(
+            "headrace-testing",
+            needed_for="headrace plugins check",
+            install="pip install headrace-testing",
+        ) from error
+    return speech
+
+
 def _run_suite(found: Inspection) -> int:
     """Print each check's outcome; returns the exit status."""
     from headrace.assembly.transcription import model_class
-    from headrace_core.speech_diagnosis import comes_close, faults
+    from headrace_core.speech.diagnosis import comes_close, faults
 
     model: type[Any] = model_class(found.info)
     if not comes_close(model):
@@ -51,7 +71,8 @@ def _run_suite(found: Inspection) -> int:
     if faults(model):
         return FAILED
     speech = DeclaredSpeech(model, found.info)
-    num_failed = sum(not _passes(check, model, found.info, speech) for check in CHECKS)
+    checks = _suite().CHECKS
+    num_failed = sum(not _passes(check, model, found.info, speech) for check in checks)
     if not num_failed:
         print(f"\n{_supported(speech)}")
     return FAILED if num_failed or lacking else 0
@@ -71,16 +92,17 @@ def _passes(check: Check, model: type, info: ModelInfo, speech: DeclaredSpeech) 
 
 
 def _supported(speech: DeclaredSpeech) -> str:
-    """What clients get of it."""
+    """Features that clients get from the class."""
     forms = "json, text"
     if speech.segment_timestamps:
         forms += ", srt, vtt, verbose_json"
-    task = tasks_of(speech)[0]
-    config, probe = speech.config(task), speech.language_probe(silence(speech.config(task)))
+    tasks = _suite().tasks_of(speech)
+    config = speech.config(tasks[0])
+    probe = speech.language_probe(_suite().silence(config))
     length = "any length" if config.max_audio_clip_s is None else f"{config.max_audio_clip_s:g} s"
     longer = "cut" if config.allow_audio_chunking else "refused"
     rows = {
-        "tasks": ", ".join(tasks_of(speech)),
+        "tasks": ", ".join(tasks),
         "languages": ", ".join(sorted(speech.languages)),
         "finds the language": "yes" if probe is not None else "no",
         "response formats": forms,

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from headrace.batch.journal import Journal
     from headrace.batch.lines import BatchInput
-    from headrace.batch.runner import Counts
-    from headrace_core.config import EngineConfig
+    from headrace.batch.runner import BatchCounts
+    from headrace_engine.config import EngineConfig
     from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger("headrace")
@@ -47,10 +47,10 @@ MOST_SHOWN = 20
 """Lines that are named before the batch; of others the number is said."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     from headrace.assembly.templates import check_template
 
-    args = make_parser().parse_args(words)
+    args = make_parser().parse_args(argv)
     configure()
     settings = settings_from(args)
     check_template(settings)
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     from headrace import __version__
-    from headrace_server.parsers import load_parsers
+    from headrace_server.parsing.registry import load_parsers
 
     load_parsers(settings)  # before the file is read, and a model
 
@@ -92,8 +92,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="headrace run-batch",
         description="Answer a file of requests. Each line is a JSON object with custom_id, method "
-        "(POST), url (/v1/chat/completions, ...) and body. An interrupted batch goes on where it "
-        "stopped when the same command is run again.",
+        "(POST), url (/v1/chat/completions, ...) and body. Running the same command again resumes an "
+        "interrupted batch.",
         epilog="Try: headrace run-batch -i requests.jsonl -o answers.jsonl",
     )
     _add_arguments(parser)
@@ -128,15 +128,15 @@ def _add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--output-tmp-dir", metavar="FOLDER",
-        help="where answers are kept until they are sent to a URL; without it an interrupted batch "
-        "with such an output starts again",
+        help="folder that keeps the answers until they are sent to a URL; without it an interrupted "
+        "batch with such an output starts from the beginning",
     )  # fmt: skip
     parser.add_argument(
         "--max-concurrency", type=_at_least_one, metavar="N",
-        help="requests at once (default: twice what runs in one step)",
+        help="most requests at the same time (default: twice the requests of one step)",
     )  # fmt: skip
     parser.add_argument(
-        "--restart", action="store_true", help="drop what an interrupted run has finished"
+        "--restart", action="store_true", help="discard the results of an interrupted run"
     )
     parser.add_argument(
         "--enable-metrics", action="store_true", help="serve /metrics while the batch runs"
@@ -251,13 +251,13 @@ async def _serve(
     journal: Journal,
     concurrency: int,
     listening: socket.socket | None,
-    show: Callable[[Counts], None],
+    show: Callable[[BatchCounts], None],
 ) -> None:
     from headrace.batch.inprocess import InProcess
     from headrace.batch.lines import requests
     from headrace.batch.metrics_server import serving_metrics
     from headrace.batch.runner import Runner
-    from headrace_server.apis import INFERENCE_ROUTES
+    from headrace_server.routes.availability import INFERENCE_ROUTES
 
     state = app.state.headrace
 
@@ -313,13 +313,13 @@ def _metrics_socket(args: Namespace, stack: contextlib.ExitStack) -> socket.sock
 
 
 @contextlib.contextmanager
-def _progress(total: int, done: int) -> Iterator[Callable[[Counts], None]]:
+def _progress(total: int, done: int) -> Iterator[Callable[[BatchCounts], None]]:
     """A bar with percentage, count, elapsed and remaining time, and rate, where somebody looks."""
     from tqdm import tqdm
 
     with tqdm(total=total, initial=done, unit="req", disable=None) as bar:
 
-        def show(counts: Counts) -> None:
+        def show(counts: BatchCounts) -> None:
             bar.set_postfix(submitted=counts.submitted, failed=counts.failed, refresh=False)
             bar.update(done + counts.completed - bar.n)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.grammar import BACKEND_ALIASES
-from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.sampling.params import StructuredOutputsParams
+from headrace_engine.config import StructuredOutputsConfig
 
 if TYPE_CHECKING:
     from headrace_engine.structured.checking import Report
@@ -26,8 +26,8 @@ SUFFIXES: Mapping[str, str] = {
 """Ending of a file's name -> what it holds."""
 
 
-def main(words: Sequence[str]) -> int:
-    args = _parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
     if args.action != "check":
         raise ConfigError(f"headrace schema {args.action}: the only action is 'check'")
     try:
@@ -51,9 +51,10 @@ def main(words: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="headrace schema",
-        description="Say, without a model, which grammar backends can serve a constraint on "
-        "outputs.\nFor each: yes, or the keywords that it does not enforce and their places (JSON "
-        "pointers).\nExit status 0 if one of them can, 1 if none, 2 if the constraint is malformed.",
+        description="Show which grammar backends can serve an output constraint, without a "
+        "model.\nPrints yes for each backend, or the keywords that it does not enforce and their "
+        "JSON pointers.\nExit status: 0 if a backend can serve it, 1 if none can, 2 if the "
+        "constraint is malformed.",
         epilog="Examples:\n"
         "  headrace schema check person.json               a JSON schema\n"
         "  headrace schema check zip.regex                 a regex, the whole file without its last "
@@ -68,12 +69,13 @@ def _parser() -> Parser:
     parser.add_argument("file", metavar="FILE", help="the constraint; - reads standard input")
     parser.add_argument(
         "--kind", choices=KINDS,
-        help="what the file holds; default: by its name (.json: JSON schema; .regex; .ebnf, .gbnf, "
+        help="format of the file; default: by its name (.json: JSON schema; .regex; .ebnf, .gbnf, "
         ".lark: grammar)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", nargs="+", default=[], metavar="NAME",
-        help="ask only these: guidance, xgrammar, outlines, lm-format-enforcer, or a plug-in's name",
+        help="check only these backends: guidance, xgrammar, outlines, lm-format-enforcer, or a "
+        "plug-in's name",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answers as JSON")
     return parser

@@ -16,19 +16,19 @@ from headrace.engine_args import EngineArgs
 from headrace.interrupts import ending_at_once
 from headrace.logs import configure, queue_prints
 from headrace_core.errors import ConfigError, MissingDependency
-from headrace_core.log_lines import log_block
+from headrace_engine.log_lines import log_block
 
 if TYPE_CHECKING:
     from headrace.assembly import TemplateSettings
-    from headrace_core.config import EngineConfig, ObservabilityConfig
+    from headrace_engine.config import EngineConfig, ObservabilityConfig
     from headrace_engine.startup import StartupTimeline
     from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger("headrace")
 
 
-class Prepared(NamedTuple):
-    """What a command line comes to."""
+class ServeOptions(NamedTuple):
+    """Result of parsing a command line."""
 
     settings: ServerSettings
     config: EngineConfig
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
     @property
     def templates(self) -> TemplateSettings:
-        """How chats are rendered.
+        """Settings for rendering chats.
 
         Raises:
             ConfigError: the template's file cannot be read.
@@ -60,21 +60,21 @@ class Prepared(NamedTuple):
         )
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     with ending_at_once():
-        prepared = prepare(words)
+        prepared = prepare(argv)
     if prepared.models_config is not None:
-        from headrace.several.serving import serve_several
+        from headrace.multi_model.serving import serve_several
 
-        return serve_several(words, prepared, Path(prepared.models_config))
+        return serve_several(argv, prepared, Path(prepared.models_config))
     if prepared.settings.api_server_count > 1:
         from headrace.http_processes.supervisor import serve
 
-        return serve(words, prepared)
+        return serve(argv, prepared)
     return serve_alone(prepared)
 
 
-def prepare(words: Sequence[str], process: str = "") -> Prepared:
+def prepare(argv: Sequence[str], process: str = "") -> ServeOptions:
     """Read the command line, and set logging up accordingly.
 
     Args:
@@ -83,7 +83,7 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     Raises:
         ConfigError: a setting cannot be used.
     """
-    args = make_parser().parse_args(words)
+    args = make_parser().parse_args(argv)
     settings = settings_from(args, os.environ)
     configure(log_format=settings.log_format, config_file=settings.log_config_file, process=process)
     queue_prints()
@@ -93,7 +93,7 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     check_traces(settings, config.observability)
     if engine_args.settings and not process:
         logger.info("non-default engine settings: %s", engine_args.settings)
-    return Prepared(settings, config, args.models_config)
+    return ServeOptions(settings, config, args.models_config)
 
 
 def keep_metrics_in_memory() -> None:
@@ -122,7 +122,7 @@ def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
     if settings.disable_log_stats:
         args.log_stats = False
     if settings.hardened and args.max_audio_seconds is None:
-        from headrace_server.profiles import MAX_AUDIO_SECONDS
+        from headrace_server.security.profiles import MAX_AUDIO_SECONDS
 
         args.max_audio_seconds = MAX_AUDIO_SECONDS
     made = EngineArgs.from_cli_args(args)
@@ -147,7 +147,7 @@ def _check_control_tokens(args: EngineArgs, settings: ServerSettings) -> None:
     logger.warning("%s: users can write turns of other roles", name)
 
 
-def serve_alone(prepared: Prepared) -> int:
+def serve_alone(prepared: ServeOptions) -> int:
     """Serve from this process; returns its exit status."""
     from headrace.assembly import connect, starting
     from headrace.assembly.inspection import start_block
@@ -190,7 +190,7 @@ def try_server(settings: ServerSettings, timeline: StartupTimeline) -> None:
 def structured_outputs(settings: ServerSettings, given: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's settings of structured output: what was given, and what the server knows: how
     the model marks its reasoning, behind which constraints begin, and the hardened limits."""
-    from headrace_server.profiles import STRUCTURED_OUTPUT_LIMITS
+    from headrace_server.security.profiles import STRUCTURED_OUTPUT_LIMITS
 
     known: dict[str, Any] = {}
     if settings.reasoning_parser:
@@ -210,7 +210,7 @@ def check_traces(settings: ServerSettings, observability: ObservabilityConfig) -
     wanted = observability.collect_detailed_traces
     if wanted and settings.otlp_traces_endpoint is None:
         raise ConfigError(
-            f"collect_detailed_traces = {wanted!r}: must be given along with otlp_traces_endpoint",
+            f"collect_detailed_traces = {wanted!r}: must be set together with otlp_traces_endpoint",
             field="collect_detailed_traces",
         )
 

@@ -1,4 +1,4 @@
-"""What the supervisor tells an HTTP process, over its standard input, a line each; JSON.
+"""Messages from the supervisor to an HTTP process, over its standard input, a line each; JSON.
 
 The end of that input is the supervisor's end.
 """
@@ -13,11 +13,11 @@ import msgspec
 class Hello(msgspec.Struct, frozen=True):
     """The first line."""
 
-    words: list[str]
+    argv: list[str]
     """The command line of ``headrace serve``: each process reads it for itself."""
     rank: int
     name: str
-    """What the core calls it; of a process that is started again, another one."""
+    """Name of the process for the core; a restarted process gets a new one."""
     folder: str
     """Private folder of all sockets."""
     listening: int

@@ -17,20 +17,20 @@ import msgspec
 
 from headrace.assembly import connect, starting
 from headrace.assembly.inspection import start_block
-from headrace.cli.main import told
-from headrace.cli.serve import Prepared, prepare
+from headrace.cli.main import report_error
+from headrace.cli.serve import ServeOptions, prepare
 from headrace.environment import leave_warnings_to_another
 from headrace.http_processes.hello import CoreEnded, EngineStarted, Hello
 from headrace.logs import RESOLUTION, flush, leave_to_another
 from headrace_core.errors import HeadraceError
-from headrace_core.log_lines import log_block
 from headrace_engine.clients.joined import JoinedClient
+from headrace_engine.log_lines import log_block
 
 logger = logging.getLogger("headrace")
 
 EXIT_ORPHANED = 70
 ORPHAN_SECONDS = 10.0
-"""How long a process whose supervisor is gone may take to tell its clients."""
+"""Seconds that a process without a supervisor has to tell its clients."""
 
 TOLD_SECONDS = 30.0
 """Seconds that the supervisor may take to tell of a start that has ended."""
@@ -43,11 +43,11 @@ def main() -> int:
     hello = msgspec.json.decode(supervisor.readline(), type=Hello)
     leave_warnings_to_another()
     try:
-        prepared = prepare(hello.words, process=f"http {hello.rank}")
+        prepared = prepare(hello.argv, process=f"http {hello.rank}")
         leave_to_another(*RESOLUTION, "headrace_engine.startup")
         return _serve(hello, prepared, supervisor)
     except HeadraceError as error:
-        return told("serve", error)
+        return report_error("serve", error)
 
 
 class SharedListener(socket.socket):
@@ -57,14 +57,14 @@ class SharedListener(socket.socket):
         """Nothing to do."""
 
 
-def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
+def _serve(hello: Hello, prepared: ServeOptions, supervisor: FileIO) -> int:
     folder = Path(hello.folder)
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
             with timeline.phase("import server"):
+                from headrace_server.api_processes.peers import Peers
                 from headrace_server.app import create_app
                 from headrace_server.run import run
-                from headrace_server.siblings import Siblings
             listening = stack.enter_context(SharedListener(fileno=hello.listening))
             admin = None
             if hello.admin is not None:
@@ -76,9 +76,9 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             ).start()
             config = prepared.share_of_config()
             engine = connect(config, prepared.templates, timeline, client)
-            siblings = Siblings(folder, hello.rank, prepared.settings.api_server_count)
+            peers = Peers(folder, hello.rank, prepared.settings.api_server_count)
             with timeline.phase("build routes"):
-                app = create_app(engine, prepared.settings, siblings)
+                app = create_app(engine, prepared.settings, peers)
         if hello.rank == 0:
             paths = sorted(app.state.headrace.paths)
             log_block(logger, "the model, as served here", start_block(engine.model, paths))
@@ -114,14 +114,14 @@ class EngineNews:
     def hear(self, supervisor: FileIO) -> None:
         """Take the supervisor's lines, to their end, which is the engine's end, too."""
         for line in supervisor:
-            told = msgspec.json.decode(line, type=EngineStarted | CoreEnded)
-            if isinstance(told, EngineStarted):
-                self._startup = told.startup
+            report_error = msgspec.json.decode(line, type=EngineStarted | CoreEnded)
+            if isinstance(report_error, EngineStarted):
+                self._startup = report_error.startup
             else:
-                self._client.core_ended(told.how)
+                self._client.core_ended(report_error.how)
             self._has_come.set()
         self._has_come.set()
-        self._client.core_ended("the process that watches it is gone")
+        self._client.core_ended("its supervisor has ended")
         # Clients hear of it and this process leaves, as with any engine that died; if not:
         threading.Event().wait(ORPHAN_SECONDS)
         os._exit(EXIT_ORPHANED)

@@ -23,11 +23,11 @@ from typing import Any
 import msgspec
 
 from headrace.assembly import shared_core, starting
-from headrace.cli.serve import Prepared, try_server
+from headrace.cli.serve import ServeOptions, try_server
 from headrace.http_processes.hello import CoreEnded, EngineStarted, Hello
 from headrace_core.errors import EngineDead
-from headrace_core.log_lines import log_block
 from headrace_engine.clients.process import ProcessClient, describe_status
+from headrace_engine.log_lines import log_block
 from headrace_engine.messages import CoreOutputs
 
 logger = logging.getLogger("headrace")
@@ -37,16 +37,16 @@ LOOK_SECONDS = 0.1
 MOST_RESTARTS, RESTART_WINDOW = 5, 60.0
 """So many processes may fall in so many seconds; at the next one the server gives up."""
 KILLED_SECONDS = 10.0
-"""How long the system may take to end a process that is killed."""
+"""Seconds that the system has to end a killed process."""
 LATE_SECONDS = 30.0
 """Beyond the drain timeout, until a process that does not leave is killed."""
 
 
-def serve(words: Sequence[str], prepared: Prepared) -> int:
+def serve(argv: Sequence[str], prepared: ServeOptions) -> int:
     """Run the server; returns its exit status.
 
     Args:
-        words: the command line, for the HTTP processes.
+        argv: the command line, for the HTTP processes.
         prepared: what came of it here.
 
     Raises:
@@ -67,7 +67,7 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             core = shared_core(prepared.config, timeline, folder)
             sockets = Sockets(listening, admin, folder, address(listening, settings))
-            supervisor = Supervisor(words, prepared, sockets, core)
+            supervisor = Supervisor(argv, prepared, sockets, core)
             stack.callback(supervisor.end)
             supervisor.start()
         supervisor.tell_start(timeline.facts())
@@ -77,7 +77,7 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Sockets:
-    """What all HTTP processes share."""
+    """Sockets that all HTTP processes share."""
 
     listening: socket.socket
     admin: socket.socket | None
@@ -94,14 +94,14 @@ class HttpProcess:
         name: what the core calls it.
     """
 
-    def __init__(self, rank: int, name: str, words: Sequence[str], sockets: Sockets) -> None:
+    def __init__(self, rank: int, name: str, argv: Sequence[str], sockets: Sockets) -> None:
         self.rank, self.name = rank, name
         self.is_ready = False
         listening, admin = sockets.listening.fileno(), sockets.admin
         self._ready, ready = os.pipe()
         os.set_blocking(self._ready, False)
         passed = [listening, ready, *([] if admin is None else [admin.fileno()])]
-        hello = Hello(list(words), rank, name, str(sockets.folder), listening,
+        hello = Hello(list(argv), rank, name, str(sockets.folder), listening,
                       None if admin is None else admin.fileno(), ready)  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace.http_processes.process"],
@@ -128,7 +128,7 @@ class HttpProcess:
             self._process.stdin.write(msgspec.json.encode(line) + b"\n")
 
     def look(self) -> bool:
-        """Whether it has just begun to serve."""
+        """True if it has just begun to serve."""
         if self.is_ready:
             return False
         with contextlib.suppress(BlockingIOError):
@@ -157,9 +157,9 @@ class Supervisor:
     """
 
     def __init__(
-        self, words: Sequence[str], prepared: Prepared, sockets: Sockets, core: ProcessClient
+        self, argv: Sequence[str], prepared: ServeOptions, sockets: Sockets, core: ProcessClient
     ) -> None:
-        self._words, self._sockets, self._core = words, sockets, core
+        self._words, self._sockets, self._core = argv, sockets, core
         self._count = prepared.settings.api_server_count
         self._patience = prepared.settings.drain_timeout + LATE_SECONDS
         self._names = (f"http-{number}" for number in itertools.count())
@@ -183,7 +183,7 @@ class Supervisor:
             self._spawn(rank)
         self._core.start(_Nobody())
         for process in self._processes.values():
-            self._core.let_in(process.name)
+            self._core.add_front_end(process.name)
 
     def tell_start(self, startup: dict[str, Any]) -> None:
         """Tell all processes, and those that come, how the engine's start went.
@@ -266,7 +266,7 @@ class Supervisor:
             return
         del self._processes[process.rank]
         process.forget()
-        self._core.turn_out(process.name)
+        self._core.remove_front_end(process.name)
         if self._leaving_since is not None or self._core_is_dead:
             # One that was still starting ends by the signal itself: it has done as it was told.
             obeyed = self._leaving_since is not None and status == -signal.SIGTERM
@@ -286,7 +286,7 @@ class Supervisor:
             return
         logger.error("%s; another one takes its place", how)
         with contextlib.suppress(EngineDead):  # the next look finds that out
-            self._core.let_in(self._spawn(process.rank).name)
+            self._core.add_front_end(self._spawn(process.rank).name)
 
     def _hurry(self) -> None:
         """Kill those that do not leave."""
@@ -299,7 +299,7 @@ class Supervisor:
 
 
 def _exit_status(status: int) -> int:
-    """Of a process, as the server's: killed by a signal is a plain failure."""
+    """Exit status of the server for that of a process: 1 if a signal killed it."""
     return 1 if status < 0 else status
 
 
@@ -307,7 +307,7 @@ class _Nobody:
     """The supervisor asks nothing of the core, so it gets no outputs."""
 
     def on_outputs(self, outputs: CoreOutputs) -> None:
-        logger.error("outputs for nobody: %d", len(outputs.outputs))
+        logger.error("outputs without a receiver: %d", len(outputs.outputs))
 
     def on_death(self, error: BaseException) -> None:
         """:attr:`ProcessClient.failure` tells."""

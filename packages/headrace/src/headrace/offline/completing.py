@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.given import (
+from headrace.offline.arguments import (
     as_conversations,
     as_priorities,
     as_prompts,
@@ -16,22 +16,21 @@ from headrace.given import (
     need,
     refuse_adapters,
 )
-from headrace.offline.engine import HeldEngine
+from headrace.offline.engine import EngineMixin
 from headrace.progress import counting_bar, prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.output import RequestOutput
+from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
-from headrace_core.sampling import BeamSearchParams, SamplingParams
+from headrace_core.sampling.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from headrace.llm_engine import LLMEngine
-    from headrace_core.beam import BeamSearchOutput
-    from headrace_engine.offline import Batch
+    from headrace_engine.offline import OfflineBatch
 
 Message = Mapping[str, Any]
 
 
-class Given(NamedTuple):
+class CheckedArguments(NamedTuple):
     """The checked arguments of a call."""
 
     prompts: Sequence[Prompt]
@@ -40,14 +39,14 @@ class Given(NamedTuple):
     priority: list[int] | None
 
 
-class CompletesTexts(HeldEngine):
+class GenerationMixin(EngineMixin):
     """Completes prompts and answers chats."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         super().__init__(llm_engine)
         self._queue_lock = threading.Lock()
         # Guarded by the lock:
-        self._enqueued: list[Batch] = []
+        self._enqueued: list[OfflineBatch] = []
 
     def generate(
         self,
@@ -107,7 +106,9 @@ class CompletesTexts(HeldEngine):
             tools=tools,
             chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
         )
-        return self._run(Given(chats, self._params(sampling_params, len(chats)), None), use_tqdm)
+        return self._run(
+            CheckedArguments(chats, self._params(sampling_params, len(chats)), None), use_tqdm
+        )
 
     def preprocess_chat(
         self,
@@ -145,16 +146,15 @@ class CompletesTexts(HeldEngine):
         for chat in chats:
             if brings_media(chat):
                 raise UnsupportedFeature(
-                    "messages: what they bring besides text cannot be part of a prompt of tokens; use "
-                    "chat()",
+                    "messages: must be text only, because the prompt is made of tokens; use chat() for media",
                     param="messages",
                 )
-            tokens = self.llm_engine.front.intake.tokenize(chat, None, False)
+            tokens = self.llm_engine.front.input_processor.tokenize(chat, None, False)
             prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
         return prompts
 
     def _check_generates(self, call: str) -> None:
-        from headrace_engine.intake.pooling import check_generates
+        from headrace_engine.input_processing.pooling import check_generates
 
         check_generates(self.engine.model, call)
 
@@ -169,15 +169,17 @@ class CompletesTexts(HeldEngine):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: object,
         priority: Sequence[int] | None,
-    ) -> Given:
+    ) -> CheckedArguments:
         """The arguments of a call that completes prompts, checked."""
         self._check_generates(call)
         refuse_adapters(lora_request)
         every = as_prompts(prompts)
         params = self._params(sampling_params, len(every))
-        return Given(every, params, as_priorities(priority, len(every)))
+        return CheckedArguments(every, params, as_priorities(priority, len(every)))
 
-    def _run(self, given: Given, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def _run(
+        self, given: CheckedArguments, use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         with prompt_bar(len(given.prompts), use_tqdm) as on_output:
             outputs: list[RequestOutput] = self.engine.run(
                 given.prompts, given.params, priority=given.priority, on_output=on_output
@@ -266,7 +268,8 @@ class CompletesTexts(HeldEngine):
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Find the likeliest continuations of one prompt or many; see :mod:`headrace_core.beam`.
+        """Find the likeliest continuations of one prompt or many; see
+        :mod:`headrace_engine.beam_search`.
 
         Args:
             prompts: as :meth:`generate`, embeddings excepted.
@@ -283,12 +286,15 @@ class CompletesTexts(HeldEngine):
         """
         self._check_generates("LLM.beam_search")
         refuse_adapters(lora_request)
-        from headrace.beams import OfflineBeams
+        from headrace.offline.beams import search_beams
 
-        beams = OfflineBeams(
-            self.engine, self.llm_engine.front.intake, need("params", params, BeamSearchParams)
+        return search_beams(
+            self.engine,
+            as_prompts(prompts),
+            need("params", params, BeamSearchParams),
+            use_tqdm=use_tqdm,
+            at_once=concurrency_limit,
         )
-        return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)
 
 
 def _content_format(given: str) -> str:
@@ -297,7 +303,7 @@ def _content_format(given: str) -> str:
     Raises:
         RequestError: there is no such format.
     """
-    from headrace_engine.intake.content import CONTENT_FORMATS
+    from headrace_engine.input_processing.chat.content import CONTENT_FORMATS
 
     if given not in CONTENT_FORMATS:
         raise RequestError(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.given import as_timeout, as_worker_call
+from headrace.offline.arguments import as_timeout, as_worker_call
 from headrace_core.errors import RequestError
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.given import as_prompts, check_chat_options, refuse_adapters
-from headrace.offline.engine import HeldEngine
-from headrace.pooling import (
+from headrace.offline.arguments import as_prompts, check_chat_options, refuse_adapters
+from headrace.offline.engine import EngineMixin
+from headrace.offline.pooling import (
     OfflinePooling,
     chosen_task,
     completed,
@@ -23,11 +23,11 @@ from headrace_core.output import (
     ScoringRequestOutput,
 )
 from headrace_core.pooling import PoolingParams
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
-from headrace_core.scoring import ScoreInput
 
 
-class PoolsTexts(HeldEngine):
+class PoolingMixin(EngineMixin):
     """Pools prompts and scores pairs of texts."""
 
     def embed(
@@ -197,7 +197,7 @@ class PoolsTexts(HeldEngine):
         Raises:
             UnsupportedFeature: the model generates, or does not have the task.
         """
-        from headrace_engine.intake.pooling import check_pools, check_task
+        from headrace_engine.input_processing.pooling import check_pools, check_task
 
         model = self.engine.model
         if task is None:

@@ -1,21 +1,21 @@
-"""The engine that an ``LLM`` holds, until it is closed: :class:`HeldEngine`."""
+"""The engine that an ``LLM`` holds, until it is closed: :class:`EngineMixin`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from headrace.offline.controls import EngineControls
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.llm_engine import LLMEngine
     from headrace.metrics import Metric
-    from headrace.model_facts import ModelFacts
+    from headrace.offline.model_facts import ModelFacts
     from headrace.tokenizer import ModelTokenizer
     from headrace_engine.offline import OfflineEngine
 
 
-class HeldEngine(EngineControls):
+class EngineMixin(EngineControls):
     """An engine, and what can be asked of it. Once it is closed, every method raises RuntimeError and
     says so; :meth:`close` does nothing then.
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.given import as_prompts, need_one_each
-from headrace.offline.engine import HeldEngine
+from headrace.offline.arguments import as_prompts, need_one_each
+from headrace.offline.engine import EngineMixin
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.llm_engine import LLMEngine
-    from headrace.recordings import Recording
-    from headrace.transcripts import WordTime
-    from headrace_core.listening.transcript import Transcript
-    from headrace_core.speech import SpeechTask
+    from headrace.offline.recordings import Recording
+    from headrace.offline.transcripts import WordTime
+    from headrace_core.speech.model import SpeechTask
+    from headrace_core.speech.transcription import Transcript
     from headrace_multimodal.audio.decoding import AudioDecoder
 
 
-class HearsRecordings(HeldEngine):
+class TranscriptionMixin(EngineMixin):
     """Writes down what is said in recordings."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
@@ -54,18 +54,18 @@ class HearsRecordings(HeldEngine):
                 floats from -1 to 1; one or a list.
             language: what is spoken, such as ``en``; None: found out, if the model can.
             to_language: what it is to become, for models that can choose.
-            prompt: text that came before, or that shows names and style.
+            prompt: preceding text, or an example of names and style.
             timestamp_granularities: of ``segment`` and ``word``; None: segments, if the model tells
                 times.
             temperature: 0: greedy, and again with up to 1 where a clip's text looks wrong; several:
                 tried one after the other.
             use_tqdm: show seconds of sound on a progress bar; or a callable that makes one.
             sampling: further fields of :class:`SamplingParams`: ``top_p``, ``seed``, ``max_tokens`` (of
-                each clip), ...; see :data:`headrace.transcribing.SAMPLING`.
+                each clip), ...; see :data:`headrace.offline.transcribing.SAMPLING`.
 
         Returns:
             One transcript per recording, in order: ``text``, ``language``, ``duration``, ``segments``,
-            ``words``, and :meth:`~headrace_core.listening.transcript.Transcript.srt` of it.
+            ``words``, and :meth:`~headrace_core.speech.transcription.Transcript.srt` of it.
 
         Raises:
             UnsupportedFeature: the model does not transcribe, or gives no such times.
@@ -74,7 +74,7 @@ class HearsRecordings(HeldEngine):
             GenerateError: a clip failed.
             MissingDependency: the libraries that decode audio are not installed.
         """
-        return self._listen(
+        return self._transcribe(
             "transcribe", audio, use_tqdm, language=language, to_language=to_language, prompt=prompt,
             timestamps=timestamp_granularities, temperature=temperature, sampling=sampling,
         )  # fmt: skip
@@ -93,28 +93,30 @@ class HearsRecordings(HeldEngine):
     ) -> list[Transcript]:
         """Write down in another language, which is English for Whisper, what is said in recordings;
         arguments, results and errors as :meth:`transcribe`."""
-        return self._listen(
+        return self._transcribe(
             "translate", audio, use_tqdm, language=language, to_language=to_language, prompt=prompt,
             timestamps=timestamp_granularities, temperature=temperature, sampling=sampling,
         )  # fmt: skip
 
-    def _listen(
+    def _transcribe(
         self, task: SpeechTask, audio: Any, use_tqdm: bool | Callable[..., Any], **wanted: Any
     ) -> list[Transcript]:
         from headrace.assembly.speech import offline_decoder
-        from headrace.recordings import as_recordings
-        from headrace.transcribing import OfflineListening, Wanted
-        from headrace.transcripts import need_speech
+        from headrace.offline.recordings import as_recordings
+        from headrace.offline.transcribing import OfflineTranscription, TranscriptionOptions
+        from headrace_engine.transcription.recordings import need_speech
 
-        speech = need_speech(self.engine, self.llm_engine.front.speech)
+        speech = need_speech(self.llm_engine.front.speech, self.engine.model)
         with self._decoder_lock:
             if self._decoder is None:
                 self._decoder = offline_decoder(self.engine_config.speech)
-        listening = OfflineListening(self.engine, speech, self._decoder)
-        return listening.run(as_recordings(audio), Wanted(task=task, **wanted), use_tqdm)
+        transcription = OfflineTranscription(self.engine, speech, self._decoder)
+        return transcription.run(
+            as_recordings(audio), TranscriptionOptions(task=task, **wanted), use_tqdm
+        )
 
     def align(self, prompts: Prompt | Sequence[Prompt]) -> list[Tensor]:
-        """Which part of its media each token of a sequence comes from: for the times of words.
+        """Part of the media that each token of a sequence comes from: for the times of words.
 
         Args:
             prompts: whole sequences with their media, output included, one or a list; for Whisper
@@ -128,7 +130,7 @@ class HearsRecordings(HeldEngine):
             UnsupportedFeature: the checkpoint names no heads that align.
             RequestError: a sequence is wrong; nothing is left running.
         """
-        from headrace.pooling import as_tensor
+        from headrace.offline.pooling import as_tensor
 
         return [as_tensor(weights) for weights in self.engine.align(as_prompts(prompts))]
 
@@ -152,7 +154,7 @@ class HearsRecordings(HeldEngine):
 
         Raises: as :meth:`align`.
         """
-        from headrace.transcripts import word_times
+        from headrace.offline.transcripts import word_times
 
         every = as_prompts(prompts)
         need_one_each("outputs", outputs, len(every))

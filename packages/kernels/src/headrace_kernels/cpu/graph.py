@@ -67,7 +67,7 @@ class _Bucket(NamedTuple):
 
     num_tokens: int
     num_rows: int
-    """Of the result, at most."""
+    """Most rows of the result."""
     native: NativeProgram
     pointers: tuple[int, int, int, int, int]
     """Arguments of ``hr_replay`` that stay: calls, count, words, patches, count."""

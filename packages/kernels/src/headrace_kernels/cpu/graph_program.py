@@ -257,7 +257,7 @@ def _is_of_result(argument: Argument, program: Program) -> bool:
 
 
 def result_is_apart(program: Program, rows: int) -> bool:
-    """Whether the result is a block of its own, with nothing but one row after the other.
+    """True if the result is a block of its own, with nothing but one row after the other.
 
     Args:
         rows: the value that counts them.
@@ -280,7 +280,7 @@ def _constant(argument: Argument, memory: int, offsets: Sequence[int]) -> int:
 
 
 def calls_without(program: Program, values: frozenset[int]) -> int | None:
-    """How many calls come before all those that depend on ``values``; None if they mingle."""
+    """Number of calls before those that depend on ``values``; None if they mingle."""
     depends = [
         any(a.term is not None and a.term.value in values for a in call.arguments)
         for call in program.calls

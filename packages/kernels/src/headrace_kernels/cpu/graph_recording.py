@@ -49,14 +49,14 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(slots=True)
 class Recording:
-    """What one pass did."""
+    """Record of one pass."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     events: list[MemoryEvent] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     """Objects whose addresses are among the arguments."""
     computes_by_torch: bool = False
-    """Whether operations of torch are among what was recorded."""
+    """True if operations of torch are among what was recorded."""
     result: Word = field(default_factory=lambda: Word(0))
     result_shape: tuple[int, ...] = ()
     result_dtype: torch.dtype = torch.float32
@@ -211,7 +211,7 @@ def _span(size: int, stride: int) -> int:
 
 
 def _shares_memory(of: Any, out: Any) -> bool:
-    """Whether all results are views of the first argument."""
+    """True if all results are views of the first argument."""
     if not isinstance(of, Tensor):
         return False
     memory = of.untyped_storage().data_ptr()

@@ -41,7 +41,7 @@ class Loop(NamedTuple):
 
 
 class TorchOperations:
-    """What one pass does with operations of torch.
+    """Operations of torch in one pass.
 
     Args:
         library: that of the recorded kernels.
@@ -321,7 +321,7 @@ def _embedding(
 def _gather(
     to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Of a list: all dimensions but the one have the size 1."""
+    """View of a list: all dimensions but one have the size 1."""
     x, dim, ids = args[:3]
     if x.numel() != x.shape[dim] or ids.numel() != ids.shape[dim]:
         raise CaptureRefused(f"torch operation {func} of more than a list")

@@ -1,4 +1,4 @@
-"""What a captured step takes from its batch: sizes and addresses, in one order.
+"""Inputs of a captured step from its batch: sizes and addresses, in one order.
 
 A program knows a batch as a list of numbers, its *values*. Those of every batch come first, then the
 rows with logits, token types and two to five of each cache group, as far as the need has them.
@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 TOKENS, SEQS = 0, 1
 INPUT_IDS, POSITIONS, CU_SEQLENS_Q, SEQ_LENS = 4, 5, 6, 7
 LOGITS, LOGITS_ROWS = 8, 9
-"""Of steps with rows of logits."""
+"""Indices of the values of steps with rows of logits."""
 
 PROBES = ((1031, 127, 1), (257, 31, 1), (67, 13, 1), (5003, 641, 1), (8009, 997, 1))
 """Sizes of the recordings: tokens, requests, rows with logits, longest query, longest context. Primes,
@@ -116,7 +116,7 @@ def parts_values(
 
 
 def is_as_needed(batch: ForwardBatch, need: GraphNeed) -> bool:
-    """Whether the batch has what was captured, nothing more, and its tensors are what
+    """True if the batch has what was captured, nothing more, and its tensors are what
     :class:`ForwardBatch` says: kernels get bare addresses. If not, the eager step converts them or
     says what is wrong."""
     tokens, (seqs,) = batch.input_ids.shape, batch.seq_lens.shape
@@ -156,7 +156,7 @@ def _is_own(group: GroupBatch, tokens: tuple[int, ...]) -> bool:
 
 
 def _is_cross(group: GroupBatch, seqs: int) -> bool:
-    """Of cross-attention, and nothing is to be written."""
+    """True if the group is of cross-attention and nothing is to be written."""
     lengths = group.seq_lens
     written = group.slot_mapping.shape[0] > 0
     return lengths is not None and not written and _is_flat(lengths, torch.int32, (seqs,))

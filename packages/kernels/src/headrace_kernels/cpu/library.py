@@ -23,8 +23,8 @@ ISA_VARIABLE = "HEADRACE_CPU_ISA"
 ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
 """Every level that a library can have, best first."""
 
-PAIRING = ("avx512_bf16",)
-"""Those that multiply pairs, and so read paired caches (:mod:`headrace_core.paired`)."""
+VNNI_ISAS = ("avx512_bf16",)
+"""Instruction sets that multiply pairs, and so read VNNI-packed caches (:mod:`headrace_core.ops.vnni`)."""
 
 DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Codes of dtypes in the C interface."""
@@ -92,7 +92,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "top_logprobs": (_I, [_P] * 7 + [_L] * 4 + [_I] * 2),
 }
 _LETTERS: Mapping[Any, str] = {None: "V", _P: "P", _L: "L", _I: "I", _F: "F", _D: "D"}
-"""Of types in the library's own signatures (native/src/packed.h)."""
+"""Letters of types in the library's signatures (native/src/packed.h)."""
 
 
 class Kernel:
@@ -290,7 +290,7 @@ def _handle() -> ctypes.CDLL:
 
 
 def _missing(found: str | None) -> MissingDependency:
-    """Of a library that is not there, or was built from other sources than these: kernels would read
+    """Error for a library that is absent, or was built from other sources than these: kernels would read
     arguments that nobody gave them."""
     native = Path(__file__).parents[3] / "native"
     install = "pip install --force-reinstall --no-binary headrace-kernels headrace-kernels"

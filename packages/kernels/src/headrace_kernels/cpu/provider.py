@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_core.cores import format_cores, most_threads
 from headrace_core.errors import ConfigError
 from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
@@ -48,10 +48,10 @@ class CPUProvider:
         from headrace_kernels.cpu.ops import native_ops
 
         kernels = library.load(library.isa())
-        threads = need.num_threads or min(torch.get_num_threads(), most_threads())
+        threads = need.num_threads or min(torch.get_num_threads(), _num_usable_cores())
         kernels.set_num_threads(threads)
         kernels.bind_threads(need.cores)
-        bound = f" on cores {format_cores(need.cores)}" if need.cores else ""
+        bound = f" on cores {', '.join(map(str, need.cores))}" if need.cores else ""
         logger.info("native CPU kernels: %s, %d threads%s", kernels.isa, threads, bound)
         return native_ops(kernels)
 
@@ -66,9 +66,16 @@ class CPUProvider:
     def row_invariant(self, need: KernelNeed) -> bool:
         return True
 
-    def pairs_caches(self, need: KernelNeed) -> bool:
-        """See :meth:`headrace_core.ops.PairsCaches.pairs_caches`."""
-        return need.dtype == "bfloat16" and library.isa() in library.PAIRING
+    def vnni_packed(self, need: KernelNeed) -> bool:
+        """See :meth:`headrace_core.ops.PacksVNNI.vnni_packed`."""
+        return need.dtype == "bfloat16" and library.isa() in library.VNNI_ISAS
 
 
 PROVIDER = CPUProvider()
+
+
+def _num_usable_cores() -> int:
+    """Cores on which the calling thread may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

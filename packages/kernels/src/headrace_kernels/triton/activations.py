@@ -51,7 +51,7 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """What a gate lets through, of :data:`headrace_core.ops.GATED_ACTIVATIONS`; all float32."""
+    """Gated value, by one of :data:`headrace_core.ops.GATED_ACTIVATIONS`; all float32."""
     if KIND == "clamped_swiglu":
         # Not tl.minimum, for the reason above.
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
@@ -107,7 +107,7 @@ def _xielu_kernel(x_ptr, out_ptr, numel, alpha_p, alpha_n, beta, eps, BLOCK: tl.
 def xielu(
     x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
 ) -> Tensor:
-    """See :class:`headrace_core.ops.XIELUOp`."""
+    """See :class:`headrace_core.ops.optional.xielu.XIELUOp`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():

@@ -17,9 +17,9 @@ from headrace_kernels.triton.launch import dense, softplus
 from headrace_kernels.triton.recurrent import held_state, tokens_of
 
 _CHANNELS = 128
-"""Of a program."""
+"""Channels of a program."""
 _BEGIN = tl.constexpr(-1e38)
-"""The logarithm that a request begins with, see :class:`headrace_core.ops.WKVOp`."""
+"""The logarithm that a request begins with, see :class:`headrace_core.ops.optional.wkv.WKVOp`."""
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def rg_lru(
     input_bias: Tensor,
     decay_bias: Tensor,
 ) -> Tensor:
-    """See :class:`headrace_core.ops.RGLRUOp`."""
+    """See :class:`headrace_core.ops.optional.rg_lru.RGLRUOp`."""
     x, input_gate, decay_gate = (dense(v) for v in (x, input_gate, decay_gate))
     channels = x.shape[1]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -129,7 +129,7 @@ def wkv(
     state_out: Tensor | None,
     cu_seqlens_q: Tensor,
 ) -> Tensor:
-    """See :class:`headrace_core.ops.WKVOp`."""
+    """See :class:`headrace_core.ops.optional.wkv.WKVOp`."""
     key, value = dense(key), dense(value)
     channels = value.shape[1]
     out = torch.zeros(value.shape, dtype=value.dtype, device=value.device)

@@ -82,7 +82,7 @@ def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
 
 
 def mix(x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-    """See :class:`headrace_core.ops.MixOp`."""
+    """See :class:`headrace_core.ops.optional.mix.MixOp`."""
     x, weights = dense(x), dense(weights)
     residual = None if residual is None else dense(residual)
     (rows, terms, size), sums = x.shape, weights.shape[1]

@@ -19,7 +19,7 @@ from headrace_core.ops import PackedLinear
 from headrace_kernels.triton.launch import dense, padded, widen
 
 _ROWS = 32
-"""Of a tile."""
+"""Rows of a tile."""
 
 
 @triton.jit

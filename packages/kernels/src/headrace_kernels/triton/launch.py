@@ -1,4 +1,4 @@
-"""What all host functions decide the same way, and what several kernels compute."""
+"""Decisions that all host functions share, and functions that several kernels share."""
 
 # Kernels are traced by triton, not called: their parameters have no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def widen(x: Tensor) -> bool:
-    """Whether a kernel must turn x into float32 before products and sums.
+    """True if a kernel must turn x into float32 before products and sums.
 
     Triton's interpreter multiplies bfloat16 by its raw bits (seen in 3.7: ``tl.dot`` of bfloat16
     is garbage there), so kernels take this as a constant. On a GPU it is always False.

@@ -118,7 +118,7 @@ def _gaussian_topk_kernel(x_ptr, out_ptr, x_stride, size, deviations, BLOCK: tl.
 
 
 def match_rms(x: Tensor, like: Tensor, least: float) -> Tensor:
-    """See :class:`headrace_core.ops.MatchRMSOp`."""
+    """See :class:`headrace_core.ops.optional.match_rms.MatchRMSOp`."""
     x, like = dense(x), dense(like)
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
@@ -132,7 +132,7 @@ def match_rms(x: Tensor, like: Tensor, least: float) -> Tensor:
 
 
 def gaussian_topk(x: Tensor, deviations: float) -> Tensor:
-    """See :class:`headrace_core.ops.GaussianTopKOp`."""
+    """See :class:`headrace_core.ops.optional.gaussian_topk.GaussianTopKOp`."""
     x, (rows, size) = dense(x), x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:

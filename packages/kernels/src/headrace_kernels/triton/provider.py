@@ -52,7 +52,7 @@ class TritonProvider:
             channelwise,
             elementwise,
             head_linear,
-            latent_attention,
+            mla_attention,
             moe,
             norms,
             recurrent,
@@ -93,9 +93,9 @@ class TritonProvider:
             "wkv": channelwise.wkv,
             "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
-            "latent_cache_write": latent_attention.latent_cache_write,
-            "latent_attention": functools.partial(
-                latent_attention.latent_attention, batch_invariant=invariant
+            "mla_cache_write": mla_attention.mla_cache_write,
+            "mla_attention": functools.partial(
+                mla_attention.mla_attention, batch_invariant=invariant
             ),
         }
 

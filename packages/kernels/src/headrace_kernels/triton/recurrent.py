@@ -23,11 +23,11 @@ from headrace_kernels.triton.activations import _activate
 from headrace_kernels.triton.launch import dense, num_warps, padded, softplus
 
 _CHANNELS = 64
-"""Of a convolution's program."""
+"""Channels of a convolution's program."""
 _VALUES = 32
-"""Of a delta rule's program."""
+"""Values of a delta rule's program."""
 _STATE_VALUES = 8192
-"""Of the state of a program of Mamba 2's scan: 128 threads keep as many in registers."""
+"""Values of the state in a program of Mamba 2's scan: 128 threads keep as many in registers."""
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _state_space_kernel(
 
 @triton.jit
 def _log_decay(opened, rate, lower, BOUNDED: tl.constexpr):
-    """Of the delta rule: any negative number, or one above a bound."""
+    """Log decay of the delta rule: any negative number, or one above a bound."""
     if BOUNDED:
         log = lower * tl.sigmoid(rate * opened)
     else:

@@ -1,4 +1,4 @@
-"""Which experts a row goes to, one program a row: :class:`headrace_core.ops.RouteExpertsOp`.
+"""Routing of rows to experts, one program a row: :class:`headrace_core.ops.RouteExpertsOp`.
 
 A row's scores are one tile [groups, experts of a group], so what is said of a group is a reduction
 along the second axis. Experts are taken out one after the other; of equal ones the lowest number is the

@@ -42,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import check_mask, check_prefix
+from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
 
@@ -456,7 +456,7 @@ class Plan(NamedTuple):
     tile: int
     """Keys per step of the loop."""
     split: bool
-    """Whether the keys are cut into :data:`NUM_SEGMENTS`."""
+    """True if the keys are cut into :data:`NUM_SEGMENTS`."""
 
 
 def make_plan(
@@ -519,9 +519,9 @@ def paged_attention(
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
     alibi_sqrt: bool = False,
-    prefix_key: Tensor | None = None,
-    prefix_value: Tensor | None = None,
-    score_temperatures: Tensor | None = None,
+    kv_prefix_key: Tensor | None = None,
+    kv_prefix_value: Tensor | None = None,
+    logit_scale: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -533,8 +533,8 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
-    if score_temperatures is not None:
-        raise ConfigError("triton kernels: paged_attention takes no score_temperatures")
+    if logit_scale is not None:
+        raise ConfigError("triton kernels: paged_attention takes no logit_scale")
     check_mask(
         causal=causal,
         sliding_window=sliding_window,
@@ -542,14 +542,14 @@ def paged_attention(
         alibi=alibi_slopes is not None,
         alibi_sqrt=alibi_sqrt,
     )
-    check_prefix(
+    check_kv_prefix(
         query,
-        prefix_key,
-        prefix_value,
+        kv_prefix_key,
+        kv_prefix_value,
         num_kv_heads=key_cache.shape[2],
         soft_cap=soft_cap,
         alibi=alibi_slopes is not None,
-        temperatures=score_temperatures is not None,
+        logit_scale=logit_scale is not None,
     )
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
@@ -569,7 +569,7 @@ def paged_attention(
             max_seqlen_k=max_seqlen_k,
             sliding_window=sliding_window,
             num_programs_wanted=_num_programs_wanted(query.device),
-            batch_invariant=batch_invariant or prefix_key is not None,  # it is not split
+            batch_invariant=batch_invariant or kv_prefix_key is not None,  # it is not split
         )
     constants = {
         "WINDOW": sliding_window or 0,
@@ -596,8 +596,8 @@ def paged_attention(
         _run_split(sources, strides, numbers, constants, out)
     else:
         grid = (num_tokens // plan.block_q + num_seqs, num_kv_heads)
-        prefix = [None if x is None else x.contiguous() for x in (prefix_key, prefix_value)]
-        size = 0 if prefix_key is None else prefix_key.shape[0]
+        prefix = [None if x is None else x.contiguous() for x in (kv_prefix_key, kv_prefix_value)]
+        size = 0 if kv_prefix_key is None else kv_prefix_key.shape[0]
         _attention_kernel[grid](
             *sources,
             *prefix,

@@ -23,6 +23,6 @@ _KINDS = (decoders, gpt, latent, mixtures, pooled, recurrent, remote, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }
-"""By name."""
+"""Row by architecture name."""
 
 __all__ = ["ARCHITECTURES", "CACHES", "Architecture"]

@@ -6,80 +6,93 @@ _MIXED = ("full", "sliding")
 
 ROWS = (
     Architecture(
-        "AquilaForCausalLM", "llama:LlamaForCausalLM", "Aquila 1, 2", alias_of="LlamaForCausalLM"
+        "AquilaForCausalLM",
+        "decoder.llama:LlamaForCausalLM",
+        "Aquila 1, 2",
+        alias_of="LlamaForCausalLM",
     ),
-    Architecture("AquilaModel", "llama:LlamaForCausalLM", "Aquila 1", alias_of="LlamaForCausalLM"),
+    Architecture(
+        "AquilaModel", "decoder.llama:LlamaForCausalLM", "Aquila 1", alias_of="LlamaForCausalLM"
+    ),
     Architecture(
         "BaiChuanForCausalLM",
-        "baichuan:BaichuanForCausalLM",
+        "decoder.baichuan:BaichuanForCausalLM",
         "Baichuan 7B",
         alias_of="BaichuanForCausalLM",
     ),
-    Architecture("BaichuanForCausalLM", "baichuan:BaichuanForCausalLM", "Baichuan 1 and 2"),
+    Architecture("BaichuanForCausalLM", "decoder.baichuan:BaichuanForCausalLM", "Baichuan 1 and 2"),
     Architecture(
         "ChatGLMForConditionalGeneration",
-        "chatglm:ChatGLMModel",
+        "decoder.chatglm:ChatGLMModel",
         "GLM-4, CodeGeeX 4",
         alias_of="ChatGLMModel",
     ),
-    Architecture("ChatGLMModel", "chatglm:ChatGLMModel", "ChatGLM 2 and 3, GLM-4"),
-    Architecture("DeciLMForCausalLM", "deci:DeciLMForCausalLM", "DeciLM, Llama-Nemotron (NAS)"),
-    Architecture("ExaoneForCausalLM", "exaone:ExaoneForCausalLM", "EXAONE 3 and 3.5"),
+    Architecture("ChatGLMModel", "decoder.chatglm:ChatGLMModel", "ChatGLM 2 and 3, GLM-4"),
+    Architecture(
+        "DeciLMForCausalLM", "decoder.deci:DeciLMForCausalLM", "DeciLM, Llama-Nemotron (NAS)"
+    ),
+    Architecture("ExaoneForCausalLM", "decoder.exaone:ExaoneForCausalLM", "EXAONE 3 and 3.5"),
     Architecture(
         "Fairseq2LlamaForCausalLM",
-        "fairseq2_llama:Fairseq2LlamaForCausalLM",
+        "decoder.fairseq2_llama:Fairseq2LlamaForCausalLM",
         "Llama in fairseq2's files",
     ),
     Architecture(
         "IQuestCoderForCausalLM",
-        "iquestcoder:IQuestCoderForCausalLM",
+        "decoder.iquestcoder:IQuestCoderForCausalLM",
         "IQuest-Coder V1",
         _MIXED,
     ),
     Architecture(
         "IQuestLoopCoderForCausalLM",
-        "iquest_loopcoder:IQuestLoopCoderForCausalLM",
+        "decoder.iquest_loopcoder:IQuestLoopCoderForCausalLM",
         "IQuest-Coder V1 Loop",
         _MIXED,
     ),
-    Architecture("InternLM2ForCausalLM", "internlm2:InternLM2ForCausalLM", "InternLM 2 and 2.5"),
-    Architecture("InternLM3ForCausalLM", "internlm3:InternLM3ForCausalLM", "InternLM 3"),
-    Architecture("InternLMForCausalLM", "internlm:InternLMForCausalLM", "InternLM 1"),
-    Architecture("MiMoForCausalLM", "mimo:MiMoForCausalLM", "MiMo", _MIXED),
-    Architecture("MiniCPMForCausalLM", "minicpm:MiniCPMForCausalLM", "MiniCPM 1, 2, 4 and 4.1"),
-    Architecture("OrionForCausalLM", "orion:OrionForCausalLM", "Orion"),
-    Architecture("OuroForCausalLM", "ouro:OuroForCausalLM", "Ouro"),
+    Architecture(
+        "InternLM2ForCausalLM", "decoder.internlm2:InternLM2ForCausalLM", "InternLM 2 and 2.5"
+    ),
+    Architecture("InternLM3ForCausalLM", "decoder.internlm3:InternLM3ForCausalLM", "InternLM 3"),
+    Architecture("InternLMForCausalLM", "decoder.internlm:InternLMForCausalLM", "InternLM 1"),
+    Architecture("MiMoForCausalLM", "decoder.mimo:MiMoForCausalLM", "MiMo", _MIXED),
+    Architecture(
+        "MiniCPMForCausalLM", "decoder.minicpm:MiniCPMForCausalLM", "MiniCPM 1, 2, 4 and 4.1"
+    ),
+    Architecture("OrionForCausalLM", "decoder.orion:OrionForCausalLM", "Orion"),
+    Architecture("OuroForCausalLM", "decoder.ouro:OuroForCausalLM", "Ouro"),
     Architecture(
         "PanguEmbeddedForCausalLM",
-        "internlm:InternLMForCausalLM",
+        "decoder.internlm:InternLMForCausalLM",
         "openPangu Embedded",
         alias_of="InternLMForCausalLM",
     ),
     Architecture(
         "PanguProMoEV2ForCausalLM",
-        "pangu_pro_moe_v2:PanguProMoEV2ForCausalLM",
+        "moe.pangu_pro_moe_v2:PanguProMoEV2ForCausalLM",
         "openPangu Pro MoE V2",
         _MIXED,
     ),
-    Architecture("Plamo3ForCausalLM", "plamo3:Plamo3ForCausalLM", "PLaMo 3", _MIXED),
-    Architecture("QWenLMHeadModel", "qwen:QWenLMHeadModel", "Qwen 1"),
-    Architecture("SolarForCausalLM", "solar:SolarForCausalLM", "Solar Pro"),
-    Architecture("Step1ForCausalLM", "step1:Step1ForCausalLM", "Step 1, the text of Step-Audio"),
-    Architecture("TeleChat2ForCausalLM", "telechat2:TeleChat2ForCausalLM", "TeleChat 2"),
+    Architecture("Plamo3ForCausalLM", "decoder.plamo3:Plamo3ForCausalLM", "PLaMo 3", _MIXED),
+    Architecture("QWenLMHeadModel", "decoder.qwen:QWenLMHeadModel", "Qwen 1"),
+    Architecture("SolarForCausalLM", "decoder.solar:SolarForCausalLM", "Solar Pro"),
+    Architecture(
+        "Step1ForCausalLM", "decoder.step1:Step1ForCausalLM", "Step 1, the text of Step-Audio"
+    ),
+    Architecture("TeleChat2ForCausalLM", "decoder.telechat2:TeleChat2ForCausalLM", "TeleChat 2"),
     Architecture(
         "TeleChatForCausalLM",
-        "telechat2:TeleChat2ForCausalLM",
+        "decoder.telechat2:TeleChat2ForCausalLM",
         "TeleChat",
         alias_of="TeleChat2ForCausalLM",
     ),
     Architecture(
         "TelechatForCausalLM",
-        "telechat2:TeleChat2ForCausalLM",
+        "decoder.telechat2:TeleChat2ForCausalLM",
         "TeleChat",
         alias_of="TeleChat2ForCausalLM",
     ),
-    Architecture("TeleFLMForCausalLM", "teleflm:TeleFLMForCausalLM", "Tele-FLM"),
+    Architecture("TeleFLMForCausalLM", "decoder.teleflm:TeleFLMForCausalLM", "Tele-FLM"),
     Architecture(
-        "XverseForCausalLM", "llama:LlamaForCausalLM", "XVERSE", alias_of="LlamaForCausalLM"
+        "XverseForCausalLM", "decoder.llama:LlamaForCausalLM", "XVERSE", alias_of="LlamaForCausalLM"
     ),
 )

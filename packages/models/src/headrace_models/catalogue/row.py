@@ -1,4 +1,4 @@
-"""What is said of one architecture."""
+"""The facts of one architecture that tables are made of."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Architecture:
     """A row of the catalogue. Plain data: nothing is imported to read it."""
 
     name: str
-    """As ``config.json``'s ``architectures`` spells it; also the entry point's name."""
+    """Name in ``config.json``'s ``architectures``; also the entry point's name."""
     target: str
     """``module:Class`` below ``headrace_models.families``."""
     models: str
-    """What people know it by."""
+    """Names of the models that people know."""
     caches: tuple[str, ...] = ("full",)
     """Kinds of cache that its layers have, of :data:`CACHES`, in the order of that."""
     task: str = "generate"
@@ -22,11 +22,11 @@ class Architecture:
     alias_of: str = ""
     """Another row whose checkpoints may carry this name; tested there."""
     lora: bool = False
-    """Whether it takes adapters (:class:`headrace_core.model.SupportsLoRA`)."""
+    """True if it takes adapters (:class:`headrace_core.model.SupportsLoRA`)."""
     pp: bool = False
-    """Whether it can be cut into stages (:class:`headrace_core.model.SupportsPP`)."""
+    """True if it can be cut into stages (:class:`headrace_core.model.SupportsPP`)."""
     quantization: bool = True
-    """Whether its linear layers are stored as a quantization method says."""
+    """True if a quantization method decides how its linear layers are stored."""
 
     @property
     def entry(self) -> str:

@@ -5,13 +5,13 @@ from headrace_models.catalogue.row import Architecture
 ROWS = (
     Architecture(
         "Qwen2AudioForConditionalGeneration",
-        "qwen2_audio:Qwen2AudioForConditionalGeneration",
+        "audio_language.qwen2_audio:Qwen2AudioForConditionalGeneration",
         "Qwen2-Audio",
         task="speech",
     ),
     Architecture(
         "WhisperForConditionalGeneration",
-        "whisper:WhisperForConditionalGeneration",
+        "speech.whisper:WhisperForConditionalGeneration",
         "Whisper, distil-whisper",
         ("full", "cross"),
         "speech",

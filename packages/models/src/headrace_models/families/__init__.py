@@ -1,1 +1,4 @@
-"""One file a family; each class is an entry point of the group ``headrace.models``."""
+"""One folder a kind of model, one file a family.
+
+Each class is an entry point of the group ``headrace.models``.
+"""

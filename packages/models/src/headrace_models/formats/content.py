@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_core.errors import CapacityError, WeightsError
-from headrace_models.regular_file import open_regular
+from headrace_models.checkpoint.regular_file import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say before a weight is read. No torch."""
+"""Names, shapes and dtypes in a checkpoint's files, before a weight is read. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace_core.config import LoadConfig
 from headrace_core.errors import UnsupportedModel
+from headrace_models.config.json_object import read_object
 from headrace_models.formats.gguf.config import gguf_config, gguf_generation_config
 from headrace_models.formats.gguf.files import SUFFIX, gguf_file
 from headrace_models.formats.gguf.header import read_gguf, read_parts
@@ -21,7 +22,6 @@ from headrace_models.formats.index import (
     file_bytes,
 )
 from headrace_models.formats.mistral_config import has_params, mistral_config
-from headrace_models.json_object import read_object
 
 
 def stated_config(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace_models.mapping import Wanted
+from headrace_models.loading.mapping import Wanted
 
 
 def dummy_tensors(

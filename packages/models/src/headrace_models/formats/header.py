@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace_core import failpoints
 from headrace_core.errors import WeightsError
-from headrace_models.regular_file import open_regular
+from headrace_models.checkpoint.regular_file import open_regular
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -28,13 +28,13 @@ MAX_TENSORS = 1_000_000
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies."""
+    """One tensor of a file, and its place."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """From the start of the file."""
+    """Bytes from the start of the file."""
     num_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""Which files of a folder make up a checkpoint. No torch."""
+"""The files of a folder that make up a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace_core.errors import WeightsError
+from headrace_models.checkpoint.regular_file import check_regular
 from headrace_models.formats.header import TensorEntry, read_header
-from headrace_models.regular_file import check_regular
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one format's files are called."""
+    """Names of one format's files."""
 
     single: str
     """The one file of a small checkpoint."""
     index: str
-    """Which file has which tensor."""
+    """Name of the file that maps tensors to files."""
     pattern: str
     """Files of a checkpoint without either."""
     others: tuple[str, ...]
@@ -91,7 +91,7 @@ def _is_file(path: Path) -> bool:
 
 
 def has_index(folder: Path, naming: Naming) -> bool:
-    """Whether it is the index that says which files there are."""
+    """True if the folder has the index that says which files there are."""
     return not (folder / naming.single).is_file() and (folder / naming.index).is_file()
 
 

@@ -76,7 +76,7 @@ class MistralFormat:
     def tensors(
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterator[tuple[str, Tensor, Path]]:
-        """By transformers' names. Raises: WeightsError naming the file."""
+        """Tensors by transformers' names. Raises: WeightsError naming the file."""
         params = read_params(path)
         paired = () if params.config.get("kv_lora_rank") else _PAIRED
         headers = {
@@ -91,7 +91,7 @@ class MistralFormat:
 
 
 def transformers_name(name: str) -> str:
-    """What transformers calls a tensor of Mistral's; unknown names stay."""
+    """Name that transformers has for a tensor of Mistral's; unknown names stay."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return _OUTSIDE.get(name, name)

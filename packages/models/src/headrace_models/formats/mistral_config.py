@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.json_object import read_object
-from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
+from headrace_models.config.json_object import read_object
+from headrace_models.config.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ PARAMS = "params.json"
 DEFAULT_LENGTH = 128_000
 """Context of a model whose params.json names none."""
 _BOS, _EOS = 1, 2
-"""In every tokenizer of Mistral's."""
+"""Ids in every tokenizer of Mistral's."""
 _OTHER_MODELS = ("lora", "ssm", "multimodal")
 """Keys of what is more than a decoder."""
 _MIXTURE = {
@@ -31,15 +31,15 @@ _MIXTURE = {
     "num_expert_groups": "n_group",
     "num_expert_groups_per_tok": "topk_group",
 }
-"""Of latent attention's mixtures: their name of a key -> ours."""
+"""Keys of mixtures with latent attention: Mistral's name -> ours."""
 _ACTIVATIONS = {"NO_SCALES": "dynamic", "TENSOR": "static"}
 """``qscheme_act`` of FP8 weights -> transformers' ``activation_scheme``."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def has_params(folder: Path, load_format: str) -> bool:
-    """Whether it is ``params.json`` that describes the folder's model: there is no config.json, or the
-    user asks for Mistral's format."""
+    """True if ``params.json`` describes the folder's model: there is no config.json, or the user asks for
+    Mistral's format."""
     stated = folder.is_dir() and (folder / PARAMS).is_file()
     return stated and (load_format.lower() == "mistral" or not (folder / "config.json").is_file())
 
@@ -151,7 +151,7 @@ def _quantization(params: Settings) -> dict[str, Any]:
 
 
 def _latent_config(params: Settings) -> dict[str, Any]:
-    """Of Mistral Large 3: latent attention, and mixtures behind the first layers."""
+    """Config of Mistral Large 3: latent attention, and mixtures behind the first layers."""
     rope, _ = _rope(params)
     if rope["rope_type"] == "yarn" and "attention_factor" not in rope:
         rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # the scale is one of scores

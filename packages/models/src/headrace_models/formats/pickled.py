@@ -20,6 +20,7 @@ from headrace_core import failpoints
 from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
+from headrace_models.checkpoint.regular_file import check_regular
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.index import (
     PICKLES,
@@ -31,12 +32,11 @@ from headrace_models.formats.index import (
     read_index,
 )
 from headrace_models.formats.rank_parts import join
-from headrace_models.regular_file import check_regular
 
 _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
 _NAMED_WRAPPER = "model_key"
-"""Where fairseq2 says which key that is."""
+"""Key under which fairseq2 names the key of the weights."""
 _RANK = re.compile(r"model\.(\d{1,4})\.pt")
 
 
@@ -170,7 +170,7 @@ def _checked(file: Path, found: object) -> dict[str, Tensor]:
 
 
 def _end(tensor: Tensor) -> int:
-    """One behind the last byte of the storage that the tensor looks at."""
+    """End of the tensor's bytes within its storage."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
@@ -178,8 +178,8 @@ def _end(tensor: Tensor) -> int:
 
 
 class _Mapping:
-    """Where a file is mapped into memory, to give pages back as for safetensors: torch has no call
-    for it. Elsewhere than on Linux, and for files that were read whole, it does nothing."""
+    """Addresses where a file is mapped into memory, to give pages back as for safetensors: torch has no
+    call for it. Elsewhere than on Linux, and for files that were read whole, it does nothing."""
 
     def __init__(self, file: Path) -> None:
         self.ranges: list[tuple[int, int]] = []

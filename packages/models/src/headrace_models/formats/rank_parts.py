@@ -27,7 +27,7 @@ Tensors = Iterator[tuple[str, Tensor, Path]]
 
 
 def split_headers(headers: Headers) -> tuple[Headers, list[list[Path]]]:
-    """Those of whole files, and by name the files of all ranks.
+    """Headers of whole files, and by name the files of all ranks.
 
     Raises:
         WeightsError: a rank's file is missing, or has other tensors than the first one's.
@@ -80,5 +80,5 @@ def join(name: str, pieces: Sequence[Tensor], file: Path) -> Tensor:
 
 
 def in_order(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
-    """By name: ranks may have written them in orders of their own."""
+    """Entries sorted by name: ranks may have written them in orders of their own."""
     return tuple(sorted(entries, key=lambda entry: entry.name))

@@ -105,5 +105,5 @@ def read_tensors(
 
 
 def num_bytes(headers: Mapping[Path, tuple[TensorEntry, ...]]) -> int:
-    """Of all tensors."""
+    """Bytes of all tensors."""
     return sum(entry.num_bytes for entries in headers.values() for entry in entries)

@@ -50,7 +50,7 @@ class ShardedStateFormat:
     def tensors(
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterable[tuple[str, Tensor, Path]]:
-        """Those of a model on one rank. Raises: WeightsError naming the file."""
+        """Tensors of a model on one rank. Raises: WeightsError naming the file."""
         return self.rank_tensors(path, 0, 1, progress)
 
     def rank_tensors(

@@ -22,20 +22,20 @@ TEKKEN = "tekken.json"
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 4_000_000
 MAX_TOKEN_BYTES = 1024
-"""Of one token: all ways to cut it in two are looked up."""
+"""Limit of one token's bytes: all ways to cut it in two are looked up."""
 
 _FIRST_CONTROLS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]",
     "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
-"""Of files that list none, by their ids."""
+"""Special tokens of files that list none, by their ids."""
 _LISTS_NONE = ("v1", "v2", "v3", "v7")
 """Versions of such files."""
 
 
 class TekkenTokenizer(NamedTuple):
-    """What the files beside a checkpoint would hold."""
+    """Content of the tokenizer's files that would lie beside a checkpoint."""
 
     tokenizer: str
     """``tokenizer.json``."""
@@ -173,7 +173,7 @@ def _ranks(path: Path, content: Mapping[str, Any], count: int) -> dict[bytes, in
 
 
 def _entries(path: Path, entries: Any, name: str) -> Iterator[tuple[int, str]]:
-    """(rank, text) of each."""
+    """Rank and text of each entry."""
     if not isinstance(entries, list) or len(entries) > MAX_TOKENS:
         raise _damaged(path, f"no list of up to {MAX_TOKENS} entries with {name!r}")
     for entry in entries:

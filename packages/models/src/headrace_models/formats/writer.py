@@ -32,7 +32,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, *, room: int, metadata: Mapping[str, str]) -> None:
         self.path = path
         self.num_bytes = 0
-        """Of the tensors so far."""
+        """Bytes of the tensors so far."""
         self._room = -(-room // 8) * 8
         self._header: dict[str, Any] = {"__metadata__": dict(metadata)}
         self._partial = path.with_name(path.name + ".partial")

@@ -1,12 +1,14 @@
 """The encoder of Whisper, which other families took over: spectrogram frames -> states.
 
 Letters: F frames, M mel bins, L states of a clip (F / 2), H hidden size.
+
+Convolution over time, as a product of rows with the weight: the same kernels as linear layers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,23 +16,58 @@ import torch
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import ProjectedAttention
-from headrace_models.layers.base import Layer
-from headrace_models.layers.conv import Conv1d
+from headrace_models.config.settings import MAX_LAYERS, Settings
+from headrace_models.layers.attention.self_attention import ProjectedAttention
+from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.settings import MAX_LAYERS, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_core.ops import PackedLinear
+
+
+_WIDTH = 3
+
+
+class Conv1d(WeightLayer):
+    """Three neighbouring rows make one; the ends are padded with a row of zeros."""
+
+    def __init__(
+        self, context: BuildContext, name: str, in_size: int, out_size: int, *, stride: int = 1
+    ) -> None:
+        self.name = name
+        self.ops = context.ops
+        self.in_size, self.out_size, self.stride = in_size, out_size, stride
+        self.packed: PackedLinear | None = None
+        self.bias: Tensor | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        shape = (self.out_size, self.in_size, _WIDTH)
+        return {"weight": Slot(shape), "bias": Slot((self.out_size,))}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        by_row = tensors["weight"].transpose(1, 2).reshape(self.out_size, -1)
+        self.packed = self.ops.linear.pack(by_row.contiguous())
+        self.bias = tensors["bias"]
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """Its result after an activation: x [L, in_size] -> [ceil(L / stride), out_size]."""
+        assert self.packed is not None, self.name
+        padded = torch.zeros((x.shape[0] + 2, x.shape[1]), dtype=x.dtype, device=x.device)
+        padded[1:-1] = x
+        rows = padded.unfold(0, _WIDTH, self.stride).transpose(1, 2)  # [n, 3, in_size]
+        flat = rows.reshape(rows.shape[0], -1)
+        return self.ops.linear.activated(flat, self.packed, activation, self.bias)
+
 
 NORM_EPS = 1e-5
 _TYPE = "encoder"
 _STEM_ACTIVATION = "gelu"
-"""After the convolutions, whatever the config says of the blocks'."""
+"""Activation after the convolutions; the config's is that of the blocks."""
 
 
 def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
@@ -58,7 +95,7 @@ def attention_rules(source: str, target: str) -> tuple[WeightRule, ...]:
 
 
 def block_rules(source: str, target: str) -> tuple[WeightRule, ...]:
-    """What encoder and decoder blocks have in common but for their attention."""
+    """Rules of encoder and decoder blocks, but for their attention."""
     return (
         WeightRule(f"{source}.self_attn_layer_norm", f"{target}.input_norm"),
         WeightRule(f"{source}.final_layer_norm", f"{target}.mlp_norm"),

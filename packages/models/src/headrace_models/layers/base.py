@@ -66,7 +66,7 @@ def walk(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of how many equal pieces of an axis this rank keeps."""
+    """The one of several equal pieces of an axis that this rank keeps."""
 
     count: int = 1
     index: int = 0
@@ -80,7 +80,7 @@ class Part:
     """One checkpoint tensor within a fused one, along its part dimension."""
 
     size: int
-    """What this rank keeps of it."""
+    """The piece that this rank keeps of it."""
     shard: Shard = WHOLE
     units: int = 1
     """Indivisible things (heads) in the whole of it, all ranks together."""
@@ -91,7 +91,7 @@ class Slot:
     """A tensor that a leaf waits for, and which piece of the checkpoint's tensors goes into it."""
 
     shape: tuple[int, ...]
-    """On this rank, all parts together."""
+    """Shape on this rank, all parts together."""
     dtype: str | None = None
     """None: any floating dtype, converted to the activations'."""
     parts: tuple[Part, ...] = ()
@@ -102,6 +102,8 @@ class Slot:
     required: bool = True
     any_float: bool = False
     """Any floating dtype is taken, and converted to ``dtype``."""
+    only_part: int | None = None
+    """The slot is for this part of a fused layer, whose parts are stored differently; it has one part."""
 
     @property
     def num_parts(self) -> int:
@@ -164,6 +166,8 @@ def slot_of(
     A tensor's extent per part follows the parts' sizes in proportion, so that eight values packed
     into one word along the output also work.
     """
+    if spec.only_part is not None:
+        out_parts = (out_parts[spec.only_part],)
     parts: tuple[Part, ...] = ()
     if spec.part_dim is not None:
         extent, total = spec.shape[spec.part_dim], sum(part.size for part in out_parts)
@@ -172,6 +176,8 @@ def slot_of(
                 f"a tensor of {extent} rows cannot be cut in proportion to {list(out_parts)}"
             )
         parts = tuple(replace(part, size=part.size * extent // total) for part in out_parts)
+    elif len(out_parts) > 1:
+        parts = tuple(out_parts)  # each fused module has one, and they must be equal
     if spec.by_part:
         parts = tuple(Part(1) for _ in out_parts)
     return Slot(
@@ -183,4 +189,5 @@ def slot_of(
         in_shard=in_shard if spec.in_dim is not None else WHOLE,
         required=spec.required,
         any_float=spec.any_float,
+        only_part=spec.only_part,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.attention.self_attention import SelfAttention
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import NoNorm, NormLayer
@@ -149,7 +149,7 @@ class NormedSumBlock(Block):
 
 
 class SandwichBlock(Block):
-    """Norms before and after both halves: Gemma 2 and 3, GLM-4-0414."""
+    """``h = x + norm(attention(norm(x))); h + norm(mlp(norm(h)))``: Gemma 2 and 3, GLM-4-0414."""
 
     def __init__(
         self,
@@ -177,10 +177,10 @@ class SandwichBlock(Block):
 
 
 class ScaledSandwichBlock(SandwichBlock):
-    """Norms before and after both halves, and what they add times a number: HyperCLOVA X.
+    """``h = x + s * norm(attention(norm(x))); h + s * norm(mlp(norm(h)))``: HyperCLOVA X.
 
     Args:
-        scale: the number.
+        scale: s.
         arguments: of :class:`SandwichBlock`.
     """
 
@@ -195,3 +195,87 @@ class ScaledSandwichBlock(SandwichBlock):
         x = self.ops.scale(self.attention_out_norm(self.attention(x, batch)), self.scale)
         x, stream = self.mlp_norm.add(x, stream)
         return self.ops.scale(self.mlp_out_norm(self.mlp(x)), self.scale), stream
+
+
+class Mixer(Protocol):
+    """A layer that mixes a request's tokens: attention or a recurrence."""
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        ...
+
+
+class MixerBlock(Block):
+    """``x + mixer(norm(x))``: Mamba, and what has its MLPs in blocks of their own."""
+
+    def __init__(self, norm: NormLayer, mixer: Mixer) -> None:
+        self.norm = norm
+        self.mixer = mixer
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.norm.add(x, residual)
+        return self.mixer(x, batch), stream
+
+
+class FeedForwardBlock(Block):
+    """``x + mlp(norm(x))``: stands between blocks of mixers."""
+
+    def __init__(self, norm: NormLayer, mlp: MLPLayer) -> None:
+        self.norm = norm
+        self.mixer = mlp
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.norm.add(x, residual)
+        return self.mixer(x), stream
+
+
+class HybridBlock(Block):
+    """``h = x + mixer(norm(x)); h + mlp(norm(h))``, the mixer being attention or a recurrence."""
+
+    def __init__(
+        self, input_norm: NormLayer, mixer: Mixer, mlp_norm: NormLayer, mlp: MLPLayer
+    ) -> None:
+        self.input_norm = input_norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.mixer(x, batch)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.mlp(x), stream
+
+
+class ScaledHybridBlock(HybridBlock):
+    """``h = x + s * mixer(norm(x)); h + s * mlp(norm(h))``: Granite 4.
+
+    Args:
+        scale: s.
+    """
+
+    def __init__(
+        self,
+        ops: OpTable,
+        scale: float,
+        input_norm: NormLayer,
+        mixer: Mixer,
+        mlp_norm: NormLayer,
+        mlp: MLPLayer,
+    ) -> None:
+        super().__init__(input_norm, mixer, mlp_norm, mlp)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.mixer(x, batch), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp(x), self.scale), stream

@@ -1,4 +1,4 @@
-"""What all decoders of text share: embedding, a stack of blocks, a final norm, a head."""
+"""Base of all decoders of text: embedding, a stack of blocks, a final norm, a head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention, CachedLayer
+from headrace_models.config.settings import MAX_LAYERS, Settings, Spelling
+from headrace_models.layers.attention.self_attention import Attention, CachedLayer
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -21,8 +22,7 @@ from headrace_models.layers.linear import (
     quantizes_floats,
 )
 from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
-from headrace_models.layers.state_layer import RecurrentLayer
-from headrace_models.settings import MAX_LAYERS, Settings, Spelling
+from headrace_models.layers.recurrent.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,7 @@ class Decoder(Layer, ABC):
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
     spelling: ClassVar[Spelling] = {}
-    """See :class:`~headrace_models.settings.Settings`."""
+    """See :class:`~headrace_models.config.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
@@ -104,8 +104,7 @@ class Decoder(Layer, ABC):
         named = [*self.attention_layers(), *self.state_layers()]
         if named:
             raise UnsupportedModel(
-                f"{named[0]} lets tokens see those before them only: the model pools with causal "
-                "attention only"
+                f"{named[0]} is causal: the model pools with causal attention only"
             )
 
     def _share_caches(self) -> None:
@@ -149,7 +148,7 @@ class Decoder(Layer, ABC):
         )
 
     def is_tied(self) -> bool:
-        """Whether the head is the table of input vectors."""
+        """True if the head is the table of input vectors."""
         return self.settings.flag("tie_word_embeddings", self.ties_embeddings)
 
     def has_head_bias(self) -> bool:
@@ -159,7 +158,7 @@ class Decoder(Layer, ABC):
         return self.settings.integer("hidden_size")
 
     def embedding_size(self) -> int:
-        """Of the table's rows, and what the head reads."""
+        """Size of the table's rows, and of what the head reads."""
         return self.hidden_size()
 
     def num_layers(self) -> int:
@@ -177,11 +176,11 @@ class Decoder(Layer, ABC):
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
 
     def logits_multiplier(self) -> float:
-        """What the head's results are multiplied by."""
+        """Number that the head's results are multiplied by."""
         return 1.0
 
     def logits_soft_cap(self) -> float | None:
-        """What tanh keeps the logits within."""
+        """Bound within which tanh keeps the logits; None: it does not."""
         return self.settings.optional_positive("final_logit_softcapping")
 
     def token_vectors(self, ids: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What all text encoders share: embeddings, a stack of blocks, a pooler.
+"""Base of all text encoders: embeddings, a stack of blocks, a pooler.
 
-A step is written so that it can be recorded (docs/plug-points/step-graphs.md): all arithmetic is the
+A step is written so that it can be recorded (docs/extending/step-graphs.md): all arithmetic is the
 ops', nothing branches on sizes or reads contents. Pooling comes after it and is not recorded.
 """
 
@@ -10,17 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer
-from headrace_models.layers.decoder import Block, Norm
+from headrace_models.layers.decoder import Norm
 from headrace_models.pooling.pooler import make_pooler
-from headrace_models.settings import MAX_LAYERS, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import AttentionLayer, BuildContext, Pooler, WeightRule
-    from headrace_models.layers.encoder_attention import EncoderAttention
+    from headrace_models.layers.attention.encoder_attention import EncoderAttention
     from headrace_models.layers.mlp import MLPLayer
     from headrace_models.pooling.classifier import Classifier
 
@@ -57,7 +57,7 @@ class Encoder(Layer, ABC):
     """A model that turns tokens into vectors; core's ``SupportsPooling``. Families say what differs.
 
     Args:
-        prefix: of the checkpoint's names, if the model is part of another.
+        prefix: start of the checkpoint's names, if the model is part of another.
     """
 
     weight_rules: ClassVar[Sequence[WeightRule]]
@@ -79,7 +79,7 @@ class Encoder(Layer, ABC):
 
     @abstractmethod
     def make_embeddings(self, context: BuildContext, prefix: str) -> Embeddings:
-        """What the first block gets."""
+        """Make the layer whose output the first block reads."""
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         """Make what the blocks share (rotary tables), before the first one."""
@@ -89,11 +89,11 @@ class Encoder(Layer, ABC):
         """Make the stack."""
 
     def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
-        """What pools: by the config of pooling alone, but for a few classes."""
+        """Make the pooler; the config of pooling decides, but for a few classes."""
         return make_pooler(context, self.make_classifier(context, prefix))
 
     def make_classifier(self, context: BuildContext, prefix: str) -> Classifier | None:
-        """What makes logits of hidden states; None: the model embeds."""
+        """Make the layer that turns hidden states into logits; None: the model embeds."""
         return None
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Encoder(Layer, ABC):
         """The stack: x [T, H] -> final hidden states [R, H] of ``batch.logits_rows``."""
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
-        """None of them reads a cache."""
+        """Empty: no layer of an encoder reads a cache."""
         return {}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -109,13 +109,13 @@ class Encoder(Layer, ABC):
         return self.run_layers(self.embed(batch), batch)
 
     def chosen(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> [R, H]: the rows that are wanted."""
+        """Rows of x [T, H] that the pooler reads -> [R, H]."""
         rows = batch.logits_rows
         return x if rows is None else self.context.ops.embedding(rows, x)
 
 
 class Embeddings(Layer, ABC):
-    """What the first block of an encoder gets."""
+    """Makes the first block's input of token ids."""
 
     @abstractmethod
     def __call__(self, batch: ForwardBatch) -> Tensor:
@@ -138,29 +138,3 @@ class PostNormEncoder(Encoder):
         for layer in self.layers[:-1]:
             x = layer(x, batch)
         return self.layers[-1](x, batch, batch.logits_rows)
-
-
-class PreNormEncoder(Encoder):
-    """Blocks add to a stream, which is normed at the end (:class:`~headrace_models.layers.decoder.Block`)."""
-
-    def make_layers(self, context: BuildContext, prefix: str) -> None:
-        self.layers = [
-            self.make_block(context, index, prefix) for index in range(self.num_layers())
-        ]
-        self.final_norm = self.make_final_norm(context, prefix)
-
-    @abstractmethod
-    def make_block(self, context: BuildContext, index: int, prefix: str) -> Block:
-        """The stack's layer ``index``."""
-
-    @abstractmethod
-    def make_final_norm(self, context: BuildContext, prefix: str) -> Norm:
-        """The norm behind the last block."""
-
-    def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
-        rest = None if residual is None else self.chosen(residual, batch)
-        hidden, _ = self.final_norm.add(self.chosen(x, batch), rest)
-        return hidden

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
-    """How ``units`` indivisible things (heads, columns) are spread over the ranks.
+    """The spread of ``units`` indivisible things (heads, columns) over the ranks.
 
     With fewer units than ranks (key-value heads), neighbouring ranks keep the same one.
 
@@ -36,7 +36,7 @@ def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
 
 
 def dividing_shard(units: int, communicator: Communicator, *, what: str) -> Shard:
-    """As :func:`shard_of`, but no two ranks keep the same: of what is summed over the ranks.
+    """Piece as :func:`shard_of` gives it, but no two ranks keep the same: for what is summed over the ranks.
 
     Raises:
         UnsupportedModel: the ranks do not divide ``units``; names ``what``.
@@ -294,7 +294,7 @@ class QuantizedTiedLinear(WeightLayer):
 
 
 def quantizes_floats(method: LinearMethod, spec: LinearSpec) -> bool:
-    """Whether the method makes a floating weight something else while loading."""
+    """True if the method makes a floating weight something else while loading."""
     tensors = dict(method.create(spec))
     weight = tensors.pop("weight", None)
     return not method.is_plain and weight is not None and weight.dtype is None and not tensors

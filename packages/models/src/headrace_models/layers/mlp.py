@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MLPLayer(Layer, ABC):
-    """What stands after the attention in a block, dense or not."""
+    """A layer that stands after the attention in a block, dense or not."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:

@@ -104,13 +104,13 @@ class LayerNorm(WeightLayer):
 
 
 class NoNorm(Layer):
-    """Stands where there is none, as what comes before ends in one."""
+    """Stands where there is no norm, as what comes before ends in one."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What ends in a norm leaves nothing to be added."""
+        """x twice: the norm that it ends in leaves nothing to be added."""
         assert residual is None
         return x, x
 

@@ -1,4 +1,4 @@
-"""What blocks get of every token besides the stream: Gemma 3n and 4.
+"""Inputs that blocks get of every token besides the stream: Gemma 3n and 4.
 
 Google 2025, Gemma 3n. Letters: T tokens, H hidden size, L layers, P size of a layer's inputs.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace_core.model import WeightRule
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.linear import Linear
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+
+PER_LAYER_RULES = (
+    WeightRule("model.embed_tokens_per_layer", "per_layer.table"),
+    WeightRule("model.per_layer_model_projection", "per_layer.projection"),
+    WeightRule("model.per_layer_projection_norm", "per_layer.norm"),
+    WeightRule("model.layers.{}.per_layer_input_gate", "layers.{}.per_layer.gate"),
+    WeightRule("model.layers.{}.per_layer_projection", "layers.{}.per_layer.projection"),
+    WeightRule("model.layers.{}.post_per_layer_input_norm", "layers.{}.per_layer.norm"),
+)
+"""For :class:`PerLayerInputs` of a decoder and a :class:`PerLayerGate` of each of its layers."""
 
 
 class PerLayerInputs(Layer):

@@ -1,4 +1,5 @@
-"""A vector for each position, added to the token's: learned, or computed once."""
+"""A vector for each position, added to the token's: learned, or computed once; and a factor of
+queries for each position."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_core.errors import UnsupportedModel
+from headrace_models.config.rope import rope_settings, scaling_block
+from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer, Slot
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.rotary import MAX_TABLE
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+
+FAIRSEQ_FIRST_POSITION = 2
+"""Row of position 0 in tables of fairseq's models, which number positions as they number tokens, after
+the padding."""
 
 
 class LearnedPositions(Embedding):
@@ -81,3 +88,18 @@ class FixedPositions(Layer):
     def __call__(self, positions: Tensor) -> Tensor:
         """positions [T] int64 -> [T, size]."""
         return self.ops.embedding(positions, self.table)
+
+
+def query_temperature(context: BuildContext) -> Tensor | None:
+    """[P] float32: ``1 + beta * log(1 + position // original context)``; None without beta."""
+    block = Settings(scaling_block(context.config))
+    if block.config.get("llama_4_scaling_beta") is None:
+        return None
+    beta = block.number("llama_4_scaling_beta")
+    if beta < 0:
+        raise UnsupportedModel(
+            f"config.json: llama_4_scaling_beta = {beta:g}: must be a number of at least 0"
+        )
+    original = rope_settings(context.config).original_max_position_embeddings
+    positions = torch.arange(context.max_model_len, dtype=torch.float32)
+    return (1 + beta * torch.log1p(positions // original)).to(context.device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.rope import RopeSettings
+from headrace_models.config.rope import RopeSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def rotary_table(
     if dim < 2 or dim % 2 or dim > head_dim:
         raise UnsupportedModel(
             f"head_dim = {head_dim} with partial_rotary_factor = {rope.partial_rotary_factor}: "
-            "an even number of dimensions must turn, at most all"
+            "the number of rotated dimensions must be even, and at most head_dim"
         )
     if context.max_model_len * dim > MAX_TABLE:
         raise UnsupportedModel(

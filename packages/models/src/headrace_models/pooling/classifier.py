@@ -1,4 +1,4 @@
-"""What makes logits of hidden states. Letters: n rows, H hidden size, L labels."""
+"""Heads that turn hidden states into logits. Letters: n rows, H hidden size, L labels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from headrace_models.pooling.head_norm import HeadNorm
 
 OUT_RULE = WeightRule("classifier", "pooler.head.classifier.out")
-"""Of :func:`token_classifier`."""
+"""Rule of :func:`token_classifier`."""
 DENSE_RULES = (
     WeightRule("classifier.dense", "pooler.head.classifier.dense"),
     WeightRule("classifier.out_proj", "pooler.head.classifier.out"),
 )
-"""Of :func:`dense_classifier`."""
+"""Rules of :func:`dense_classifier`."""
 
 
 class HeadLinear(WeightLayer):

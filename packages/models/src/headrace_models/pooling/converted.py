@@ -1,4 +1,4 @@
-"""How a class that generates pools once it is converted. No torch."""
+"""Traits of a class that generates, once it is converted to pool. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig, PoolingTraits
 from headrace_models.architectures import generates, is_bidirectional
+from headrace_models.config.settings import Settings
 from headrace_models.generating import generating_traits
 from headrace_models.reranker import token_classifier
-from headrace_models.settings import Settings
 
 _WHOLE = ("LAST", "MEAN", "CLS", "ALL")
 
@@ -18,7 +18,7 @@ _WHOLE = ("LAST", "MEAN", "CLS", "ALL")
 def converted_traits(
     architecture: str, config: Mapping[str, Any], convert: str, user: PoolerConfig
 ) -> PoolingTraits:
-    """What a decoder pools as.
+    """Traits of a decoder that pools.
 
     Args:
         config: the text part of ``config.json``.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HeadRows(HeadLinear):
-    """Of the head's weight [V, H] and bias [V] only the rows of some tokens are kept.
+    """Head that keeps only the rows of some tokens, of weight [V, H] and bias [V].
 
     Its tensor is called ``table``, so that a head which is stored beside a classifier is none.
 

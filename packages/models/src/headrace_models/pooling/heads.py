@@ -1,4 +1,4 @@
-"""From pooled rows to results: embeddings, probabilities. Letters: n rows, H hidden size."""
+"""Heads from pooled rows to results: embeddings, probabilities. Letters: n rows, H hidden size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head(Layer, ABC):
 
     @abstractmethod
     def settings(self, params: PoolingParams) -> Hashable:
-        """What of a request matters here: equal settings are computed together."""
+        """The settings of a request that matter here: equal ones are computed together."""
 
     @abstractmethod
     def __call__(self, x: Tensor, lengths: Sequence[int], settings: Hashable) -> Tensor:

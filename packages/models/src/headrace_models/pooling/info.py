@@ -1,4 +1,4 @@
-"""From a checkpoint's files and the user's settings to :class:`PoolingInfo`. No torch.
+"""Resolves :class:`PoolingInfo` from a checkpoint's files and the user's settings. No torch.
 
 Precedence: the user, the Sentence Transformers files, the class, the conversion.
 """
@@ -18,9 +18,9 @@ from headrace_core.pooling import (
     PoolingInfo,
     PoolingTraits,
 )
+from headrace_models.config.settings import Settings
 from headrace_models.pooling.labels import classification_activation, label_names, num_labels
 from headrace_models.pooling.sentence_transformers import SentenceModules
-from headrace_models.settings import Settings
 
 _SIZE_KEYS = ("hidden_size", "dim", "n_embd", "d_model")
 
@@ -113,7 +113,7 @@ def _pooling_type(user: PoolerConfig, sentence: SentenceModules, traits: Pooling
 
 
 def _check_honoured(user: PoolerConfig, tasks: tuple[str, ...], labels: int) -> None:
-    """Nothing is accepted and then ignored."""
+    """Refuse settings that would have no effect."""
     shown = ", ".join(tasks)
     meaningless = {
         "normalize": not set(tasks) & set(EMBED_TASKS),
@@ -154,7 +154,7 @@ def _step_tag(user: PoolerConfig, traits: PoolingTraits) -> int | None:
 
 
 def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
-    """Rows of tokens are to be had of every model; one row for the prompt needs a way to it."""
+    """Tasks of the model: all give a row for each token, and one for the prompt if the kind pools so."""
     if traits.tasks:
         return traits.tasks
     whole = kind not in ("ALL", "STEP")
@@ -175,8 +175,8 @@ def _embedding_size(
     for module in dense:
         if module.in_features != size:
             raise UnsupportedModel(
-                f"{module.path}/config.json: in_features = {module.in_features}: must be {size}, what "
-                "comes before it gives"
+                f"{module.path}/config.json: in_features = {module.in_features}: must be {size}, the "
+                "size of its input"
             )
         size = module.out_features
     return size

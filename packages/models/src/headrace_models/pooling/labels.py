@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
+from headrace_models.config.settings import Settings
 from headrace_models.reranker import token_classifier
-from headrace_models.settings import Settings
 
 TORCH_ACTIVATIONS = (
     "CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU",

@@ -1,4 +1,4 @@
-"""How a multi-vector checkpoint marks its texts. No torch.
+"""Markers of a multi-vector checkpoint's texts. No torch.
 
 Three spellings: PyLate's (``query_prefix`` and others in ``config_sentence_transformers.json``), Sentence
 Transformers' (``query_expansion`` in the first module's settings, markers as prompts), and ColBERT's own
@@ -15,20 +15,20 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.pooling import DenseModule, LateInteraction
+from headrace_models.checkpoint.vocabulary import read_vocabulary
+from headrace_models.config.json_object import read_object
+from headrace_models.config.settings import Settings
 from headrace_models.formats.header import TensorEntry
-from headrace_models.json_object import read_object
 from headrace_models.pooling.sentence_transformers import SentenceModules
-from headrace_models.settings import Settings
-from headrace_models.vocabulary import read_vocabulary
 
 _LENGTHS = (32, 180)
-"""Of queries and documents, where nothing is said."""
+"""Default lengths of queries and documents."""
 
 
 def late_interaction(
     folder: Path, sentence: SentenceModules, max_model_len: int
 ) -> LateInteraction:
-    """What a checkpoint's files say.
+    """Settings of late interaction in a checkpoint's files.
 
     Args:
         max_model_len: no text is longer.
@@ -102,8 +102,8 @@ def _stated(sentence: SentenceModules) -> dict[str, Any]:
 
 
 def _expansion(given: Mapping[str, Any]) -> tuple[bool | None, Any, Any]:
-    """Whether filled-up tokens are attended to (None: queries are not filled up), the length of
-    queries, and the token that fills them up (None: the mask token)."""
+    """Three settings of filled-up queries: True if filled-up tokens are attended to (None: queries are not
+    filled up), the length of queries, and the token that fills them up (None: the mask token)."""
     length = given.get("query_length")
     if "query_expansion" not in given:
         fills = given.get("do_query_expansion", True)

@@ -1,4 +1,5 @@
-"""What a Sentence Transformers repository says of pooling: ``modules.json`` and what it names. No torch.
+"""Pooling settings of a Sentence Transformers repository: ``modules.json`` and the files that it names. No
+torch.
 
 Format: the files that ``SentenceTransformer.save`` writes (sbert.net, versions 2 to 6).
 """
@@ -12,9 +13,9 @@ from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.pooling import DenseModule, PairChat
-from headrace_models.json_object import read_json, read_object
+from headrace_models.config.json_object import read_json, read_object
+from headrace_models.config.settings import Settings
 from headrace_models.pooling.labels import torch_activation
-from headrace_models.settings import Settings
 
 POOLING_MODES: Mapping[str, str] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 """Their name -> ours."""
@@ -26,7 +27,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""How files before version 6 say it."""
+"""Keys of files before version 6."""
 _SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -38,17 +39,17 @@ _MARKERS = (
     "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words",
 )  # fmt: skip
 _CONTENT_FORMATS: Mapping[str, str] = {"auto": "auto", "flat": "string", "structured": "openai"}
-"""Their name of what templates expect -> ours."""
+"""Their name of a content format of templates -> ours."""
 _SIZE_ARGUMENTS = frozenset(
     {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 )
-"""Among a chat template's arguments: how long prompts are cut, which is no business of the template."""
+"""Arguments of chat templates that say how prompts are cut and padded; the template does not get them."""
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """What the files say; without any, nothing."""
+    """Settings in the files; without any, nothing."""
 
     pools: bool = False
     """There is a pooling module."""
@@ -75,11 +76,11 @@ class SentenceModules:
     sparse_sum: bool = False
     sparse_log_twice: bool = False
     markers: Mapping[str, Any] = field(default_factory=dict)
-    """What the files say of late interaction, in no one spelling."""
+    """Settings of late interaction in the files, which have no one spelling."""
 
     @property
     def says_pooling(self) -> bool:
-        """Whether the files make a pooling model of the checkpoint."""
+        """True if the files make a pooling model of the checkpoint."""
         return self.pools or self.multi_vector or self.sparse or bool(self.score_tokens)
 
 
@@ -139,7 +140,7 @@ def _score_tokens(path: Path) -> tuple[int, ...]:
 
 
 def _pair_chat(folder: Path) -> PairChat | None:
-    """How the model is told of pairs by its chat template, if it is."""
+    """Chat template by which the model is told of pairs; None: it is not."""
     path = folder / _SETTINGS[0]
     config = read_object(path, required=False)
     message = _object(path, config, "modality_config").get("message")
@@ -275,7 +276,7 @@ def _splade(path: Path, found: SentenceModules) -> SentenceModules:
 
 
 def _mask(path: Path, found: SentenceModules) -> SentenceModules:
-    """Which tokens have vectors: Sentence Transformers' ``MultiVectorMask``."""
+    """Choice of the tokens that have vectors: Sentence Transformers' ``MultiVectorMask``."""
     config = read_object(path / "config.json", required=False)
     if config.get("keep_only_token_ids") or config.get("skiplist_tasks") not in (
         None,

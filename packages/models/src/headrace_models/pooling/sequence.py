@@ -19,7 +19,7 @@ def first(hidden: Tensor, bounds: Tensor) -> Tensor:
 
 
 def last(hidden: Tensor, bounds: Tensor) -> Tensor:
-    """The same of each prompt's last row."""
+    """Row of each prompt's last token."""
     return hidden[bounds[1:].to(hidden.device) - 1].float()
 
 
@@ -39,7 +39,7 @@ class SequencePooling(NamedTuple):
     """A way to pool."""
 
     rows: Rows
-    """What it needs of a prompt."""
+    """Rows of a prompt that it needs."""
     pool: Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,4 +48,4 @@ SEQUENCE_POOLING: Mapping[str, SequencePooling] = {
     "LAST": SequencePooling("last", last),
     "MEAN": SequencePooling("all", mean),
 }
-"""By pooling type; the others keep all rows."""
+"""Way to pool by pooling type; the others keep all rows."""

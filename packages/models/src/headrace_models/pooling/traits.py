@@ -1,4 +1,4 @@
-"""Which architectures pool by themselves, and how. No torch."""
+"""Architectures that pool by themselves, and how. No torch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ TRAITS: Mapping[str, PoolingTraits] = {
 
 _CONFIGURED: Mapping[str, str] = {"avg": "MEAN", "mean": "MEAN", "cls": "CLS", "last": "LAST"}
 _CONFIG_KEYS = ("classifier_pooling", "pooling")
-"""Of ModernBERT's classifiers, and of NVIDIA's bidirectional Llamas."""
+"""Config keys of ModernBERT's classifiers, and of NVIDIA's bidirectional Llamas."""
 
 
 def configured(traits: PoolingTraits, config: Mapping[str, Any]) -> PoolingTraits:

@@ -7,10 +7,10 @@ the paged cache. Nothing else in headrace imports transformers, and nothing here
 asks for it (docs/adr/0045).
 
 ``library`` finds classes and configs, ``checkpoint_code`` those that a checkpoint brings, ``skeleton``
-makes a tree without weights, ``leaves`` gives its modules their weights and kernels (``likeness`` and
-``routers`` tell which), ``rotary`` reads angles out of a table, ``functions`` makes ops of activations
-that code calls, ``names`` leads from a checkpoint's names to the tree's, ``attention`` stands where
-transformers attends, ``trial`` runs the loaded tree once to learn what its attention needs and that
-nothing else mixes tokens, ``recording`` forgets what a recorded step left behind, ``model`` is what the
-engine sees.
+makes a tree without weights, ``patch_modules`` puts modules of ``weight_modules`` in the place of its
+own, with weights and kernels (``op_matching`` and ``routers`` tell which op computes the same),
+``rotary`` reads angles out of a table, ``functions`` makes ops of activations that code calls, ``names``
+leads from a checkpoint's names to the tree's, ``attention`` stands where transformers attends,
+``attention_probe`` runs the loaded tree once to learn what its attention needs and that nothing else
+mixes tokens, ``recording`` forgets what a recorded step left behind, ``model`` is what the engine sees.
 """

@@ -1,4 +1,4 @@
-"""What stands where transformers attends: layers over headrace's cache, found by the module that calls.
+"""Attention in place of transformers': layers over headrace's cache, found by the module that calls.
 
 Letters: T tokens, Hq query heads, Hk key-value heads, D head size of query and key, Dv of values.
 """
@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from headrace_core.attention import (
+    CHUNKS,
+    SINKS,
+    SLIDING_WINDOW,
+    SOFT_CAP,
     AttentionBackend,
     AttentionLayerSpec,
     AttentionNeed,
@@ -27,8 +31,8 @@ from headrace_models.transformers_backend.masks import MaskFacts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from headrace_core.attention import KVScaleMeasure
     from headrace_core.batch import ForwardBatch
-    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.model import BuildContext
 
 STEP = "headrace_step"
@@ -45,20 +49,20 @@ class Step:
         self.turns: dict[nn.Module, int] = {}
 
     def turn(self, module: nn.Module) -> int:
-        """How often the module has attended in this step. Those that loop over their layers have a
+        """Number of times that the module has attended in this step. Those that loop over their layers have a
         cache for every round."""
         count = self.turns.get(module, 0)
         self.turns[module] = count + 1
         return count
 
 
-class Seen(NamedTuple):
-    """What one call of a model's attention asked for."""
+class AttentionCall(NamedTuple):
+    """Facts of one call of a model's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Of query and key; values may be shorter."""
+    """Head size of query and key; values may be shorter."""
     scale: float
     mask: MaskFacts
     soft_cap: float = 0.0
@@ -75,7 +79,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: query [1, Hq, T, D] and so on -> [1, T, Hq, Dv].
 
-    Everything about the mask was found out before (:mod:`.trial`); none is made any more.
+    Everything about the mask was found out before (:mod:`.attention_probe`); none is made any more.
     """
     layers: list[PagedLayer | EncoderLayer] = getattr(module, LAYERS)
     step: Step = kwargs[STEP]
@@ -91,7 +95,7 @@ def _flat(heads: Tensor) -> Tensor:
 
 
 class _Layer:
-    """What layers with a cache and without one share."""
+    """Base of layers with a cache and without one."""
 
     spec: AttentionLayerSpec
 
@@ -104,10 +108,9 @@ class _Layer:
 class PagedLayer(_Layer):
     """Causal attention of one module: core's ``AttentionLayer``. Its cache's scales can be measured."""
 
-    def __init__(self, context: BuildContext, name: str, seen: Seen) -> None:
-        mask = seen.mask
+    def __init__(self, context: BuildContext, name: str, seen: AttentionCall) -> None:
         self.spec = _spec(name, seen, "decoder")
-        self.kv_spec: KVCacheSpec | None = _cache_spec(context, self.spec)
+        self.kv_spec: KVCacheSpec | None = _cache_spec(context, self.spec, seen.mask.chunk)
         self.backend: AttentionBackend = context.attention(
             AttentionNeed(
                 head_dim=seen.head_dim,
@@ -115,10 +118,7 @@ class PagedLayer(_Layer):
                 kv_cache_dtype=context.kv_cache_dtype,
                 block_size=context.block_size,
                 device=context.device,
-                sliding_window=mask.window is not None,
-                soft_cap=seen.soft_cap > 0,
-                has_sink=seen.sinks is not None,
-                chunked=mask.chunk is not None,
+                features=_features(seen),
             )
         )
         self.group = 0
@@ -149,7 +149,7 @@ class PagedLayer(_Layer):
 class EncoderLayer(_Layer):
     """Attention of one module in both directions, without a cache."""
 
-    def __init__(self, context: BuildContext, name: str, seen: Seen) -> None:
+    def __init__(self, context: BuildContext, name: str, seen: AttentionCall) -> None:
         self.spec = _spec(name, seen, "encoder_only")
         self.backend: EncoderBackend = context.encoder_attention(
             AttentionNeed(
@@ -159,14 +159,12 @@ class EncoderLayer(_Layer):
                 block_size=context.block_size,
                 device=context.device,
                 attention_type="encoder_only",
-                sliding_window=seen.mask.window is not None,
-                soft_cap=seen.soft_cap > 0,
-                has_sink=seen.sinks is not None,
+                features=_features(seen),
             )
         )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, batch: ForwardBatch) -> Tensor:
-        """As :meth:`PagedLayer.__call__`."""
+        """Attention as in :meth:`PagedLayer.__call__`."""
         out = self.backend.attend(
             self.spec,
             query,
@@ -179,7 +177,12 @@ class EncoderLayer(_Layer):
         return out[..., : value.shape[-1]]
 
 
-def _spec(name: str, seen: Seen, attention_type: str) -> AttentionLayerSpec:
+def _spec(name: str, seen: AttentionCall, attention_type: str) -> AttentionLayerSpec:
+    extras = {
+        "soft_cap": seen.soft_cap or None,
+        "sinks": seen.sinks,
+        "attention_chunk": seen.mask.chunk,
+    }
     return AttentionLayerSpec(
         name=name,
         num_heads=seen.num_heads,
@@ -187,18 +190,26 @@ def _spec(name: str, seen: Seen, attention_type: str) -> AttentionLayerSpec:
         head_dim=seen.head_dim,
         scale=seen.scale,
         sliding_window=seen.mask.window,
-        soft_cap=seen.soft_cap,
-        sinks=seen.sinks,
         attention_type=attention_type,
-        attention_chunk_size=seen.mask.chunk,
+        extras={name: value for name, value in extras.items() if value is not None},
     )
 
 
-def _cache_spec(context: BuildContext, spec: AttentionLayerSpec) -> KVCacheSpec:
+def _features(seen: AttentionCall) -> frozenset[str]:
+    asked = {
+        SLIDING_WINDOW: seen.mask.window is not None,
+        SOFT_CAP: seen.soft_cap > 0,
+        SINKS: seen.sinks is not None,
+        CHUNKS: seen.mask.chunk is not None,
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+
+def _cache_spec(context: BuildContext, spec: AttentionLayerSpec, chunk: int | None) -> KVCacheSpec:
     dtype = CACHE_DTYPES.get(context.kv_cache_dtype) or context.dtype
     facts = (context.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     if spec.sliding_window is not None:
         return SlidingWindowSpec(*facts, sliding_window=spec.sliding_window)
-    if spec.attention_chunk_size is not None:
-        return ChunkedLocalSpec(*facts, attention_chunk_size=spec.attention_chunk_size)
+    if chunk is not None:
+        return ChunkedLocalSpec(*facts, attention_chunk_size=chunk)
     return FullAttentionSpec(*facts)

@@ -17,7 +17,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def reference(whole: Mapping[str, Any], role: str) -> str | None:
-    """What ``auto_map`` names for a role (``AutoConfig``, ``AutoModel``); None: nothing.
+    """Reference that ``auto_map`` has for a role (``AutoConfig``, ``AutoModel``); None: nothing.
 
     Raises:
         UnsupportedModel: it is no name.

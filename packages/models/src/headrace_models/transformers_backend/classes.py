@@ -21,7 +21,7 @@ class Found(NamedTuple):
     """A class that can be built from a config."""
 
     tree: Any
-    """With ``_from_config``."""
+    """Class with ``_from_config``."""
     base: Any
     """The class of the base model, which must have the marker."""
 
@@ -147,7 +147,7 @@ def ignored(tree: Any, tied: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_position(base: nn.Module) -> int:
-    """What transformers adds to positions (RoBERTa's begin behind its padding)."""
+    """Number that transformers adds to positions (RoBERTa's begin behind its padding)."""
     for module in base.modules():
         padding = getattr(module, "padding_idx", None)
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(padding, int):
@@ -179,7 +179,7 @@ class _States(dict[str, Any]):
 
 
 class _Given(nn.Module):
-    """In place of a base model: gives back its input."""
+    """Module in place of a base model: gives back its input."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Functions of torch that a tree calls itself and whose bits no standard fixes, by headrace's ops.
 
-An activation that is a module is another module's affair (:mod:`.likeness`). One that code calls as a
+An activation that is a module is another module's affair (:mod:`.op_matching`). One that code calls as a
 function is met where torch lets functions be replaced, in steps of trees that call one: eager steps and
 recorded ones then compute the same.
 """
@@ -57,7 +57,7 @@ class WithFunctions:
 
 
 def _is_plain(args: Any, kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether it is one tensor of ours, and not to be changed in place."""
+    """True if it is one tensor of ours, and not to be changed in place."""
     plain = len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype in _DTYPES
     named = {name for name, value in (kwargs or {}).items() if value is not False}
     return plain and named <= {"approximate"} and args[0].dim() > 0

@@ -1,4 +1,5 @@
-"""What of transformers is needed, imported when it is. No other module of headrace imports it."""
+"""The parts of transformers that headrace uses, imported when they are needed. No other module of headrace
+imports it."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def transformers() -> ModuleType:
 
 
 def offers(architecture: str) -> bool:
-    """Whether transformers has a class of that name. Imports no torch.
+    """True if transformers has a class of that name. Imports no torch.
 
     Raises:
         MissingDependency: see :func:`transformers`.
@@ -120,7 +121,7 @@ def facts(config: Any) -> dict[str, Any]:
 
 
 def is_encoder(config: Any) -> bool:
-    """Whether transformers has the model as an encoder of text and not as a language model."""
+    """True if transformers has the model as an encoder of text and not as a language model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -135,6 +136,6 @@ def is_encoder(config: Any) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of a message that may be long."""
+    """First line of a message that may be long."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

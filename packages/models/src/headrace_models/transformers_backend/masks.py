@@ -1,4 +1,4 @@
-"""What a mask of transformers means, read off the function that says it of each query and key."""
+"""Meaning of a mask of transformers, read off the function that says it of each query and key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace_core.errors import UnsupportedModel
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query, key) indices -> whether the query sees the key."""
+"""Function of (batch, head, query, key) indices -> True if the query sees the key."""
 
 
 class MaskFacts(NamedTuple):
@@ -25,7 +25,7 @@ class MaskFacts(NamedTuple):
 
 
 def read_mask(function: MaskFunction, length: int) -> MaskFacts:
-    """What ``function`` means for sequences of up to ``length`` tokens.
+    """Facts of the mask ``function`` for sequences of up to ``length`` tokens.
 
     It is asked for whole rows at both ends, and where the kinds of mask differ. What no query within
     ``length`` can tell from full attention is full attention.

@@ -1,4 +1,4 @@
-"""What the engine sees of a model that transformers' code runs.
+"""Model that transformers' code runs, as the engine sees it.
 
 Letters: T tokens, R rows whose logits are wanted, H hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.pooling.classifier import Classifier
 from headrace_models.pooling.heads import ClassificationHead, EmbeddingHead
 from headrace_models.pooling.pooler import TaskPooler
-from headrace_models.transformers_backend import attention, classes, leaves, trial
+from headrace_models.transformers_backend import attention, attention_probe, classes, weight_modules
 from headrace_models.transformers_backend.attention import (
     LAYERS,
     STEP,
@@ -25,12 +25,12 @@ from headrace_models.transformers_backend.attention import (
     PagedLayer,
     Step,
 )
-from headrace_models.transformers_backend.dress import Dressing
 from headrace_models.transformers_backend.functions import WithFunctions
+from headrace_models.transformers_backend.graph_capture import unchanged_by_recording
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
+from headrace_models.transformers_backend.patch_modules import ModulePatcher
 from headrace_models.transformers_backend.plan import TensorParallelPlan
-from headrace_models.transformers_backend.recording import unchanged_by_recording
 from headrace_models.transformers_backend.rotary import tabulate_rotary
 from headrace_models.transformers_backend.skeleton import freeze_rotary, make_tree
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import AttentionLayer, BuildContext, WeightRule
 
-ATTENTION, TRIAL = "headrace", "headrace_trial"
+ATTENTION, PROBE = "headrace", "headrace_probe"
 """Names in transformers' registries, of what serves and of what tries a model."""
 
 
@@ -52,9 +52,9 @@ def register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention.attend)
-    ALL_ATTENTION_FUNCTIONS.register(TRIAL, trial.note_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(TRIAL, trial.note_mask)
-    ALL_EXPERTS_FUNCTIONS.register(ATTENTION, leaves.run_experts)
+    ALL_ATTENTION_FUNCTIONS.register(PROBE, attention_probe.note_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, attention_probe.note_mask)
+    ALL_EXPERTS_FUNCTIONS.register(ATTENTION, weight_modules.run_experts)
 
 
 class TransformersModel(Layer):
@@ -65,7 +65,7 @@ class TransformersModel(Layer):
     """
 
     causal = True
-    """Whether tokens see only those before them."""
+    """True if tokens see only those before them."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         register()
@@ -75,23 +75,23 @@ class TransformersModel(Layer):
         found = self.find_class(config)
         classes.check(found.base, self.text.model_type)
         self.tree: Any = make_tree(
-            found.tree, config, dtype=context.dtype, attention=TRIAL, experts=ATTENTION
+            found.tree, config, dtype=context.dtype, attention=PROBE, experts=ATTENTION
         )
         freeze_rotary(self.tree, context.max_model_len)
-        leaves.on_device(self.tree, context.device)
+        weight_modules.on_device(self.tree, context.device)
         tabulate_rotary(context, self.tree)
         self.base_name, self.base = classes.base_of(self.tree)
         self._check_forward()
-        leaves.silence(self.tree)
+        weight_modules.silence(self.tree)
         self.run_base = WithFunctions(context.ops, self.base)
         self.names = CheckpointNames(self.tree)
         start = f"{self.base_name}." if self.base_name else ""
         plan = TensorParallelPlan(self.base, start, context.communicator.world_size)
-        dressing = Dressing(context, self.tree, plan, classes.tied_names(self.tree))
-        self.leaves, self.later = dressing.leaves, dressing.later
+        patcher = ModulePatcher(context, self.tree, plan, classes.tied_names(self.tree))
+        self.leaves, self.later = patcher.leaves, patcher.later
         self.leaves["(all of it)"] = _AllLoaded(self)
-        self.weight_rules: Sequence[WeightRule] = list(dressing.rules.values())
-        self.ignored_weights: Mapping[str, str] = classes.ignored(self.tree, dressing.tied)
+        self.weight_rules: Sequence[WeightRule] = list(patcher.rules.values())
+        self.ignored_weights: Mapping[str, str] = classes.ignored(self.tree, patcher.tied)
         self.layers: dict[str, PagedLayer | EncoderLayer] = {}
         self.first_position = classes.first_position(self.base)
         limit = getattr(self.text, "max_position_embeddings", None)
@@ -132,12 +132,12 @@ class TransformersModel(Layer):
         """Every leaf has its weights: tie what is tied, and see what attention needs."""
         for step in self.later:
             step()
-        empty = leaves.meta_left(self.tree)
+        empty = weight_modules.meta_left(self.tree)
         if empty:
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
-        notes = trial.Notes(self.context.max_model_len)
+        notes = attention_probe.CallRecord(self.context.max_model_len)
         context = self.context
-        hidden = trial.try_tree(
+        hidden = attention_probe.try_tree(
             self._run, self.text.vocab_size, notes, dtype=context.dtype, device=context.device
         )
         paths = {module: name for name, module in self.tree.named_modules()}
@@ -152,7 +152,7 @@ class TransformersModel(Layer):
         self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
             config: Any = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation", None) == TRIAL:
+            if getattr(config, "_attn_implementation", None) == PROBE:
                 config._attn_implementation = ATTENTION
         self._try_head(hidden[:1])
 

@@ -1,4 +1,5 @@
-"""From a checkpoint's tensors to the module tree's, as transformers would rename and fuse them.
+"""Names and tensors of a checkpoint turned into the module tree's, as transformers would rename and fuse
+them.
 
 Most names are the tree's own. For the others transformers keeps a list of renamings and of conversions
 (many experts become one tensor, one fused projection several); they are followed here tensor by tensor,
@@ -29,11 +30,11 @@ Stored = tuple[str, "Tensor", Path]
 
 @dataclass
 class _Group:
-    """What becomes, together, one target of a conversion, or several."""
+    """Tensors that become, together, one target of a conversion, or several."""
 
     converter: Any
     tensors: dict[str, list[Stored]] = field(default_factory=dict)
-    """By the converter's source pattern."""
+    """Tensors by the converter's source pattern."""
 
 
 class CheckpointNames:
@@ -136,7 +137,7 @@ def _check_alike(group: _Group) -> None:
 
 
 def _missing(pattern: str, stored: list[Stored], most: list[Stored]) -> WeightsError:
-    """Which of the numbered tensors is not there: the first whose siblings under another pattern are."""
+    """Error that names the numbered tensor that is not there: the first that another pattern has."""
     have = {tuple(_NUMBER.findall(name)) for name, _, _ in stored}
     sibling, _, file = next(entry for entry in most if tuple(_NUMBER.findall(entry[0])) not in have)
     named = pattern

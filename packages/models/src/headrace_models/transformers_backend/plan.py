@@ -1,4 +1,4 @@
-"""Which linear layers are cut over the ranks: transformers' plan of a model, by module name."""
+"""Plan of transformers for cutting linear layers over the ranks, by module name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TensorParallelPlan:
             self.patterns.append((re.compile(re.escape(prefix) + either), str(style)))
 
     def style(self, name: str) -> str:
-        """What a rank keeps of the module of that full name.
+        """Way in which the module of that full name is cut.
 
         Raises:
             UnsupportedModel: the plan says something that is not known.

@@ -1,4 +1,4 @@
-"""What transformers' interfaces do not say of some models."""
+"""Facts of some models that transformers' interfaces do not tell."""
 
 from __future__ import annotations
 

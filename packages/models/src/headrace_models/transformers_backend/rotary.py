@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from headrace_models.transformers_backend.leaves import compute_by
+from headrace_models.transformers_backend.weight_modules import compute_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def tabulate_rotary(context: BuildContext, tree: nn.Module) -> None:
 
 
 class _Lookup:
-    """In place of a module that is called with (x, position_ids, ...), where x tells the dtype and the
+    """Stands in for a module that is called with (x, position_ids, ...), where x tells the dtype and the
     others are plain values.
 
     What it gives must be tensors [1, T, D] whose rows follow from the positions [1, T]. Whether they do

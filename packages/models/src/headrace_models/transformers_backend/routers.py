@@ -15,21 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from headrace_core.reference import route_experts
-
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
 
 BIAS = "e_score_correction_bias"
 _MOST_EXPERTS = 4096
-"""What has more outputs is a head, which nobody need try."""
+"""Most outputs of a router; a module with more is a head, which need not be tried."""
 _NUM_ROWS = 64
-"""So many that ways of choosing differ in some."""
+"""Rows that are tried: so many that ways of choosing differ in some."""
 
 
 class RouterLike(NamedTuple):
-    """How a router computes."""
+    """Computation of a router."""
 
     weight: str
     bias: str | None
@@ -79,7 +77,7 @@ class Router:
 
 
 def router_like(module: nn.Module) -> RouterLike | None:
-    """How a module routes; None if it does not, or otherwise than the op can."""
+    """Computation of a module that routes; None if it does not, or otherwise than the op can."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     weights = [name for name, x in own.items() if x.dim() == 2 and not name.endswith(BIAS)]
     biases = [name for name in own if name.endswith(BIAS)]
@@ -88,20 +86,20 @@ def router_like(module: nn.Module) -> RouterLike | None:
     plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
     if plain or own[weights[0]].shape[0] > _MOST_EXPERTS:
         return None
-    trial = _Trial(module, own, weights[0], next(iter(biases), None))
-    answer = trial.answer(torch.float32)
-    if answer is None or not torch.allclose(answer[0], trial.logits(), rtol=1e-4, atol=1e-5):
+    probe = _RouterProbe(module, own, weights[0], next(iter(biases), None))
+    answer = probe.answer(torch.float32)
+    if answer is None or not torch.allclose(answer[0], probe.logits(), rtol=1e-4, atol=1e-5):
         return None
-    options, rounded = trial.options(answer), trial.answer(torch.bfloat16)
+    options, rounded = probe.options(answer), probe.answer(torch.bfloat16)
     if options is None or rounded is None:
         return None
     logits, chosen_weights, _ = rounded
     exact = not logits.float().equal(logits.bfloat16().float())
     rounds = chosen_weights.dtype is torch.bfloat16
-    return RouterLike(weights[0], trial.bias_name, answer[2].shape[1], options, exact, rounds)
+    return RouterLike(weights[0], probe.bias_name, answer[2].shape[1], options, exact, rounds)
 
 
-class _Trial:
+class _RouterProbe:
     """A router with random weights, and what it makes of a few rows."""
 
     def __init__(
@@ -144,7 +142,7 @@ class _Trial:
         wanted = torch.zeros_like(logits).scatter(1, ids, weights.float())
         for options in _candidates(self.module):
             try:
-                mine, chosen = route_experts(logits, ids.shape[1], bias=self.bias, **options)
+                mine, chosen = _routed(logits, ids.shape[1], self.bias, **options)
             except RuntimeError:  # experts that are no such groups
                 continue
             dense = torch.zeros_like(logits).scatter(1, chosen, mine)
@@ -154,7 +152,7 @@ class _Trial:
 
 
 def _candidates(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """What its own numbers may mean."""
+    """Ways in which the module's own numbers may be meant."""
     numbers = vars(module)
     scales = {1.0, *(float(v) for v in numbers.values() if isinstance(v, (int, float)))} - {0.0}
     counts = [v for k, v in numbers.items() if "group" in k and isinstance(v, int) and v > 0]
@@ -171,3 +169,34 @@ def _candidates(module: nn.Module) -> Iterator[dict[str, Any]]:
                     "scoring": scoring, "renormalise": renormalise, "scale": scale,
                     "num_groups": num_groups, "top_groups": top_groups, "group_score": group_score,
                 }  # fmt: skip
+
+
+def _routed(
+    logits: Tensor,
+    k: int,
+    bias: Tensor | None,
+    *,
+    scoring: str,
+    renormalise: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+    group_score: str,
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, k] and experts [T, k] that the op gives for logits [T, E], on any device.
+
+    Raises:
+        RuntimeError: E experts do not fall into groups of this number.
+    """
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    ranked = logits if bias is None else scores + bias
+    grouped = (scores if bias is None else ranked).view(len(logits), num_groups, -1)
+    most = 1 if group_score == "max" else min(2, grouped.shape[-1])
+    best = grouped.topk(most, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    left_out = torch.ones_like(grouped[..., 0]).scatter(1, best, 0.0).bool()
+    ranked = ranked.view(grouped.shape).masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    ids = ranked.topk(k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, ids

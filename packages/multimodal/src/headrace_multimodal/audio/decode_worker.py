@@ -21,8 +21,8 @@ import av.logging
 import numpy as np
 import soundfile
 
-from headrace_core.killable import address_space, limit_time, serve
-from headrace_multimodal.audio.decoding import DAMAGED, GOOD, Job
+from headrace_core.sandbox_process import address_space, limit_time, serve
+from headrace_multimodal.audio.decoding import DAMAGED, GOOD, AudioDecodeJob
 from headrace_multimodal.audio.formats import (
     CODECS,
     DEMUXERS,
@@ -52,7 +52,7 @@ def decode(data: bytes, sample_rate: int, max_seconds: float) -> bytearray:
     """
     kind = recognised(data)
     if kind is None:
-        raise BadAudio(f"it is not an audio file of a kind that is read: {NAMES}")
+        raise BadAudio(f"it is not a supported audio file: {NAMES}")
     if kind == "wav" and (lacking := missing_bytes(data)):
         raise BadAudio(f"cut off: {lacking} bytes of sound that it announces are not there")
     if kind in SOUNDFILE_FORMATS:
@@ -148,7 +148,7 @@ def main() -> None:
     decode(_silence(), 8000, 1.0)  # the libraries' first call takes longer than all later ones
 
     def answer(message: bytes) -> bytes | bytearray:
-        job = Job.unpacked(message)
+        job = AudioDecodeJob.unpacked(message)
         numbers = int(max_seconds * job.sample_rate)
         limit = own + SPARE_BYTES + 3 * max_bytes + 8 * numbers
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))

@@ -16,21 +16,21 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace_core.errors import MissingDependency, QueueFull, RequestError
-from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong
-from headrace_core.speech import AudioClip
-from headrace_multimodal.audio.held import HeldAudio
+from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
+from headrace_core.speech.model import AudioClip
+from headrace_multimodal.audio.decoded_limit import HeldAudio
 
 LIBRARIES = ("soundfile", "av", "soxr")
 INSTALL = "pip install 'headrace[audio]'"
 GOOD, DAMAGED = b"\0\0\0\0", b"\1\0\0\0"
-"""How a child's answer begins: then come samples, or what is wrong. Four bytes, so that samples are
+"""First bytes of a child's answer, before the samples or the error. Four bytes, so that samples are
 aligned."""
 START_SECONDS = 120.0
 """Wall-clock limit of starting a child, which imports the libraries."""
 MAX_WAITING = 64
 """Files that may wait for a child."""
 WAIT_SECONDS = 300.0
-"""How long a thread waits for its file, and in proportion longer where files may take longer than by
+"""Seconds that a thread waits for its file, and in proportion longer where files may take longer than by
 default; nobody waits so long on an event loop."""
 _HEAD = struct.Struct("<I")
 
@@ -41,15 +41,15 @@ class AudioLimits:
 
     file_bytes: int = 25 << 20
     seconds: float = 7200.0
-    """Of sound, whatever the file's size: 25 MB may hold days."""
+    """Seconds of sound, whatever the file's size: 25 MB may hold days."""
     decode_seconds: float = 60.0
     """On the wall clock; then the child is killed."""
     held_seconds: float = 28_800.0
-    """Of sound, over all files that are decoded and still in use; at least one file's."""
+    """Seconds of sound in all files that are decoded and still in use; at least one file's."""
 
 
-class Job(NamedTuple):
-    """What a child is to decode."""
+class AudioDecodeJob(NamedTuple):
+    """File for a child to decode."""
 
     data: bytes
     sample_rate: int
@@ -58,7 +58,7 @@ class Job(NamedTuple):
         return _HEAD.pack(self.sample_rate) + self.data
 
     @classmethod
-    def unpacked(cls, message: bytes) -> Job:
+    def unpacked(cls, message: bytes) -> AudioDecodeJob:
         return cls(message[_HEAD.size :], *_HEAD.unpack_from(message))
 
 
@@ -117,7 +117,7 @@ class AudioDecoder:
             QueueFull: too many files wait, or too much sound is in use.
         """
         with self._admitted(data):
-            task = _Task(self._idle, Job(data, sample_rate))
+            task = _Task(self._idle, AudioDecodeJob(data, sample_rate))
             try:
                 answer = await asyncio.wrap_future(self._threads.submit(task.run))
             except asyncio.CancelledError:
@@ -130,7 +130,7 @@ class AudioDecoder:
     def decode_now(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """:meth:`decode` for a thread, which waits. Raises: the same."""
         with self._admitted(data):
-            task = _Task(self._idle, Job(data, sample_rate))
+            task = _Task(self._idle, AudioDecodeJob(data, sample_rate))
             try:
                 longer = max(1.0, self.limits.decode_seconds / AudioLimits().decode_seconds)
                 answer = self._threads.submit(task.run).result(WAIT_SECONDS * longer)
@@ -191,7 +191,7 @@ class _Worker:
 
     def __init__(self, limits: AudioLimits) -> None:
         self._limits = limits
-        self._process = KillableProcess(
+        self._process = SandboxProcess(
             "headrace_multimodal.audio.decode_worker",
             str(limits.file_bytes), str(limits.seconds), str(limits.decode_seconds),
             start_seconds=START_SECONDS,
@@ -204,7 +204,7 @@ class _Worker:
     def start(self) -> None:
         self._process.start()
 
-    def decode(self, job: Job) -> bytes:
+    def decode(self, job: AudioDecodeJob) -> bytes:
         """Raises: _Unfit."""
         try:
             answer = self._process.ask(job.packed(), self._limits.decode_seconds)
@@ -229,11 +229,11 @@ class _Task:
     The threads' queue keeps it until its turn, though its client has left; without the file.
     """
 
-    def __init__(self, idle: queue.SimpleQueue[_Worker], job: Job) -> None:
+    def __init__(self, idle: queue.SimpleQueue[_Worker], job: AudioDecodeJob) -> None:
         self._idle = idle
         self._lock = threading.Lock()
-        self._job: Job | None = job
-        """None: nobody wants it any more."""
+        self._job: AudioDecodeJob | None = job
+        """None: the request was cancelled."""
         self._worker: _Worker | None = None
         self._interrupted = False
 
@@ -243,7 +243,7 @@ class _Task:
         try:
             with self._lock:
                 if self._job is None:
-                    raise _Unfit("nobody wants it any more")
+                    raise _Unfit("the request was cancelled")
                 job, self._worker = self._job, worker
             return worker.decode(job)
         finally:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.modality import MediaItem
-from headrace_core.packed import PackedArray
+from headrace_core.multimodal import MediaItem
 from headrace_multimodal.audio.mel import MelSettings, log_mel
 from headrace_multimodal.audio.waveform import samples_of
 from headrace_multimodal.hashing import content_hash

@@ -1,4 +1,4 @@
-"""Which audio files are read at all: by the bytes that they begin with, never by their names.
+"""Supported audio files: recognized by the bytes that they begin with, never by their names.
 
 A demuxer sees only a file that has its signature, and no demuxer that follows references to other
 files or addresses (playlists, ``concat``, ...) is on the list.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 NAMES = "flac, mp3, mp4, mpeg, mpga, m4a, ogg, wav, webm"
-"""What clients may send, as their file names end."""
+"""File name endings of the formats that clients may send."""
 
 DEMUXERS: Mapping[str, str] = {
     "wav": "wav",
@@ -24,7 +24,7 @@ DEMUXERS: Mapping[str, str] = {
 """Format -> FFmpeg's demuxer for it."""
 
 SOUNDFILE_FORMATS = frozenset({"wav", "flac", "ogg", "mp3"})
-"""What libsndfile reads; it is tried first."""
+"""Formats that libsndfile reads; it is tried first."""
 
 _FIRST_FRAME = 8192
 """Bytes that hold the first frame of an MP3 file, and then some."""
@@ -59,7 +59,8 @@ def recognised(data: bytes) -> str | None:
 
 
 def _frame_format(data: bytes) -> str | None:
-    """Of a stream of MPEG audio frames without a header: eleven bits of sync, then version and layer."""
+    """Format of a stream of MPEG audio frames without a header: eleven bits of sync, then version and
+    layer."""
     if len(data) < 4 or data[0] != 0xFF or data[1] & 0xE0 != 0xE0:
         return None
     if data[1] & 0x06 == 0:  # ADTS has layer 0
@@ -69,7 +70,7 @@ def _frame_format(data: bytes) -> str | None:
 
 
 def says_length(data: bytes, kind: str) -> bool:
-    """Whether a file says how long it is. MP3 does if it begins with an encoder's note; what libraries
+    """True if a file says how long it is. MP3 does if it begins with an encoder's note; what libraries
     say of one without is a guess from its first frames."""
     begin = _behind_tag(data)
     return kind != "mp3" or any(
@@ -88,7 +89,7 @@ def _behind_tag(data: bytes) -> int:
 
 
 def missing_bytes(data: bytes) -> int:
-    """How many bytes of sound a WAV file announces and does not have.
+    """Bytes of sound that a WAV file announces and does not have.
 
     Libraries read such a file to its end and say nothing. Lengths near the field's largest values are
     what a writer puts in that cannot know the length.

@@ -27,7 +27,7 @@ _RANGE = 8.0
 
 @dataclass(frozen=True, slots=True)
 class MelSettings:
-    """How a spectrogram is taken.
+    """Settings of a spectrogram.
 
     Raises:
         UnsupportedModel: a value is out of range.

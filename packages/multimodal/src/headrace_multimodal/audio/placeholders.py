@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace_core.errors import RequestError
-from headrace_core.modality import MediaPlacement, ProcessedMedia
+from headrace_core.multimodal import MediaPlacement, ProcessedMedia
 
 
 def expanded(

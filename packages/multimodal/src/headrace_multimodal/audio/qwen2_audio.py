@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.modality import MediaItem, MediaPlacement, Modality, ProcessedMedia
+from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.audio.features import FeatureExtractor, Spectrogram
 from headrace_multimodal.audio.placeholders import expanded
 
 _ENCODER = {"num_mel_bins": 128, "max_source_positions": 1500}
-"""What the published configs leave out."""
+"""Values that the published configs leave out."""
 _AUDIO_TOKEN = 151646
 _MARGIN = 2
 """Frames after the audio that the last encoder state depends on, through two convolutions."""
 
 
 class Qwen2AudioProcessor:
-    """See :class:`headrace_core.modality.MediaProcessor`."""
+    """See :class:`headrace_core.multimodal.MediaProcessor`."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         stated = config.get("audio_config")

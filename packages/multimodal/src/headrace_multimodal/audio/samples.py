@@ -14,7 +14,7 @@ SOURCE_RATES = (1_000, 768_000)
 
 
 class BadAudio(Exception):
-    """What is wrong with a file, in words for whoever sent it."""
+    """A file cannot be decoded; the message is for its sender."""
 
 
 class Samples:
@@ -43,7 +43,7 @@ class Samples:
 
     @property
     def seconds(self) -> float:
-        """Of what came in so far."""
+        """Seconds that have arrived so far."""
         return self._frames / self._rate
 
     def check_seconds(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.errors import RequestError
-from headrace_core.speech import AudioClip, SpeechToTextConfig
+from headrace_core.speech.model import AudioClip, SpeechToTextConfig
 
 
 def split(audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:

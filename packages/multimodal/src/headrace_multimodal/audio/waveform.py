@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.errors import MissingDependency, RequestError
-from headrace_core.modality import MediaItem
+from headrace_core.multimodal import MediaItem
 
 Float = npt.NDArray[np.float32]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import RequestError
-from headrace_core.modality import MediaItem, MediaPlacement, Modality, ProcessedMedia
+from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.audio.features import FeatureExtractor
 
 
 class WhisperProcessor:
-    """See :class:`headrace_core.modality.MediaProcessor`."""
+    """See :class:`headrace_core.multimodal.MediaProcessor`."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self.extract = FeatureExtractor.of(config, path)

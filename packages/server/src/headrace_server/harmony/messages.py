@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from headrace_core.errors import RequestError
 
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 FUNCTIONS = "functions"
+ROLES = ("assistant", "developer", "system", "tool", "user")
+_NEAR = 0.8
+"""Roles at least so alike are near (:class:`difflib.SequenceMatcher`, ratio)."""
 EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS: Mapping[str, str] = {
     "web_search_preview": "browser",
@@ -77,19 +81,32 @@ def from_chat(
         builtin: servers of built-in tools; calls to other names are calls of functions.
 
     Raises:
-        RequestError: a call is malformed.
+        RequestError: a call is malformed, or a role misspelled.
     """
     result: list[HarmonyMessage] = []
     names: dict[str, str] = {}
-    for message in messages:
+    for index, message in enumerate(messages):
         role = message["role"]
         if role == "assistant":
             result += _assistant(message, builtin, names)
         elif role == "tool":
             result.append(_tool_result(message, names))
         elif role not in ("system", "developer"):
+            _check_role(f"messages[{index}].role", role)
             result.append(HarmonyMessage(role, text_of(message.get("content"))))
     return result
+
+
+def _check_role(place: str, role: str) -> None:
+    """Refuse a role that is one of the format's but for a letter, its case or the space around it."""
+    word = role.strip().lower()
+    near = difflib.get_close_matches(word, ROLES, n=1, cutoff=_NEAR) if word.isalpha() else []
+    if near and near[0] != role:
+        raise RequestError(
+            f"{place} = {role[:64]!r}: did you mean {near[0]!r}? The roles of this model's format are "
+            f"{', '.join(map(repr, ROLES))}",
+            param=place,
+        )
 
 
 def _assistant(

@@ -1,13 +1,14 @@
-"""The text of a gpt-oss answer, marks included -> reasoning, text and calls by channel.
+"""The text of a gpt-oss answer, tags included -> reasoning, text and calls by channel.
 
 The answer begins inside a message's head (the prompt ends with ``<|start|>assistant``). A head ends
 with ``<|message|>``; a body with ``<|end|>``, ``<|call|>`` or ``<|return|>``, or where the next head
-begins. Text is read once; at most a beginning of a mark, or a head, is held back.
+begins. Text is read once; at most a beginning of a tag, or a head, is held back.
 """
 
 from __future__ import annotations
 
 from headrace_core.text import ParsedDelta, ToolCallParser
+from headrace_server.chat.segments import CallPiece, Content, MessageBreak, Reasoning, Segment
 from headrace_server.harmony.messages import ANALYSIS, FUNCTIONS
 from headrace_server.harmony.prompt import (
     CALL,
@@ -18,19 +19,18 @@ from headrace_server.harmony.prompt import (
     RETURN,
     START,
 )
-from headrace_server.parsing import LastCall
-from headrace_server.segments import Break, CallPiece, Content, Reasoning, Segment
+from headrace_server.parsing.answer_parser import LastCall
 
 _MAX_HEAD = 1024
 """Characters; what is longer is no head but text."""
 _ENDS = (END, CALL, RETURN, START)
 _LONGEST = max(map(len, (*_ENDS, MESSAGE)))
 _FIRST_HEADS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant")
-"""How an answer begins that has marks."""
+"""Beginnings of answers that have tags."""
 
 
 class HarmonyReader:
-    """A :class:`~headrace_server.conversation.Reader` of this format.
+    """A :class:`~headrace_server.chat.segments.AnswerReader` of this format.
 
     Args:
         keep_reasoning: False drops the analysis channel.
@@ -51,6 +51,8 @@ class HarmonyReader:
         self._keep_reasoning, self._one_call = keep_reasoning, one_call
         self._only_calls, self._forced = only_calls, forced
         self._last_call = LastCall()
+        self.called = False
+        """A tool was called."""
         self.ends_in_call = False
         """The output was cut within a call."""
         self.thoughts: list[str] = []
@@ -62,8 +64,8 @@ class HarmonyReader:
         self._num_calls = 0
         self._argued = False
         """The call that is being read has arguments."""
-        self._marked = False
-        """A head was seen: the text has marks."""
+        self._tagged = False
+        """A head was seen: the text has tags."""
 
     def call_id(self, index: int, name: str) -> str | None:
         """The format has no ids of calls."""
@@ -75,11 +77,7 @@ class HarmonyReader:
         return self._last_call.open
 
     def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Segment]:
-        """Take the next piece; with ``last``, also what was held back.
-
-        Args:
-            cut: the output ends here because it was cut (:func:`headrace_server.parsing.is_cut`).
-        """
+        """See :meth:`headrace_server.chat.segments.AnswerReader.feed`."""
         self._held += text
         found: list[Segment] = []
         while self._held and (self._head(found) if self._in_head else self._body(found)):
@@ -101,11 +99,11 @@ class HarmonyReader:
         if end < 0:
             if len(self._held) < _MAX_HEAD:
                 return False
-            # No mark for so long: the engine dropped them, or the model lost the format.
+            # No tag for so long: the engine dropped them, or the model lost the format.
             self._in_head, self._channel, self._recipient = False, "final", None
             return True
         head, self._held = self._held[:end], self._held[end + len(MESSAGE) :]
-        self._in_head, self._marked = False, True
+        self._in_head, self._tagged = False, True
         self._channel, self._recipient = _parse_head(head)
         if self._recipient is not None:
             name, self._argued = self._recipient.removeprefix(FUNCTIONS + "."), False
@@ -115,16 +113,16 @@ class HarmonyReader:
 
     def _body(self, found: list[Segment]) -> bool:
         """Read a body, or a piece of it; False: all that is certain was read."""
-        ends = [(i, mark) for mark in _ENDS if (i := self._held.find(mark)) >= 0]
+        ends = [(i, tag) for tag in _ENDS if (i := self._held.find(tag)) >= 0]
         if ends:
-            position, mark = min(ends)
+            position, tag = min(ends)
             self._say(self._held[:position], found)
             self._end_call(found)
-            self._held = self._held[position + len(mark) :]
+            self._held = self._held[position + len(tag) :]
             self._in_head, self._at_start = True, False
-            found.append(Break())
+            found.append(MessageBreak())
             return True
-        keep = _beginning_of_a_mark(self._held)
+        keep = _beginning_of_a_tag(self._held)
         certain = len(self._held) - keep
         self._say(self._held[:certain], found)
         self._held = self._held[certain:]
@@ -152,6 +150,7 @@ class HarmonyReader:
             self._add_call(CallPiece(self._num_calls - 1, None, "{}"), found)
 
     def _add_call(self, piece: CallPiece, found: list[Segment]) -> None:
+        self.called = True
         self._last_call.add(piece.index, piece.arguments)
         if piece.index == 0 or not self._one_call:
             found.append(piece)
@@ -170,7 +169,7 @@ class HarmonyReader:
             self._say(held, found)
             if not cut:
                 self._end_call(found)
-        elif not self._marked and CHANNEL not in held:
+        elif not self._tagged and CHANNEL not in held:
             self._channel, self._recipient = "final", None
             self._say(held, found)
 
@@ -184,14 +183,14 @@ def parse_chat(text: str) -> tuple[str | None, str | None]:
 
 
 def _may_be_a_head(text: str) -> bool:
-    """Whether an answer's beginning may be a head's, as far as it has come."""
+    """True if an answer's beginning may be a head's, as far as it has come."""
     return any(text.startswith(head) or head.startswith(text) for head in _FIRST_HEADS)
 
 
 def _parse_head(head: str) -> tuple[str, str | None]:
     """Channel and recipient of ``assistant to=X<|channel|>C to=X <|constrain|>json``."""
-    for mark in (START, CONSTRAIN):
-        head = head.replace(mark, " ")
+    for tag in (START, CONSTRAIN):
+        head = head.replace(tag, " ")
     role, _, rest = head.partition(CHANNEL)
     words = rest.split()
     channel = words[0] if words and not words[0].startswith("to=") else ""
@@ -201,10 +200,10 @@ def _parse_head(head: str) -> tuple[str, str | None]:
     return channel, None
 
 
-def _beginning_of_a_mark(text: str) -> int:
-    """How many characters at the end may begin a mark."""
+def _beginning_of_a_tag(text: str) -> int:
+    """Number of characters at the end that may begin a tag."""
     start = text.rfind("<", max(0, len(text) - _LONGEST))
     if start < 0:
         return 0
     end = text[start:]
-    return len(end) if any(mark.startswith(end) for mark in _ENDS) else 0
+    return len(end) if any(tag.startswith(end) for tag in _ENDS) else 0

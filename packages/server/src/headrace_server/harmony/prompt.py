@@ -7,9 +7,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
+from headrace_core.served_model import ServedModel
+from headrace_server.chat.tool_choice import check_tools
 from headrace_server.harmony.messages import (
     EFFORTS,
     HarmonyMessage,
@@ -18,16 +19,15 @@ from headrace_server.harmony.messages import (
     text_of,
 )
 from headrace_server.harmony.schema import parameters_type
-from headrace_server.tool_calls import check_tools
 from headrace_server.tools.base import Namespace, Tool
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
-MARKS = frozenset(
+TAGS = frozenset(
     {START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN, "<|endoftext|>", "<|startoftext|>"}
 )
-_MARK = re.compile(r"<\|[a-z0-9_]{1,64}\|>")
-"""The form of all marks."""
+_TAG = re.compile(r"<\|[a-z0-9_]{1,64}\|>")
+"""Pattern of every tag."""
 _GUARD = "\N{WORD JOINER}"
 _IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 _KNOWLEDGE = "2024-06"
@@ -35,7 +35,7 @@ _KNOWLEDGE = "2024-06"
 
 
 def is_harmony(model: ServedModel) -> bool:
-    """Whether a model speaks this format."""
+    """True if a model speaks this format."""
     return model.architecture.startswith("GptOss")
 
 
@@ -49,17 +49,17 @@ def render(
 ) -> str:
     """The text of a conversation's prompt.
 
-    Texts of marks inside messages are broken up by a word joiner: nobody's message can open
+    Texts of tags inside messages are broken up by a word joiner: nobody's message can open
     another role's.
 
     Args:
         builtin: tools that the server calls.
-        special_tokens: the model's, which are marks besides the format's own.
+        special_tokens: the model's, which are tags besides the format's own.
         effort: ``low``, ``medium`` (default) or ``high``; wins over the template variable
             ``reasoning_effort``.
 
     Raises:
-        RequestError: the effort is another word, or a role holds a mark.
+        RequestError: the effort is another word, or a role holds a tag.
         UnsupportedFeature: the last message is to be continued, or there are documents.
     """
     if prompt.continue_final_message:
@@ -69,7 +69,7 @@ def render(
         )
     if prompt.documents:
         raise UnsupportedFeature(
-            "documents: this model's format has no place for them; send them as messages",
+            "documents: this model's format has no documents; send them as messages",
             param="documents",
         )
     chosen = effort or prompt.chat_template_kwargs.get("reasoning_effort") or "medium"
@@ -78,8 +78,8 @@ def render(
             f"reasoning effort = {str(chosen)[:32]!r}: must be one of {', '.join(EFFORTS)}",
             param="reasoning_effort",
         )
-    marks = MARKS.union(special_tokens)
-    _check_roles(prompt.messages, marks)
+    tags = TAGS.union(special_tokens)
+    _check_roles(prompt.messages, tags)
     day = today or datetime.datetime.now(datetime.UTC).date()
     tools = _tools(prompt)
     messages = [_system(day, chosen, bool(tools), builtin)]
@@ -89,40 +89,40 @@ def render(
     history = from_chat(prompt.messages, [space.label for space in builtin])
     messages += drop_old_analysis(history)
     opened = f"{START}assistant" if prompt.add_generation_prompt else ""
-    return "".join(render_message(message, marks) for message in messages) + opened
+    return "".join(render_message(message, tags) for message in messages) + opened
 
 
-def _check_roles(messages: Sequence[Mapping[str, Any]], marks: Collection[str]) -> None:
+def _check_roles(messages: Sequence[Mapping[str, Any]], tags: Collection[str]) -> None:
     for index, message in enumerate(messages):
         role = message["role"]
-        if _guard(role, marks) != role:
+        if _guard(role, tags) != role:
             raise RequestError(
                 f"messages[{index}].role = {role[:100]!r}: must not hold the text of a control token",
                 param=f"messages[{index}].role",
             )
 
 
-def render_message(message: HarmonyMessage, marks: Collection[str] = MARKS) -> str:
-    """One message with its marks; those in its text are broken up."""
-    head = START + _guard(message.author, marks)
+def render_message(message: HarmonyMessage, tags: Collection[str] = TAGS) -> str:
+    """One message with its tags; those in its text are broken up."""
+    head = START + _guard(message.author, tags)
     if message.recipient is not None and message.channel is None:
-        head += f" to={_guard(message.recipient, marks)}"
+        head += f" to={_guard(message.recipient, tags)}"
     if message.channel is not None:
-        to = "" if message.recipient is None else f" to={_guard(message.recipient, marks)}"
+        to = "" if message.recipient is None else f" to={_guard(message.recipient, tags)}"
         if message.author != "assistant" and to:  # a tool's answer names its recipient first
             head, to = head + to, ""
         head += f"{CHANNEL}{message.channel}{to}"
     if message.content_type is not None:
         head += f" {message.content_type}"
-    return f"{head}{MESSAGE}{_guard(message.text, marks)}{CALL if message.is_call else END}"
+    return f"{head}{MESSAGE}{_guard(message.text, tags)}{CALL if message.is_call else END}"
 
 
-def _guard(text: str, marks: Collection[str]) -> str:
+def _guard(text: str, tags: Collection[str]) -> str:
     def broken(found: re.Match[str]) -> str:
-        mark = found[0]
-        return mark[:1] + _GUARD + mark[1:] if mark in marks else mark
+        tag = found[0]
+        return tag[:1] + _GUARD + tag[1:] if tag in tags else tag
 
-    return _MARK.sub(broken, text)
+    return _TAG.sub(broken, text)
 
 
 def _system(

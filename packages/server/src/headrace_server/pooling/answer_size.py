@@ -1,4 +1,4 @@
-"""How many numbers an answer would have, before anything is computed for it."""
+"""Count of the numbers in an answer, before anything is computed for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from headrace_core.errors import RequestError
 from headrace_core.pooling import EMBED_TASKS, TOKEN_TASKS, PoolingInfo, PoolingParams
 from headrace_core.request import Prompt
-from headrace_server.side_by_side import in_order
+from headrace_server.requests.bounded_gather import in_order
 from headrace_server.state import ServerState
 
 _AROUND = 64

@@ -1,4 +1,4 @@
-"""What calls that pool share: checks, many engine requests for one answer, counting."""
+"""Base of calls that pool: checks, many engine requests for one answer, counting."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from headrace_core.call_entry import CallEntry
-from headrace_core.engine import ServedModel
+from headrace_core.engine import AdmissionTicket
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
-from headrace_server import convert
-from headrace_server.offload import encoded
-from headrace_server.parts import answer_of, json_parts
+from headrace_core.served_model import ServedModel
+from headrace_server.http.routing import respell
+from headrace_server.observability.request_log import log_request
 from headrace_server.pooling.answer_size import check_answer_size
-from headrace_server.protocol.cohere import CohereEmbedRequest
-from headrace_server.protocol.pooling import PoolingBody
-from headrace_server.protocol.usage import PromptTokensDetails, Usage
-from headrace_server.request_log import log_request
-from headrace_server.routing import respell
-from headrace_server.side_by_side import in_order
+from headrace_server.protocols.cohere.protocol import CohereEmbedRequest
+from headrace_server.protocols.openai.bodies.pooling import PoolingBody
+from headrace_server.protocols.openai.bodies.usage import PromptTokensDetails, Usage
+from headrace_server.requests import convert
+from headrace_server.requests.bounded_gather import in_order
 from headrace_server.state import ServerState
-from headrace_server.stream import wait_watching
+from headrace_server.streaming.event_stream import wait_watching
+from headrace_server.streaming.json_parts import answer_of, json_parts
+from headrace_server.streaming.offload import encoded
 
 PARALLEL = 256
 """Engine requests that one call has at a time: enough to fill steps, few beside what may wait."""
 IDS = 4096
 """Token ids that are encoded in one call."""
 _NUMBERS = 32
-"""Of an answer, for one unit of cost (:mod:`headrace_server.offload`)."""
+"""Numbers of an answer for one unit of cost (:mod:`headrace_server.streaming.offload`)."""
 _PARAMS = (
     "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
     "prompt_name",
@@ -54,7 +54,7 @@ class Respondent(Protocol):
 
 
 async def answer_pooled(call: Respondent, request: Request) -> Response:
-    """Run a call and answer; a client that leaves ends all of it.
+    """Run a call and answer; if the client disconnects, all of it is aborted.
 
     Raises:
         RequestError: with ``param`` as the client spells it.
@@ -109,7 +109,7 @@ class PoolingCall:
             RequestError: the answer would be too large.
         """
         await check_answer_size(prompts, self.params, self.state, task=task, special=special)
-        entry = CallEntry()
+        entry = AdmissionTicket()
 
         def encode(position: int, prompt: Prompt) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
             name = convert.engine_id(self.id, position)
@@ -127,7 +127,7 @@ class PoolingCall:
         return await in_order(encode, prompts, PARALLEL)
 
     def ids_of(self, output: PoolingRequestOutput[Any]) -> dict[str, Any]:
-        """What an item says of its tokens, if that was asked for."""
+        """Fields of an item about its tokens, if they were asked for."""
         if not self._with_ids:
             return {}
         return {"prompt_token_ids": encoded(output.prompt_token_ids, IDS)}
@@ -145,7 +145,7 @@ class PoolingCall:
         )
 
     def cost(self, outputs: Sequence[PoolingRequestOutput[Any]], num_numbers: int) -> int:
-        """What it costs to encode an answer with so many numbers."""
+        """Cost of encoding an answer with so many numbers."""
         ids = sum(len(output.prompt_token_ids) for output in outputs) if self._with_ids else 0
         return (num_numbers + ids) // _NUMBERS + len(outputs)
 

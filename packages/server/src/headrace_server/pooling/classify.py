@@ -11,7 +11,7 @@ from starlette.responses import Response
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_server.pooling.call import PoolingCall
 from headrace_server.pooling.inputs import inputs_of
-from headrace_server.protocol.pooling import ClassifyChatRequest, ClassifyTextRequest
+from headrace_server.protocols.openai.bodies.pooling import ClassifyChatRequest, ClassifyTextRequest
 from headrace_server.state import ServerState
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]

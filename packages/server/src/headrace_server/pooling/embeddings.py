@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
-from headrace_core.packed import PackedArray
-from headrace_server.parts import Parts, answer_of
 from headrace_server.pooling.call import PoolingCall
 from headrace_server.pooling.inputs import inputs_of
 from headrace_server.pooling.vectors import (
@@ -26,7 +25,7 @@ from headrace_server.pooling.vectors import (
     as_sparse_json,
     resolved,
 )
-from headrace_server.protocol.pooling import (
+from headrace_server.protocols.openai.bodies.pooling import (
     EmbeddingChatRequest,
     EmbeddingTextRequest,
     PoolingChatRequest,
@@ -34,6 +33,7 @@ from headrace_server.protocol.pooling import (
     WireFields,
 )
 from headrace_server.state import ServerState
+from headrace_server.streaming.json_parts import JsonParts, answer_of
 
 MAX_METADATA = 60_000
 """Bytes of the header that describes binary answers; common clients read lines of 65,536."""
@@ -82,7 +82,7 @@ class Vectors(PoolingCall):
         pooling = self.model.pooling
         if self._wire.encoding_format != "float":
             raise RequestError(
-                f"sparse: not along with encoding_format = {self._wire.encoding_format!r}",
+                f"sparse: cannot be combined with encoding_format = {self._wire.encoding_format!r}",
                 param="sparse",
             )
         if pooling is None or not pooling.sparse or self._task != "embed":
@@ -103,7 +103,7 @@ class Vectors(PoolingCall):
     def _items(self, outputs: Outputs) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):
             numbers = self._numbers(output.outputs.data)
-            item = {"index": index, "object": self._kind, self._key: Parts(numbers)}
+            item = {"index": index, "object": self._kind, self._key: JsonParts(numbers)}
             yield item | self.ids_of(output)
 
     def _numbers(self, values: PackedArray) -> Iterator[bytes]:
@@ -163,12 +163,12 @@ def check_wire(fields: WireFields) -> None:
         return
     if fields.embed_dtype != "float32":
         raise RequestError(
-            f"embed_dtype = {fields.embed_dtype!r}: not along with encoding_format = 'float'",
+            f"embed_dtype = {fields.embed_dtype!r}: cannot be combined with encoding_format = 'float'",
             param="embed_dtype",
         )
     if fields.endianness != "native":
         raise RequestError(
-            f"endianness = {fields.endianness!r}: not along with encoding_format = 'float'",
+            f"endianness = {fields.endianness!r}: cannot be combined with encoding_format = 'float'",
             param="endianness",
         )
 

@@ -1,4 +1,4 @@
-"""What a body gives to be pooled: prompts, and the two sides of pairs."""
+"""Inputs of a body that are pooled: prompts, and the two sides of pairs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError
 from headrace_core.request import Prompt, TextPrompt, TokensPrompt
-from headrace_server.conversation import need_template, special_tokens, spelled
-from headrace_server.convert import chat_prompt, text_part
-from headrace_server.protocol.base import check_size
-from headrace_server.protocol.pooling import (
+from headrace_server.chat.prompts import engine_prompt, need_template, special_tokens
+from headrace_server.protocols.base import check_size
+from headrace_server.protocols.openai.bodies.pooling import (
     ChatInput,
     ContentObject,
     PoolingBody,
     TextInput,
     TextObject,
 )
+from headrace_server.requests.convert import chat_prompt, text_part
 from headrace_server.state import ServerState
 
 
-class Inputs(NamedTuple):
+class PoolingInputs(NamedTuple):
     """Prompts, and whether the tokenizer adds special tokens to them."""
 
     prompts: list[Prompt]
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
     """Where they came from."""
 
 
-def inputs_of(body: PoolingBody, state: ServerState) -> Inputs:
+def inputs_of(body: PoolingBody, state: ServerState) -> PoolingInputs:
     """The prompts of a body; a conversation is one.
 
     Raises:
@@ -38,13 +38,13 @@ def inputs_of(body: PoolingBody, state: ServerState) -> Inputs:
     if isinstance(body, ChatInput):
         need_template(state.engine.model, state.settings, body.chat_template)
         chat = chat_prompt(body, state)
-        prompt = spelled(chat, state)
-        return Inputs([prompt], special_tokens(prompt), "messages")
+        prompt = engine_prompt(chat, state)
+        return PoolingInputs([prompt], special_tokens(prompt), "messages")
     assert isinstance(body, TextInput)
     given = body.input
     is_one = isinstance(given, str) or isinstance(given[0], int)
     many: list[Any] = [given] if is_one else list(given)
-    return Inputs([_prompt(one) for one in many], body.add_special_tokens, "input")
+    return PoolingInputs([_prompt(one) for one in many], body.add_special_tokens, "input")
 
 
 def _prompt(given: str | list[int]) -> Prompt:

@@ -12,10 +12,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from headrace_core.errors import HeadraceError, RequestError, UnsupportedFeature
-from headrace_core.io_processor import IOProcessor, answer
-from headrace_server import convert
-from headrace_server.protocol.pooling import PluginRequest
-from headrace_server.routing import JsonAnswer
+from headrace_core.pooling.io_processor import IOProcessor
+from headrace_core.pooling.plugin_task import answer
+from headrace_server.http.routing import JsonAnswer
+from headrace_server.protocols.openai.bodies.pooling import PluginRequest
+from headrace_server.requests import convert
 from headrace_server.state import ServerState
 
 

@@ -11,19 +11,19 @@ from starlette.responses import Response
 
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
-from headrace_core.scoring import ScoreInput, pair_up
-from headrace_server import convert
-from headrace_server.offload import encoded
+from headrace_core.pooling.scoring import ScoreInput, pair_up
+from headrace_server.http.routing import JsonAnswer
 from headrace_server.pooling.call import PARALLEL, PoolingCall
 from headrace_server.pooling.inputs import document_text, texts_of
-from headrace_server.protocol.pooling import (
+from headrace_server.protocols.openai.bodies.pooling import (
     PoolingBody,
     RerankRequest,
     ScoreRequest,
 )
-from headrace_server.routing import JsonAnswer
-from headrace_server.side_by_side import in_order
+from headrace_server.requests import convert
+from headrace_server.requests.bounded_gather import in_order
 from headrace_server.state import ServerState
+from headrace_server.streaming.offload import encoded
 
 Outputs = Sequence[PoolingRequestOutput[ScoringOutput]]
 

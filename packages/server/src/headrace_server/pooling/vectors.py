@@ -14,8 +14,8 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 
-from headrace_core.packed import PackedArray
-from headrace_server.parts import json_parts
+from headrace_core.arrays import PackedArray
+from headrace_server.streaming.json_parts import json_parts
 
 _LANE = 4
 _HALF_MAX = 65504.0

@@ -1,1 +1,1 @@
-"""Reasoning formats, one module each; plug-ins of ``headrace.reasoning_parsers``."""
+"""Reasoning parsing: shared machinery here, each format in a module of :mod:`formats`."""

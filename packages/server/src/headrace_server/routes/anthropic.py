@@ -11,13 +11,14 @@ from starlette.exceptions import HTTPException
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError
-from headrace_server import convert
-from headrace_server.anthropic.answer import MessageAnswer
-from headrace_server.anthropic.context import apply_edits
-from headrace_server.anthropic.convert import SPELLING, chat_request, spelling_in
-from headrace_server.anthropic.errors import answer, error_event
-from headrace_server.anthropic.events import PING
-from headrace_server.anthropic.protocol import (
+from headrace_server.chat.prompts import can_chat, count_tokens, turn_prompt
+from headrace_server.http.routing import JsonAnswer, JsonRoute, naming_form, respell, streamed
+from headrace_server.protocols.anthropic.answer import MessageAnswer
+from headrace_server.protocols.anthropic.context import apply_edits
+from headrace_server.protocols.anthropic.convert import SPELLING, chat_request, spelling_in
+from headrace_server.protocols.anthropic.errors import answer, error_event
+from headrace_server.protocols.anthropic.events import PING
+from headrace_server.protocols.anthropic.protocol import (
     AnthropicError,
     CountTokensRequest,
     Message,
@@ -25,11 +26,10 @@ from headrace_server.anthropic.protocol import (
     MessagesRequest,
     TokenCount,
 )
-from headrace_server.conversation import can_chat, count_tokens, turn_prompt
-from headrace_server.routing import JsonAnswer, JsonRoute, respell, streamed
+from headrace_server.requests import convert
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
-from headrace_server.stream import StreamForm, start_stream, wait_watching
+from headrace_server.streaming.event_stream import StreamForm, start_stream, wait_watching
 
 _FORM = StreamForm(done=b"", error=error_event, keep_alive=PING)
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -58,7 +58,8 @@ def _add(router: APIRouter) -> None:
         try:
             message = MessageAnswer(body, request, state)
             if body.stream:
-                return await start_stream(message.events(), request, state, message.id, _FORM)
+                form = naming_form(_FORM, lambda error: _respell(error, body, spelling_in(body)))
+                return await start_stream(message.events(), request, state, message.id, form)
             result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
         except RequestError as error:
             _respell(error, body, spelling_in(body))

@@ -1,7 +1,7 @@
 """Control of the running engine: pause, cache reset, profile; and routes for development.
 
 Not a plug-in: these are added by the application where the operator switched them on, on the public
-port or on the admin port, and always behind the key (:mod:`headrace_server.auth`, ADR 0028).
+port or on the admin port, and always behind the key (:mod:`headrace_server.security.auth`, ADR 0028).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_server import together
-from headrace_server.errors import Answer, ErrorResponse
+from headrace_server.api_processes import all_processes
+from headrace_server.errors.mapping import ErrorAnswer, ErrorResponse
+from headrace_server.http.routing import ERROR_RESPONSES, json_router
 from headrace_server.routes.named import check_named
-from headrace_server.routing import ERROR_RESPONSES, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
-from headrace_server.stream import wait_watching
+from headrace_server.streaming.event_stream import wait_watching
 
 NOT_SERVED: Mapping[str, tuple[str, str]] = {
     "/sleep": ("POST", "sleep mode is not served by this version"),
@@ -84,7 +84,7 @@ def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
 
 
 def has_profiler(engine: EngineClient) -> bool:
-    """Whether the engine was started with something that records."""
+    """True if the engine was started with something that records."""
     return bool(engine.settings.get("profiler_config", {}).get("profiler"))
 
 
@@ -96,7 +96,7 @@ def _add_pause(router: APIRouter, engine: EngineClient) -> None:
         clear_cache: Annotated[bool, Query()] = True,
     ) -> Response:
         """Start no further request; answered once nothing runs any more."""
-        work = together.pause(
+        work = all_processes.pause(
             state_of(request), wait=wait_for_inflight_requests, clear_cache=clear_cache
         )
         await request.body()  # waiting for the client's end relies on it
@@ -107,7 +107,7 @@ def _add_pause(router: APIRouter, engine: EngineClient) -> None:
     @router.post("/resume", response_class=Response, responses=_EMPTY)
     async def resume(request: Request) -> Response:
         """Start what waited."""
-        await together.resume(state_of(request))
+        await all_processes.resume(state_of(request))
         return Response()
 
     @router.get("/is_paused")
@@ -127,10 +127,10 @@ def _add_cache(router: APIRouter, engine: EngineClient) -> None:
         """Forget all cached prefixes."""
         if reset_external:
             raise UnsupportedFeature(
-                "reset_external: no KV connector holds a cache here", param="reset_external"
+                "reset_external: this server has no KV connector", param="reset_external"
             )
         if not await engine.reset_prefix_cache(reset_running_requests):
-            return Answer(
+            return ErrorAnswer(
                 409, "requests hold cached blocks; reset_running_requests=true preempts them"
             ).response()
         return Response()
@@ -180,8 +180,10 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
                 )
         except TimeoutError:
             given = "in time" if body.timeout is None else f"in {body.timeout:g} s"
-            told = Answer(504, f"collective_rpc: {body.method}: no answer from the workers {given}")
-            return told.response()  # type: ignore[return-value]
+            reply = ErrorAnswer(
+                504, f"collective_rpc: {body.method}: no answer from the workers {given}"
+            )
+            return reply.response()  # type: ignore[return-value]
         return WorkerResults(results=results)
 
     @router.get(

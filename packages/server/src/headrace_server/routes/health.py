@@ -10,12 +10,12 @@ from pydantic import BaseModel
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import UnsupportedFeature
-from headrace_server.errors import ErrorResponse
-from headrace_server.fingerprint import installed_version
-from headrace_server.metrics import is_healthy
+from headrace_server.api_processes.all_processes import total_load
+from headrace_server.errors.mapping import ErrorResponse
+from headrace_server.observability.fingerprint import installed_version
+from headrace_server.observability.metrics import is_healthy
 from headrace_server.settings import ServerSettings
-from headrace_server.state import Running, ServerState, serving_of, state_of
-from headrace_server.together import total_load
+from headrace_server.state import ServedEngine, ServerState, serving_of, state_of
 
 _EMPTY: dict[int | str, dict[str, Any]] = {
     200: {"description": "Yes.", "content": {}},
@@ -60,7 +60,7 @@ class HealthRouter:
 
 
 def health_routes(
-    engine: Running,
+    engine: ServedEngine,
     settings: ServerSettings,
     why_not_ready: Callable[[Request], Awaitable[list[str]]],
 ) -> APIRouter:
@@ -125,7 +125,7 @@ async def reasons_not_ready(state: ServerState) -> list[str]:
     elif not await is_healthy(state.engine):
         reasons.append("engine stuck: no progress within the heartbeat limit")
     elif await state.engine.is_paused():
-        reasons.append("paused: POST /resume starts what waits")
+        reasons.append("paused: POST /resume starts the waiting requests")
     return reasons
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_core.errors import RequestError
-from headrace_server.routing import ERROR_RESPONSES, JsonRoute
+from headrace_server.http.routing import ERROR_RESPONSES, JsonRoute
 
 SHAPES = (
     ("/v1/chat/completions", ("messages",)),
@@ -60,7 +60,7 @@ def path_for(body: Any, served: set[str]) -> str:
     if fitting:
         return next((path for path in fitting if path in served), fitting[0])
     known = "; ".join(f"{' and '.join(fields)} ({path})" for path, fields in SHAPES)
-    raise RequestError(f"the body has the shape of no request; known are bodies with {known}")
+    raise RequestError(f"the body matches no kind of request; known bodies have {known}")
 
 
 class _Forward(Response):

@@ -26,7 +26,7 @@ class MetricsRouter:
         )
         async def metrics(request: Request) -> Response:
             state = state_of(request)
-            others = await state.siblings.ask("metrics") if state.siblings is not None else []
+            others = await state.peers.ask("metrics") if state.peers is not None else []
             body = await state.metrics.expose(engine, others)
             return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 

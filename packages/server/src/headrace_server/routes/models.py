@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 
-from headrace_core.engine import EngineClient, ServedModel
+from headrace_core.engine import EngineClient
 from headrace_core.errors import UnknownModel
-from headrace_server.errors import ErrorResponse
-from headrace_server.protocol.models import ModelCard, ModelList, ModelPermission
+from headrace_core.served_model import ServedModel
+from headrace_server.errors.mapping import ErrorResponse
+from headrace_server.protocols.openai.bodies.models import ModelCard, ModelList, ModelPermission
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 
@@ -43,7 +44,7 @@ def cards(model: ServedModel, created: int) -> list[ModelCard]:
 
 
 def card(name: str, model: ServedModel, created: int) -> ModelCard:
-    """What clients are told of a served name.
+    """Entry of a served name, as clients get it.
 
     Args:
         created: since when it is served, in seconds of Unix time.

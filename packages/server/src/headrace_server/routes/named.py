@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query, Request
 
-from headrace_server.convert import check_model
+from headrace_server.requests.convert import check_model
 from headrace_server.state import state_of
 
 
@@ -14,7 +14,10 @@ async def check_named(
     request: Request,
     model: Annotated[
         str | None,
-        Query(max_length=1024, description="A served name; needed where there are several."),
+        Query(
+            max_length=1024,
+            description="Served model name; required if the server has several models.",
+        ),
     ] = None,
 ) -> None:
     """A dependency of routes. Raises UnknownModel unless the query names a served model, or none."""

@@ -9,19 +9,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from headrace_core.engine import EngineClient
-from headrace_server.apis import INFERENCE_ROUTES, can_score
+from headrace_server.http.routing import ERROR_RESPONSES, json_router
 from headrace_server.pooling.call import answer_pooled
 from headrace_server.pooling.classify import Classification
-from headrace_server.pooling.cohere import CohereEmbedding
 from headrace_server.pooling.embeddings import Vectors, pooling_task
 from headrace_server.pooling.plugin import PluginCall
 from headrace_server.pooling.scores import Rerank, Score
-from headrace_server.protocol.cohere import (
+from headrace_server.protocols.cohere.answer import CohereEmbedding
+from headrace_server.protocols.cohere.protocol import (
     CohereEmbedRequest,
     CohereEmbedResponse,
     CohereErrorResponse,
 )
-from headrace_server.protocol.pooling import (
+from headrace_server.protocols.openai.bodies.pooling import (
     ClassifyRequest,
     ClassifyResponse,
     EmbeddingRequest,
@@ -35,7 +35,7 @@ from headrace_server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from headrace_server.routing import ERROR_RESPONSES, json_router
+from headrace_server.routes.availability import INFERENCE_ROUTES, can_score
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 
@@ -48,7 +48,7 @@ _BINARY: dict[int | str, dict[str, Any]] = {
         "content": {"application/octet-stream": {"schema": {"type": "string"}}},
         "headers": {
             "metadata": {
-                "description": "With encoding_format bytes: JSON that says where each vector is.",
+                "description": "With encoding_format bytes: JSON with the position of each vector.",
                 "schema": {"type": "string"},
             }
         },
@@ -98,7 +98,7 @@ class ClassifyRouter:
 
 
 class ScoreRouter:
-    """How well texts fit: pairs, and documents in their order for a query (Jina's and Cohere's)."""
+    """Scores of pairs, and ranks of documents for a query (Jina's and Cohere's routes)."""
 
     name = "score"
     tasks: Sequence[str] = INFERENCE_ROUTES["/score"].tasks
@@ -123,7 +123,7 @@ class ScoreRouter:
 
 
 class PoolingRouter:
-    """Whatever the model pools, or an IO processor makes of it."""
+    """Pooled results of any task, or what an IO processor makes of them."""
 
     name = "pooling"
     tasks: Sequence[str] = INFERENCE_ROUTES["/pooling"].tasks

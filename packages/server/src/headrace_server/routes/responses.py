@@ -14,23 +14,30 @@ from fastapi.routing import APIRoute
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError
-from headrace_server.conversation import can_chat
-from headrace_server.errors import report
-from headrace_server.responses.protocol import (
+from headrace_server.chat.prompts import can_chat
+from headrace_server.errors.mapping import report
+from headrace_server.http.routing import JsonAnswer, json_router, streamed
+from headrace_server.protocols.responses.protocol import (
     DeletedResponse,
     ItemList,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
 )
-from headrace_server.responses.request import spelling_in
-from headrace_server.responses.service import ResponseService, UnknownResponse, owner_of
-from headrace_server.responses.store import Record
+from headrace_server.protocols.responses.request import name_fields
+from headrace_server.protocols.responses.service import ResponseService, UnknownResponse, owner_of
+from headrace_server.protocols.responses.store import StoredResponse
 from headrace_server.routes.named import check_named
-from headrace_server.routing import JsonAnswer, json_router, respell, streamed
 from headrace_server.settings import ServerSettings
-from headrace_server.state import ServerState, state_of
-from headrace_server.stream import Pour, StreamForm, named_event, start_stream, wait_watching
+from headrace_server.state import state_of
+from headrace_server.streaming.event_stream import (
+    DirectWriter,
+    StreamForm,
+    named_event,
+    start_stream,
+    wait_watching,
+)
+from headrace_server.streaming.obfuscation import obfuscated
 from headrace_server.tools.base import ToolServer
 from headrace_server.tools.load import load_tool_server
 
@@ -77,8 +84,7 @@ def _add_create(router: APIRouter, service: ResponseService) -> None:
         try:
             return await _create(body, request, service)
         except RequestError as error:
-            if error.param not in (body.model_extra or {}):  # those are the client's words already
-                respell(error, spelling_in(body))
+            name_fields(error, body)
             raise
         except UnknownResponse as error:
             return error.answer.response()
@@ -89,13 +95,15 @@ async def _create(body: ResponsesRequest, request: Request, service: ResponseSer
     name = request.scope["headrace_request_id"]
     work = service.begin(body, request, state)  # may ask tool servers, and tokenize
     started = await wait_watching(work, request, state.lifecycle, name)
-    run = started.run
+    run, options = started.run, body.stream_options
+    pads = options is not None and bool(options.include_obfuscation)
     if body.background:
         record = started.in_background(state)
-        return await _replay(record, -1, request, state) if body.stream else _json(run.response())
+        return await _replay(record, -1, request, pads) if body.stream else _json(run.response())
     if body.stream:
         form = StreamForm(done=b"", error=started.fail)
-        return await start_stream(started.events(), request, state, run.id, form)
+        events = obfuscated(started.events()) if pads else started.events()
+        return await start_stream(events, request, state, run.id, form)
     result = await wait_watching(started.whole(), request, state.lifecycle, run.id)
     return _json(result)
 
@@ -110,7 +118,11 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
         dependencies=named,
     )
     async def show(
-        response_id: str, request: Request, stream: bool = False, starting_after: After = None
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: After = None,
+        include_obfuscation: bool = False,
     ) -> Response:
         record = _find(service, response_id, request)
         if isinstance(record, Response):
@@ -124,7 +136,7 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
                 param="stream",
             )
         after = -1 if starting_after is None else starting_after
-        return await _replay(record, after, request, state_of(request))
+        return await _replay(record, after, request, include_obfuscation)
 
     @router.delete(
         "/v1/responses/{response_id}", response_model=DeletedResponse, dependencies=named
@@ -170,29 +182,33 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
     )
 
 
-def _find(service: ResponseService, response_id: str, request: Request) -> Record | Response:
+def _find(
+    service: ResponseService, response_id: str, request: Request
+) -> StoredResponse | Response:
     try:
         return service.find(owner_of(request), response_id)
     except UnknownResponse as error:
         return error.answer.response()
 
 
-async def _replay(record: Record, after: int, request: Request, state: ServerState) -> Response:
-    """Stream kept events, and those that are still to come."""
+async def _replay(record: StoredResponse, after: int, request: Request, pads: bool) -> Response:
+    """Stream kept events, and those that are still to come; ``pads``: obfuscated."""
     record.check_number(after)
+    state = state_of(request)
 
-    async def events() -> AsyncGenerator[bytes | Pour, None]:
+    async def events() -> AsyncGenerator[bytes | DirectWriter, None]:
         async for data in record.follow(after):
             yield data
 
     name = request.scope["headrace_request_id"]
-    return await start_stream(events(), request, state, name, StreamForm(b"", _error_event))
+    sent = obfuscated(events()) if pads else events()
+    return await start_stream(sent, request, state, name, StreamForm(b"", _error_event))
 
 
 def _error_event(error: Exception, request_id: str) -> bytes:
     """An error of the reading, not of the response: the response goes on."""
-    told = report(error, request_id)
-    body = {"type": "error", "code": str(told.status), "message": told.message, "param": None}
+    reply = report(error, request_id)
+    body = {"type": "error", "code": str(reply.status), "message": reply.message, "param": None}
     return named_event("error", body)
 
 

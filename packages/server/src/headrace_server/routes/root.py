@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from headrace_server.fingerprint import installed_version
+from headrace_server.observability.fingerprint import installed_version
 from headrace_server.state import Serving
 
 POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError
-from headrace_core.speech import SpeechTask
-from headrace_server.routing import ERROR_RESPONSES, JsonAnswer, encode_answer, respell
+from headrace_core.speech.model import SpeechTask
+from headrace_server.http.routing import ERROR_RESPONSES, JsonAnswer, encode_answer, respell
 from headrace_server.settings import ServerSettings
 from headrace_server.speech.protocol import (
     SpeechRequest,
@@ -24,7 +24,7 @@ from headrace_server.speech.protocol import (
 from headrace_server.speech.run import SpeechCall
 from headrace_server.speech.upload import body_of, read_upload
 from headrace_server.state import ServerState, state_of
-from headrace_server.stream import start_stream, wait_watching
+from headrace_server.streaming.event_stream import start_stream, wait_watching
 
 _TEXTS = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ async def _answer(kind: type[SpeechRequest], task: SpeechTask, request: Request)
 async def _call(
     kind: type[SpeechRequest], task: SpeechTask, request: Request, state: ServerState
 ) -> SpeechCall:
-    """What a request asks for. The file is the call's alone, which lets go of it once it is decoded."""
+    """Parameters of a request. The file belongs to the call, which drops it once it is decoded."""
     speech = state.engine.speech
     assert speech is not None, "an engine whose model transcribes has a speech model"
     upload = await read_upload(request, speech.max_file_bytes)

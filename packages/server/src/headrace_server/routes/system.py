@@ -11,22 +11,22 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_server.http.routing import ERROR_RESPONSES
 from headrace_server.routes.named import check_named
-from headrace_server.routing import ERROR_RESPONSES
 from headrace_server.state import state_of
 
 
-class Piece(BaseModel):
+class PhasePart(BaseModel):
     """A part of a phase."""
 
     name: str
     seconds: float
 
 
-class Phase(Piece):
+class Phase(PhasePart):
     """A stretch of the start."""
 
-    pieces: list[Piece]
+    pieces: list[PhasePart]
 
 
 class ProcessStart(BaseModel):

@@ -11,24 +11,24 @@ from fastapi import APIRouter, Depends, Request, Response
 from headrace_core.engine import EngineClient, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import Prompt
-from headrace_server.conversation import need_template, special_tokens, spelled
-from headrace_server.convert import chat_prompt, check_model
-from headrace_server.offload import encoded
-from headrace_server.protocol.tokenize import (
+from headrace_server.chat.prompts import engine_prompt, need_template, special_tokens
+from headrace_server.http.routing import JsonAnswer, json_router
+from headrace_server.protocols.openai.bodies.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeRequest,
     TokenizeResponse,
 )
+from headrace_server.requests.convert import chat_prompt, check_model
 from headrace_server.routes.named import check_named
-from headrace_server.routing import JsonAnswer, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
-from headrace_server.stream import wait_watching
+from headrace_server.streaming.event_stream import wait_watching
+from headrace_server.streaming.offload import encoded
 
 _TOKENS = 16
-"""Of an answer, for one unit of cost."""
+"""Tokens of an answer for one unit of cost."""
 _SLICE = 4096
 """Tokens that are encoded in one call."""
 
@@ -54,7 +54,7 @@ class TokenizeRouter:
             if isinstance(body, TokenizeChatRequest):
                 need_template(engine.model, settings, body.chat_template)
                 chat = chat_prompt(body, state)
-                prompt = spelled(chat, state)
+                prompt = engine_prompt(chat, state)
                 special = special_tokens(prompt) if prompt is not chat else special
             else:
                 prompt = body.prompt

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from headrace_core.engine import EngineClient
-from headrace_server.protocol.tokens import (
+from headrace_server.http.routing import answer_with, json_router, streamed
+from headrace_server.protocols.openai.bodies.generate import (
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
 )
-from headrace_server.routing import answer_with, json_router, streamed
+from headrace_server.protocols.openai.generate import TokenGeneration
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
-from headrace_server.tokens import TokenGeneration
 
 
 class TokensRouter:

@@ -8,16 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AliasChoices, BaseModel, Field
 
-from headrace_core.listening.timed import Segment, Word
-from headrace_server.protocol.base import Refusal, RequestBody, ShortText
-from headrace_server.protocol.sampling import Xargs
+from headrace_core.speech.transcription import Segment, Word
+from headrace_server.protocols.base import Refusal, RequestBody, ShortText
+from headrace_server.protocols.openai.bodies.sampling import Xargs
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 Language = Annotated[str, Field(max_length=32)]
 Temperature = Annotated[float, Field(ge=0, le=1)]
 
 _SAMPLING = Refusal("only transcriptions take it; leave it out")
-_SPEAKERS = Refusal("speakers are not told apart; leave it out")
+_SPEAKERS = Refusal("the server does not distinguish speakers; leave it out")
 
 
 class SpeechRequest(RequestBody):
@@ -31,23 +31,25 @@ class SpeechRequest(RequestBody):
     }
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="A served name; left out: the first."
+        None, description="Served model name; left out: the first."
     )
     language: Language | None = Field(
-        None, description="What is spoken (ISO 639-1); left out: the model finds out if it can."
+        None, description="Spoken language (ISO 639-1); left out: the model detects it if it can."
     )
     to_language: Language | None = Field(
-        None, description="What it is to become, for models that can choose."
+        None, description="Output language, for models that can choose."
     )
     prompt: Annotated[str, Field(max_length=1 << 18)] = Field(
-        "", description="Text that came before, or that shows the style."
+        "", description="Preceding text, or an example of the style."
     )
     response_format: ResponseFormat = "json"
     temperature: Temperature = Field(
-        0.0, description="0: greedy, and again with up to 1 where the result looks wrong."
+        0.0, description="0: greedy, with retries at up to 1 where the result looks wrong."
     )
     temperatures: Annotated[list[Temperature], Field(min_length=1, max_length=16)] | None = Field(
-        None, alias="temperature[]", description="What is tried, one after the other, instead."
+        None,
+        alias="temperature[]",
+        description="Temperatures to try in order; replaces temperature.",
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -103,7 +105,7 @@ JSON_FIELDS = frozenset({"headrace_xargs", "vllm_xargs"})
 
 
 class AudioUsage(BaseModel):
-    """What was heard."""
+    """Length of the audio."""
 
     type: Literal["duration"] = "duration"
     seconds: int

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from headrace_core.errors import RequestError
-from headrace_server.errors import BodyRefused, ClientGone
+from headrace_server.errors.mapping import BodyRefused, ClientGone
 from headrace_server.speech.protocol import JSON_FIELDS, LISTS, SpeechRequest
 
 MAX_FIELDS = 64
@@ -26,10 +26,10 @@ Body = TypeVar("Body", bound=SpeechRequest)
 
 
 class Upload(NamedTuple):
-    """What a form held."""
+    """Contents of an upload form."""
 
     name: str
-    """Of the file, as the client calls it; may be anything."""
+    """Name of the file, as the client calls it; may be anything."""
     data: bytes
     fields: dict[str, Any]
 

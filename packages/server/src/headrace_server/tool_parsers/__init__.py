@@ -1,1 +1,1 @@
-"""Tool-call formats, one module each; plug-ins of ``headrace.tool_parsers``."""
+"""Tool-call parsing: shared machinery here, each format in a module of :mod:`formats`."""

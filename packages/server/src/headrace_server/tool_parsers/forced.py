@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
-from headrace_server.source import JSON_SPACE, Steps
+from headrace_server.parsing.text_scanner import JSON_SPACE, Steps
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
 
@@ -26,8 +26,8 @@ class ForcedToolCallParser(ObjectsParser):
     def begin(self) -> Steps[None]:
         yield from self.objects()
 
-    def calls(self, mark: str) -> Steps[None]:
-        raise AssertionError("there is no opening mark")
+    def calls(self, tag: str) -> Steps[None]:
+        raise AssertionError("there is no opening tag")
 
 
 class NamedToolCallParser(ToolCallParser):

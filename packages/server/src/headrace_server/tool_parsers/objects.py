@@ -1,6 +1,6 @@
 """Formats that write a call as one JSON object: ``{"name": ..., "arguments": {...}}``.
 
-One object or several, bare or in a list, between marks or without any: :class:`ObjectFormat` says
+One object or several, bare or in a list, between tags or without any: :class:`ObjectFormat` says
 which. Name and arguments may come in either order; arguments are given away as they come once the
 name is known. Other members of the object are read and dropped.
 """
@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace_core.text import CallFrame
-from headrace_server.source import Broken, Steps
-from headrace_server.tool_parsers import forms
-from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
-from headrace_server.tool_parsers.machine import Machine, drop
+from headrace_core.text import CallDelimiters
+from headrace_server.parsing.text_scanner import ParseError, Steps
+from headrace_server.tool_parsers import structural_tags
+from headrace_server.tool_parsers.json_values import json_object, json_string, json_value
 from headrace_server.tool_parsers.schema_values import spell_string
+from headrace_server.tool_parsers.streaming_parser import StreamingParser, drop
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectFormat:
-    """How objects stand in a section."""
+    """Layout of JSON objects in a section of calls."""
 
     array: bool = False
     """A JSON list of objects."""
     separator: str | None = None
-    """What stands between several objects outside of a list; "" for white space only; None: a
+    """Text between several objects outside of a list; "" for white space only; None: a
     section has one object."""
     close: tuple[str, ...] = ()
     """Marks that end a section."""
@@ -35,61 +35,71 @@ class ObjectFormat:
     arguments_optional: bool = False
     """An object without them is a call without arguments."""
     others: tuple[str, ...] | None = None
-    """Other members that an object may have; None: any. Where no mark says that calls follow, this
+    """Other members that an object may have; None: any. Where no tag says that calls follow, this
     keeps JSON that is an answer from being held until its end."""
 
 
-class ObjectsParser(Machine):
+class ObjectsParser(StreamingParser):
     """A format given by an :class:`ObjectFormat`."""
 
     format: ClassVar[ObjectFormat] = ObjectFormat()
-    frame: ClassVar[tuple[str, str] | None] = None
-    """What stands around a single object, if that is always the same."""
+    delimiters: ClassVar[tuple[str, str] | None] = None
+    """Texts around a single object, if they are always the same."""
     between: ClassVar[str | None] = None
-    """What stands between several in one frame; None: a frame has one."""
+    """Text between several objects within the delimiters; None: there is only one."""
 
     @classmethod
-    def call_frame(cls, name: str) -> CallFrame | None:
-        if cls.frame is None:
+    def call_delimiters(cls, name: str) -> CallDelimiters | None:
+        if cls.delimiters is None:
             return None
-        before, after = cls.frame
-        return CallFrame(cls.opens[0], before + cls._head(name), "}" + after)
+        before, after = cls.delimiters
+        return CallDelimiters(cls.opens[0], before + cls._head(name), "}" + after)
 
     @classmethod
-    def strict_form(cls, tools: forms.Tools) -> forms.Form | None:
-        if cls.frame is None:
+    def strict_structural_tag(
+        cls, tools: structural_tags.Tools
+    ) -> structural_tags.StructuralTag | None:
+        if cls.delimiters is None:
             return None
-        before, after = cls.frame
-        objects = forms.calls(cls.strict_objects(tools), cls.between)
+        before, after = cls.delimiters
+        objects = structural_tags.calls(cls.strict_objects(tools), cls.between)
         inside = before.removeprefix(cls.opens[0])
-        return forms.free_text(
-            cls.opens, [forms.tag(mark + inside, objects, after) for mark in cls.opens]
+        return structural_tags.free_text(
+            cls.opens, [structural_tags.tag(tag + inside, objects, after) for tag in cls.opens]
         )
 
     @classmethod
-    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form | None:
-        if cls.frame is None:
+    def forced_structural_tag(
+        cls, tools: Mapping[str, Mapping[str, Any]], *, most: int
+    ) -> structural_tags.StructuralTag | None:
+        if cls.delimiters is None:
             return None
-        one = forms.either(*cls.strict_objects(tools))
+        one = structural_tags.either(*cls.strict_objects(tools))
         if cls.between is None:
-            return forms.answer(forms.several(cls._framed(one), most))
-        gap = forms.sequence(*forms.loose(cls.between))
-        return forms.answer(cls._framed(forms.several(one, most, gap)))
+            return structural_tags.answer(structural_tags.up_to(cls._delimited(one), most))
+        gap = structural_tags.sequence(*structural_tags.loose(cls.between))
+        return structural_tags.answer(cls._delimited(structural_tags.up_to(one, most, gap)))
 
     @classmethod
-    def _framed(cls, objects: forms.Form) -> forms.Form:
+    def _delimited(cls, objects: structural_tags.StructuralTag) -> structural_tags.StructuralTag:
         """Objects between the format's tags."""
-        assert cls.frame is not None
-        before, after = cls.frame
+        assert cls.delimiters is not None
+        before, after = cls.delimiters
         inside = before.removeprefix(cls.opens[0]).strip()
-        marks = forms.either(*(forms.const(mark + inside) for mark in cls.opens))
-        return forms.sequence(marks, forms.SPACE, objects, forms.SPACE, forms.const(after.strip()))
+        tags = structural_tags.either(*(structural_tags.const(tag + inside) for tag in cls.opens))
+        return structural_tags.sequence(
+            tags,
+            structural_tags.SPACE,
+            objects,
+            structural_tags.SPACE,
+            structural_tags.const(after.strip()),
+        )
 
     @classmethod
-    def strict_objects(cls, tools: forms.Tools) -> list[forms.Form]:
+    def strict_objects(cls, tools: structural_tags.Tools) -> list[structural_tags.StructuralTag]:
         """A call of each tool, as an object."""
         return [
-            forms.tag(cls._head(name), forms.schema_form(schema), "}")
+            structural_tags.tag(cls._head(name), structural_tags.json_schema(schema), "}")
             for name, schema in tools.items()
         ]
 
@@ -97,11 +107,11 @@ class ObjectsParser(Machine):
     def _head(cls, name: str) -> str:
         return f'{{"name": {spell_string(name)}, "{cls.format.arguments[0]}": '
 
-    def calls(self, mark: str) -> Steps[None]:
+    def calls(self, tag: str) -> Steps[None]:
         yield from self.objects()
 
     def objects(self) -> Steps[None]:
-        """The objects of a section, and its closing mark."""
+        """The objects of a section, and its closing tag."""
         yield from self.source.space()
         if self.format.array:
             yield from self.source.expect("[")
@@ -153,7 +163,7 @@ class ObjectsParser(Machine):
             if key == "name" and not name:
                 name = yield from json_string(source)
                 if not name:
-                    raise Broken
+                    raise ParseError
                 if held is not None:
                     self.whole_call(name, "".join(held))
                     given = True
@@ -167,10 +177,10 @@ class ObjectsParser(Machine):
             elif self.format.others is None or key in self.format.others:
                 yield from json_value(source, drop)
             else:
-                raise Broken
+                raise ParseError
             yield from source.space()
             separator = yield from source.expect(",", "}")
         if not given:
             if not name or not self.format.arguments_optional:
-                raise Broken
+                raise ParseError
             self.whole_call(name, "{}")

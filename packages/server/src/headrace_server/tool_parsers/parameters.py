@@ -1,6 +1,6 @@
-"""Formats that write each parameter of a call between marks, as bare text.
+"""Formats that write each parameter of a call between tags, as bare text.
 
-:class:`ParameterFormat` holds a format's marks. The text of a value says no type: the tool's
+:class:`ParameterFormat` holds a format's tags. The text of a value says no type: the tool's
 schema does (:mod:`headrace_server.tool_parsers.schema_values`), so a value is given away when it
 is complete, and a call when its first parameter begins or its end has come.
 """
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace_server.source import Broken, Steps
-from headrace_server.tool_parsers import forms
-from headrace_server.tool_parsers.json_text import JsonScanner
-from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.parsing.text_scanner import ParseError, Steps
+from headrace_server.tool_parsers import structural_tags
+from headrace_server.tool_parsers.json_values import JsonScanner
 from headrace_server.tool_parsers.schema_values import SchemaValues, spell, spell_string
-from headrace_server.tool_parsers.value_forms import (
+from headrace_server.tool_parsers.streaming_parser import MAX_NAME, StreamingParser
+from headrace_server.tool_parsers.value_tags import (
     BareText,
     Parameter,
     need_parameters,
@@ -27,26 +27,26 @@ from headrace_server.tool_parsers.value_forms import (
 
 @dataclass(frozen=True, slots=True)
 class ParameterFormat:
-    """The marks of a format. White space may stand between any two of them."""
+    """The tags of a format. White space may stand between any two of them."""
 
     call: tuple[str, ...]
-    """What stands before a name."""
+    """Texts before a name."""
     name_end: tuple[str, ...]
-    """What ends a name; the mark of a key or of the call's end may be among them."""
+    """Texts that end a name; the tag of a key or of the call's end may be among them."""
     key: str
     key_end: Mapping[str, str | None]
-    """What ends a key -> the type that it says, if any: string, or json."""
+    """Text that ends a key -> the type that it says, if any: string, or json."""
     value_end: str
     call_end: tuple[str, ...]
     section: str = ""
-    """What stands before the first call; "" if nothing does."""
+    """Text before the first call; "" if there is none."""
     section_end: str = ""
     value: str = ""
-    """What stands between a key's end and its value, white space aside; "" if nothing does."""
+    """Text between a key's end and its value, white space aside; "" if there is none."""
     trim_newlines: bool = False
     """One new line at each end of a value belongs to the format."""
     bare: bool = True
-    """Calls may come without the section's marks."""
+    """Calls may come without the section's tags."""
     alone: bool = False
     """A model writes each call into a section of its own."""
 
@@ -61,8 +61,8 @@ class ParameterFormat:
         return (*filter(None, [self.section_end]), self.call_end[-1])
 
 
-class ParametersParser(Machine):
-    """A format given by a :class:`ParameterFormat`, whose marks are special tokens."""
+class ParametersParser(StreamingParser):
+    """A format given by a :class:`ParameterFormat`, whose tags are special tokens."""
 
     format: ClassVar[ParameterFormat]
     needs_special_tokens = True
@@ -76,56 +76,56 @@ class ParametersParser(Machine):
         super().__init__(tools)
         self._values = SchemaValues(tools)
 
-    def calls(self, mark: str) -> Steps[None]:
-        form, source = self.format, self.source
-        yield from self._marks(form.call if mark == form.section else form.call[1:])
+    def calls(self, tag: str) -> Steps[None]:
+        fmt, source = self.format, self.source
+        yield from self._tags(fmt.call if tag == fmt.section else fmt.call[1:])
         while True:
             yield from self._call()
-            if not form.section:
+            if not fmt.section:
                 return
             yield from source.space()
-            if (yield from source.expect(form.call[0], form.section_end)) == form.section_end:
+            if (yield from source.expect(fmt.call[0], fmt.section_end)) == fmt.section_end:
                 return
             self.next_call()
-            yield from self._marks(form.call[1:])
+            yield from self._tags(fmt.call[1:])
 
-    def _marks(self, marks: Sequence[str]) -> Steps[None]:
-        for mark in marks:
+    def _tags(self, tags: Sequence[str]) -> Steps[None]:
+        for tag in tags:
             yield from self.source.space()
-            yield from self.source.expect(mark)
+            yield from self.source.expect(tag)
 
     def _call(self) -> Steps[None]:
-        form, source = self.format, self.source
+        fmt, source = self.format, self.source
         name = yield from self.name()
-        if form.key in form.name_end:
+        if fmt.key in fmt.name_end:
             yield from source.space(" \t\r")
-        mark = yield from source.expect(*form.name_end)
-        end, separator = form.call_end[0], "{"
-        if mark not in (form.key, end):
+        tag = yield from source.expect(*fmt.name_end)
+        end, separator = fmt.call_end[0], "{"
+        if tag not in (fmt.key, end):
             yield from source.space()
-            mark = yield from source.expect(form.key, end)
+            tag = yield from source.expect(fmt.key, end)
         self.open_call(name)
-        while mark == form.key:
+        while tag == fmt.key:
             key, value = yield from self._parameter(name)
             self.arguments(f"{separator}{spell_string(key)}: {value}")
             separator = ", "
             yield from source.space()
-            mark = yield from source.expect(form.key, end)
+            tag = yield from source.expect(fmt.key, end)
         self.arguments("{}" if separator == "{" else "}")
         self.close_call()
-        yield from self._marks(form.call_end[1:])
+        yield from self._tags(fmt.call_end[1:])
 
     def _parameter(self, function: str) -> Steps[tuple[str, str]]:
-        """A key and its value as JSON, behind the key's mark."""
-        form, source = self.format, self.source
-        key, mark = yield from source.before(tuple(form.key_end), limit=MAX_NAME)
-        if form.value:
+        """A key and its value as JSON, behind the key's tag."""
+        fmt, source = self.format, self.source
+        key, tag = yield from source.before(tuple(fmt.key_end), limit=MAX_NAME)
+        if fmt.value:
             yield from source.space()
-            yield from source.expect(form.value)
-        key, said = key.strip(), form.key_end[mark]
+            yield from source.expect(fmt.value)
+        key, said = key.strip(), fmt.key_end[tag]
         types = self._values.types(function, key) if said is None else frozenset({said})
         text = yield from self._value(is_json=not types & {"string", "any"})
-        if form.trim_newlines:
+        if fmt.trim_newlines:
             text = text.removeprefix("\n").removesuffix("\n")
         if said is None:
             return key, spell(text, types)
@@ -141,7 +141,7 @@ class ParametersParser(Machine):
         scanner, num_scanned = JsonScanner(), 0
         while True:
             if not (yield from self.source.until((self.format.value_end,), pieces.append)):
-                raise Broken
+                raise ParseError
             if not is_json:
                 break
             scanner.scan("".join(pieces[num_scanned:]))
@@ -152,81 +152,99 @@ class ParametersParser(Machine):
         return "".join(pieces)
 
     @classmethod
-    def strict_form(cls, tools: forms.Tools) -> forms.Form:
-        form = cls.format
-        found = [forms.tag(form.call[0], cls._strict_call(*tool)) for tool in tools.items()]
-        if not form.section:
-            return forms.free_text(form.opens, found)
-        section = forms.sequence(forms.SPACE, forms.calls(found, ""))
-        tags = [forms.tag(form.section, section, form.section_end)]
-        return forms.free_text(form.opens, tags + found if form.bare else tags)
+    def strict_structural_tag(cls, tools: structural_tags.Tools) -> structural_tags.StructuralTag:
+        fmt = cls.format
+        found = [
+            structural_tags.tag(fmt.call[0], cls._strict_call(*tool)) for tool in tools.items()
+        ]
+        if not fmt.section:
+            return structural_tags.free_text(fmt.opens, found)
+        section = structural_tags.sequence(structural_tags.SPACE, structural_tags.calls(found, ""))
+        tags = [structural_tags.tag(fmt.section, section, fmt.section_end)]
+        return structural_tags.free_text(fmt.opens, tags + found if fmt.bare else tags)
 
     @classmethod
-    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
-        form = cls.format
+    def forced_structural_tag(
+        cls, tools: Mapping[str, Mapping[str, Any]], *, most: int
+    ) -> structural_tags.StructuralTag:
+        fmt = cls.format
         for tool in tools.items():
             need_parameters(*tool)
-        one = forms.either(
-            *(forms.tag(form.call[0], cls._strict_call(*tool)) for tool in tools.items())
+        one = structural_tags.either(
+            *(structural_tags.tag(fmt.call[0], cls._strict_call(*tool)) for tool in tools.items())
         )
-        if not form.section:
-            return forms.answer(forms.several(one, most))
-        inside = one if form.alone else forms.several(one, most)
-        section = forms.tag(form.section, forms.sequence(forms.SPACE, inside), form.section_end)
-        if form.alone:
-            return forms.answer(forms.several(section, most))
-        return forms.answer(section)
+        if not fmt.section:
+            return structural_tags.answer(structural_tags.up_to(one, most))
+        inside = one if fmt.alone else structural_tags.up_to(one, most)
+        section = structural_tags.tag(
+            fmt.section, structural_tags.sequence(structural_tags.SPACE, inside), fmt.section_end
+        )
+        if fmt.alone:
+            return structural_tags.answer(structural_tags.up_to(section, most))
+        return structural_tags.answer(section)
 
     @classmethod
-    def _strict_call(cls, name: str, schema: Mapping[str, Any] | None) -> forms.Form:
-        """A call behind its first mark, and the white space behind it."""
-        form = cls.format
-        parts: list[forms.Form] = []
-        for mark in form.call[1:]:
-            parts += [forms.SPACE, forms.const(mark)]
-        parts.append(forms.const(name))
+    def _strict_call(
+        cls, name: str, schema: Mapping[str, Any] | None
+    ) -> structural_tags.StructuralTag:
+        """A call behind its first tag, and the white space behind it."""
+        fmt = cls.format
+        parts: list[structural_tags.StructuralTag] = []
+        for tag in fmt.call[1:]:
+            parts += [structural_tags.SPACE, structural_tags.const(tag)]
+        parts.append(structural_tags.const(name))
         parts.append(
-            forms.regex(r"\n?") if form.key in form.name_end else forms.const(form.name_end[0])
+            structural_tags.regex(r"\n?")
+            if fmt.key in fmt.name_end
+            else structural_tags.const(fmt.name_end[0])
         )
-        end = form.call_end[0]
+        end = fmt.call_end[0]
         if schema is None:
-            parts.append(forms.tag("", forms.FREE, end))
+            parts.append(structural_tags.tag("", structural_tags.FREE, end))
         else:
             for one in parameters(name, schema):
-                parameter = forms.sequence(forms.SPACE, *cls._strict_parameter(name, one))
-                parts.append(
-                    parameter if one.required else forms.either(parameter, forms.const(""))
+                parameter = structural_tags.sequence(
+                    structural_tags.SPACE, *cls._strict_parameter(name, one)
                 )
-            parts += [forms.SPACE, forms.const(end)]
-        for mark in form.call_end[1:]:
-            parts += [forms.SPACE, forms.const(mark)]
-        return forms.sequence(*parts, forms.SPACE)
+                parts.append(
+                    parameter
+                    if one.required
+                    else structural_tags.either(parameter, structural_tags.const(""))
+                )
+            parts += [structural_tags.SPACE, structural_tags.const(end)]
+        for tag in fmt.call_end[1:]:
+            parts += [structural_tags.SPACE, structural_tags.const(tag)]
+        return structural_tags.sequence(*parts, structural_tags.SPACE)
 
     @classmethod
-    def _strict_parameter(cls, tool: str, parameter: Parameter) -> list[forms.Form]:
-        form, key = cls.format, parameter.name
+    def _strict_parameter(
+        cls, tool: str, parameter: Parameter
+    ) -> list[structural_tags.StructuralTag]:
+        fmt, key = cls.format, parameter.name
         if (
             not key
             or key != key.strip()
             or len(key) > MAX_NAME
-            or any(m in key for m in form.key_end)
+            or any(m in key for m in fmt.key_end)
         ):
-            forms.not_strict(tool, parameter.pointer, "its format cannot write this name")
-        value, ends = BareText(form.value_end, form.trim_newlines).form, list(form.key_end.items())
-        mark = next((mark for mark, said in ends if said is None), "")
-        content: forms.Form | None
+            structural_tags.not_strict(tool, parameter.pointer, "its format cannot write this name")
+        value, ends = BareText(fmt.value_end, fmt.trim_newlines).tag, list(fmt.key_end.items())
+        tag = next((tag for tag, said in ends if said is None), "")
+        content: structural_tags.StructuralTag | None
         if len(ends) > 1:  # the key says the type, so that anything can be written as JSON
             text = parameter.schema == {"type": "string"} or _is_plain_string(parameter.schema)
-            mark = next(m for m, said in ends if said == ("string" if text else "json"))
-            content = None if text else forms.schema_form(parameter.schema)
+            tag = next(m for m, said in ends if said == ("string" if text else "json"))
+            content = None if text else structural_tags.json_schema(parameter.schema)
         else:
             content = value(tool, parameter)
-        before = form.key + key + mark
-        middle = [forms.const(before), forms.SPACE] if form.value else []
-        begin = form.value or before
+        before = fmt.key + key + tag
+        middle = [structural_tags.const(before), structural_tags.SPACE] if fmt.value else []
+        begin = fmt.value or before
         return [
             *middle,
-            forms.tag(begin, forms.FREE if content is None else content, form.value_end),
+            structural_tags.tag(
+                begin, structural_tags.FREE if content is None else content, fmt.value_end
+            ),
         ]
 
 
@@ -234,7 +252,7 @@ def _is_plain_string(schema: Any) -> bool:
     return isinstance(schema, Mapping) and says_nothing(schema) and schema.get("type") == "string"
 
 
-def _functions(name: str) -> ParameterFormat:
+def function_tags(name: str) -> ParameterFormat:
     """``<function=F>`` and ``<parameter=K>`` in a section of a name."""
     return ParameterFormat(
         section=f"<{name}>",
@@ -250,9 +268,9 @@ def _functions(name: str) -> ParameterFormat:
     )
 
 
-def _invocations(prefix: str, section: tuple[str, str], **more: Any) -> ParameterFormat:
+def invoke_tags(prefix: str, section: tuple[str, str], **more: Any) -> ParameterFormat:
     """``<invoke name="F">`` and ``<parameter name="K">``, both with a prefix, in a section."""
-    marks: dict[str, Any] = {
+    tags: dict[str, Any] = {
         "call": (f'<{prefix}invoke name="',),
         "call_end": (f"</{prefix}invoke>",),
         "key_end": {'">': None},
@@ -264,62 +282,5 @@ def _invocations(prefix: str, section: tuple[str, str], **more: Any) -> Paramete
         key=f'<{prefix}parameter name="',
         value_end=f"</{prefix}parameter>",
         section_end=section[1],
-        **(marks | more),
-    )
-
-
-class Qwen3XmlToolParser(ParametersParser):
-    """Qwen3-Coder: ``<function=F>`` and ``<parameter=K>`` in ``<tool_call>``."""
-
-    format = _functions("tool_call")
-
-
-class SeedOssToolParser(ParametersParser):
-    """Seed-OSS: as Qwen3-Coder's, in ``<seed:tool_call>``."""
-
-    format = _functions("seed:tool_call")
-
-
-class MiniMaxM2ToolParser(ParametersParser):
-    """MiniMax M2: ``<invoke name="F">`` and ``<parameter name="K">``."""
-
-    format = _invocations("", ("<minimax:tool_call>", "</minimax:tool_call>"), trim_newlines=True)
-
-
-class DeepSeekV32ToolParser(ParametersParser):
-    """DeepSeek V3.2: as MiniMax M2's with a prefix; a key says whether its value is a string."""
-
-    format = _invocations(
-        "｜DSML｜",
-        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        key_end={'" string="true">': "string", '" string="false">': "json", '">': None},
-    )
-
-
-class Step3ToolParser(ParametersParser):
-    """Step 3: calls in frames, written as MiniMax M2's with a prefix."""
-
-    format = _invocations(
-        "steptml:",
-        ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
-        call=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", '<steptml:invoke name="'),
-        call_end=("</steptml:invoke>", "<｜tool_call_end｜>"),
-        bare=True,
-    )
-
-
-class Glm45ToolParser(ParametersParser):
-    """GLM 4.5 to 4.7: a name, and keys and values each between their own marks.
-
-    The new line behind the name may be missing, and so may the parameters, as in 4.7.
-    """
-
-    format = ParameterFormat(
-        call=("<tool_call>",),
-        name_end=("\n", "<arg_key>", "</tool_call>"),
-        key="<arg_key>",
-        key_end={"</arg_key>": None},
-        value="<arg_value>",
-        value_end="</arg_value>",
-        call_end=("</tool_call>",),
+        **(tags | more),
     )

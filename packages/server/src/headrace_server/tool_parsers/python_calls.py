@@ -1,7 +1,7 @@
 """Formats that write calls as Python does: ``[add(a=1, b="x"), now()]``.
 
-Keyword arguments with literal values only, and nothing is ever evaluated: the machine finds where
-a value ends, :mod:`headrace_server.tool_parsers.literals` reads it. A call is one from its first
+Keyword arguments with literal values only, and nothing is ever evaluated: the parser finds where
+a value ends, :mod:`headrace_server.tool_parsers.python_literals` reads it. A call is one from its first
 keyword on (or its closing bracket, if it has none), and its values are given away one by one.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace_server.source import Broken, Source, Steps
-from headrace_server.tool_parsers import forms
-from headrace_server.tool_parsers.literals import MAX_DEPTH, read_literal
-from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.parsing.text_scanner import ParseError, Steps, TextScanner
+from headrace_server.tool_parsers import structural_tags
+from headrace_server.tool_parsers.python_literals import MAX_DEPTH, read_literal
 from headrace_server.tool_parsers.schema_values import spell_string
-from headrace_server.tool_parsers.value_forms import (
+from headrace_server.tool_parsers.streaming_parser import MAX_NAME, StreamingParser
+from headrace_server.tool_parsers.value_tags import (
     Parameter,
     listed,
     need_parameters,
@@ -26,32 +26,42 @@ from headrace_server.tool_parsers.value_forms import (
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
-class PythonicToolParser(Machine):
-    """Llama 3.2, ToolACE and others: a list of calls, the first thing in the answer."""
+class PythonCallsParser(StreamingParser):
+    """A list of calls, the first thing in the answer or behind an opening tag."""
 
     needs_special_tokens = True
     opens = ("<|python_tag|>",)
 
     @classmethod
-    def strict_form(cls, tools: forms.Tools) -> forms.Form:
-        mark, close = cls.opens[0], "".join(cls.closes)
-        found = forms.calls([_strict_call(*tool) for tool in tools.items()], ", ")
-        marked = forms.tag(f"{mark}[", found, f"]{close}")
-        return forms.may_begin(forms.tag("[", found, "]"), "[", mark, marked, ends=False)
+    def strict_structural_tag(cls, tools: structural_tags.Tools) -> structural_tags.StructuralTag:
+        tag, close = cls.opens[0], "".join(cls.closes)
+        found = structural_tags.calls([strict_call(*tool) for tool in tools.items()], ", ")
+        tagged = structural_tags.tag(f"{tag}[", found, f"]{close}")
+        return structural_tags.may_begin(
+            structural_tags.tag("[", found, "]"), "[", tag, tagged, ends=False
+        )
 
     @classmethod
-    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
-        mark, close = cls.opens[0], "".join(cls.closes)
-        # Without a closing mark, the opening one may be missing.
-        begin = forms.const(mark) if close else forms.either(forms.const(mark), forms.const(""))
+    def forced_structural_tag(
+        cls, tools: Mapping[str, Mapping[str, Any]], *, most: int
+    ) -> structural_tags.StructuralTag:
+        tag, close = cls.opens[0], "".join(cls.closes)
+        # Without a closing tag, the opening one may be missing.
+        begin = (
+            structural_tags.const(tag)
+            if close
+            else structural_tags.either(structural_tags.const(tag), structural_tags.const(""))
+        )
         calls = _forced_list(tools, most)
-        return forms.answer(begin, forms.SPACE, calls, forms.SPACE, forms.const(close))
+        return structural_tags.answer(
+            begin, structural_tags.SPACE, calls, structural_tags.SPACE, structural_tags.const(close)
+        )
 
     def begin(self) -> Steps[None]:
         yield from self.source.space()
         yield from self.call_list()
 
-    def calls(self, mark: str) -> Steps[None]:
+    def calls(self, tag: str) -> Steps[None]:
         yield from self.begin()
 
     def call_list(self) -> Steps[None]:
@@ -91,74 +101,34 @@ class PythonicToolParser(Machine):
             self.close_call()
 
 
-class Llama4PythonicToolParser(PythonicToolParser):
-    """Llama 4: a list of calls, perhaps between ``<|python_start|>`` and ``<|python_end|>``."""
-
-    opens = ("<|python_start|>",)
-    closes = ("<|python_end|>",)
-
-    def calls(self, mark: str) -> Steps[None]:
-        yield from self.begin()
-        yield from self.source.space()
-        yield from self.source.expect(*self.closes)
-
-
-class Olmo3ToolParser(PythonicToolParser):
-    """Olmo 3: ``<function_calls>``, a call a line, ``</function_calls>``."""
-
-    needs_special_tokens = False
-    opens = ("<function_calls>",)
-    closes = ("</function_calls>",)
-
-    @classmethod
-    def strict_form(cls, tools: forms.Tools) -> forms.Form:
-        found = forms.calls([_strict_call(*tool) for tool in tools.items()], "\n")
-        inside = forms.sequence(forms.SPACE, found, forms.SPACE)
-        return forms.free_text(cls.opens, [forms.tag(cls.opens[0], inside, cls.closes[0])])
-
-    @classmethod
-    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
-        one = forms.either(*(_forced_call(*tool) for tool in tools.items()))
-        inside = forms.sequence(
-            forms.SPACE, forms.several(one, most, forms.sequence(*forms.loose("\n"))), forms.SPACE
-        )
-        return forms.answer(forms.tag(cls.opens[0], inside, cls.closes[0]))
-
-    def begin(self) -> Steps[None]:
-        yield from ()
-
-    def calls(self, mark: str) -> Steps[None]:
-        source = self.source
-        yield from source.space()
-        while True:
-            yield from self.python_call()
-            yield from source.space()
-            if (yield from source.peek()) == "<":
-                yield from source.expect(*self.closes)
-                return
-            self.next_call()
-
-
 _ANY_ARGUMENTS = r"""(?:[^'"()]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")*"""
 """A regex of arguments whatever they are."""
 
 
-def _strict_call(name: str, schema: Mapping[str, Any] | None) -> forms.Form:
+def strict_call(name: str, schema: Mapping[str, Any] | None) -> structural_tags.StructuralTag:
     """A call whose values are written as JSON, which Python's literals include as read here."""
     if schema is not None:
-        return _call(name, schema, lambda one: forms.schema_form(one.schema))
+        return _call(name, schema, lambda one: structural_tags.json_schema(one.schema))
     _check_name(name)
-    return forms.tag(f"{name}(", forms.regex(_ANY_ARGUMENTS), ")")
+    return structural_tags.tag(f"{name}(", structural_tags.regex(_ANY_ARGUMENTS), ")")
 
 
-def _forced_list(tools: Mapping[str, Mapping[str, Any]], most: int) -> forms.Form:
+def _forced_list(
+    tools: Mapping[str, Mapping[str, Any]], most: int
+) -> structural_tags.StructuralTag:
     """Calls between square brackets."""
-    one = forms.either(*(_forced_call(*tool) for tool in tools.items()))
-    calls = forms.several(one, most, forms.sequence(*forms.loose(", ")))
-    return forms.sequence(forms.const("["), forms.SPACE, calls, forms.SPACE, forms.const("]"))
+    one = structural_tags.either(*(forced_call(*tool) for tool in tools.items()))
+    calls = structural_tags.up_to(one, most, structural_tags.sequence(*structural_tags.loose(", ")))
+    return structural_tags.sequence(
+        structural_tags.const("["),
+        structural_tags.SPACE,
+        calls,
+        structural_tags.SPACE,
+        structural_tags.const("]"),
+    )
 
 
-def _forced_call(name: str, schema: Mapping[str, Any]) -> forms.Form:
+def forced_call(name: str, schema: Mapping[str, Any]) -> structural_tags.StructuralTag:
     """A call whose values are written as JSON, or in Python's own spelling where that is simple."""
     need_parameters(name, schema)
     return _call(name, schema, _python_value)
@@ -168,36 +138,45 @@ _QUOTED = r"'(?:[^'\\\x00-\x1f]|\\[\\'nrt])*'"
 """A regex of a string between single quotes."""
 
 
-def _python_value(parameter: Parameter) -> forms.Form:
-    json_form, schema = forms.schema_form(parameter.schema), parameter.schema
+def _python_value(parameter: Parameter) -> structural_tags.StructuralTag:
+    json_form, schema = structural_tags.json_schema(parameter.schema), parameter.schema
     if not isinstance(schema, Mapping):
         return json_form
     if says_nothing(schema) and schema.get("type") == "string":
-        return forms.either(json_form, forms.regex(_QUOTED))
+        return structural_tags.either(json_form, structural_tags.regex(_QUOTED))
     if says_nothing(schema) and schema.get("type") == "boolean":
-        return forms.either(json_form, forms.const("True"), forms.const("False"))
+        return structural_tags.either(
+            json_form, structural_tags.const("True"), structural_tags.const("False")
+        )
     return json_form
 
 
 def _call(
-    name: str, schema: Mapping[str, Any], write: Callable[[Parameter], forms.Form]
-) -> forms.Form:
+    name: str,
+    schema: Mapping[str, Any],
+    write: Callable[[Parameter], structural_tags.StructuralTag],
+) -> structural_tags.StructuralTag:
     _check_name(name)
     parts = []
     for one in parameters(name, schema):
         if not _is_identifier(one.name, "_"):
-            forms.not_strict(name, one.pointer, "its format cannot write this name")
-        parts.append((forms.sequence(forms.const(f"{one.name}="), write(one)), one.required))
-    return forms.tag(f"{name}(", listed(parts, ", ") or forms.const(""), ")")
+            structural_tags.not_strict(name, one.pointer, "its format cannot write this name")
+        parts.append(
+            (
+                structural_tags.sequence(structural_tags.const(f"{one.name}="), write(one)),
+                one.required,
+            )
+        )
+    return structural_tags.tag(f"{name}(", listed(parts, ", ") or structural_tags.const(""), ")")
 
 
 def _check_name(name: str) -> None:
     if not _is_identifier(name, "._-"):
-        forms.not_strict(name, "", "its format cannot write this name")
+        structural_tags.not_strict(name, "", "its format cannot write this name")
 
 
 def _is_identifier(text: str, others: str) -> bool:
-    """Whether :func:`_identifier` reads all of it."""
+    """True if :func:`_identifier` reads all of it."""
     return (
         0 < len(text) <= MAX_NAME
         and not text[0].isdigit()
@@ -205,7 +184,7 @@ def _is_identifier(text: str, others: str) -> bool:
     )
 
 
-def _identifier(source: Source, others: str) -> Steps[str]:
+def _identifier(source: TextScanner, others: str) -> Steps[str]:
     """Letters, digits and some other characters, not beginning with a digit."""
     read: list[str] = []
     while len(read) < MAX_NAME:
@@ -214,11 +193,11 @@ def _identifier(source: Source, others: str) -> Steps[str]:
             break
         read.append(source.take(1))
     if not read or read[0].isdigit():
-        raise Broken
+        raise ParseError
     return "".join(read)
 
 
-def _value(source: Source) -> Steps[str]:
+def _value(source: TextScanner) -> Steps[str]:
     """A literal up to the comma or bracket behind it, left unread, as JSON."""
     pieces: list[str] = []
     finder = _EndFinder()
@@ -226,10 +205,10 @@ def _value(source: Source) -> Steps[str]:
         window = yield from source.window()
         pieces.append(source.take(finder.scan(window)))
         if finder.broken:
-            raise Broken
+            raise ParseError
     value = read_literal("".join(pieces).strip())
     if value is None:
-        raise Broken
+        raise ParseError
     return value
 
 

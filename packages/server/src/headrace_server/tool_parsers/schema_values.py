@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace_server.tool_parsers.literals import read_literal
+from headrace_server.tool_parsers.python_literals import read_literal
 
 _MAX_STEPS = 64
 """References and alternatives that are followed in one schema."""
@@ -35,7 +35,7 @@ class SchemaValues:
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}
         self._types: dict[tuple[str, str], frozenset[str]] = {}
-        """Of parameters that the schemas know and that were asked for."""
+        """Types of parameters that the schemas know and that were asked for."""
         for tool in tools:
             function = tool.get("function", tool)
             if isinstance(function, Mapping):
@@ -91,7 +91,7 @@ def spell_string(text: str) -> str:
 
 
 def _as_json(value: str, types: frozenset[str]) -> str | None:
-    """What a model may write in place of an object or a list: Python's spelling."""
+    """Value that a model wrote in Python's spelling in place of an object or a list."""
     return read_literal(value) if types & {"object", "array"} and value[:1] in "{[(" else None
 
 
@@ -152,7 +152,7 @@ def _types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """What a local JSON pointer points to; None if nothing."""
+    """Schema that a local JSON pointer points to; None if nothing."""
     if not reference.startswith("#/"):
         return None
     part: object = root

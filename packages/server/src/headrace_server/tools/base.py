@@ -1,4 +1,4 @@
-"""What a source of built-in tools offers."""
+"""Tool servers: sources of built-in tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Namespace:
     tools: tuple[Tool, ...]
 
     def only(self, names: Collection[str] | None) -> Namespace:
-        """Those of the names; None: all."""
+        """Tools of the names; None: all."""
         if names is None:
             return self
         return Namespace(
@@ -74,7 +74,7 @@ class ToolServer(ABC):
         """
 
     async def has_tool(self, label: str) -> bool:
-        """Whether a server of that label is there."""
+        """True if a server of that label is there."""
         return label in await self.namespaces()
 
     async def describe(self, label: str, names: Collection[str] | None = None) -> Namespace | None:
@@ -112,7 +112,7 @@ class Sessions:
     def __init__(self, server: ToolServer, session_id: str) -> None:
         self._server = server
         self._id = session_id
-        self._open: dict[str, _Kept] = {}
+        self._open: dict[str, _SessionHolder] = {}
 
     async def call(self, label: str, tool: str, arguments: str) -> ToolResult:
         """Run a tool with the arguments that a model wrote."""
@@ -121,7 +121,7 @@ class Sessions:
             return parsed
         try:
             if label not in self._open:
-                self._open[label] = await _Kept.open(self._server.session(label, self._id))
+                self._open[label] = await _SessionHolder.open(self._server.session(label, self._id))
             session = self._open[label].session
             result = await session.call(tool, parsed)
             if session.ended:
@@ -161,7 +161,7 @@ def parse_arguments(tool: str, arguments: str) -> Mapping[str, Any] | ToolResult
     return ToolResult("error: the arguments must be a JSON object", failed=True)
 
 
-class _Kept:
+class _SessionHolder:
     """A context that is entered and left by a task of its own.
 
     Clients of the protocol hold task groups, which must be left by the task that entered them; the
@@ -174,7 +174,7 @@ class _Kept:
         self.session: ToolSession
 
     @classmethod
-    async def open(cls, context: AbstractAsyncContextManager[ToolSession]) -> _Kept:
+    async def open(cls, context: AbstractAsyncContextManager[ToolSession]) -> _SessionHolder:
         kept = cls()
         ready: asyncio.Future[ToolSession] = asyncio.get_running_loop().create_future()
         kept._task = asyncio.create_task(kept._hold(context, ready))

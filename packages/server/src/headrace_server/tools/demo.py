@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from headrace_core.errors import ConfigError, MissingDependency
-from headrace_server.tools.mcp import CALL_SECONDS, Source, require_mcp
+from headrace_server.tools.mcp import CALL_SECONDS, McpSource, require_mcp
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _HELP = (
 
 
 def check_demo(environ: Mapping[str, str] = os.environ, *, hardened: bool = False) -> None:
-    """Whether the demo tools can be started here, without starting them.
+    """True if the demo tools can be started here, without starting them.
 
     Args:
         hardened: refuse to run code outside a container.
@@ -78,7 +78,7 @@ def check_demo(environ: Mapping[str, str] = os.environ, *, hardened: bool = Fals
     _choice(environ, "BROWSER_BACKEND", tuple(SEARCH_KEYS))
 
 
-def demo_sources(environ: Mapping[str, str] = os.environ) -> list[Source]:
+def demo_sources(environ: Mapping[str, str] = os.environ) -> list[McpSource]:
     """The tools that may be offered; the rest is left out with a warning.
 
     Raises: as :func:`check_demo`.
@@ -106,9 +106,9 @@ def demo_sources(environ: Mapping[str, str] = os.environ) -> list[Source]:
 
 def _source(
     kind: str, environ: Mapping[str, str], slots: asyncio.Semaphore, check: Any = None
-) -> Source:
+) -> McpSource:
     start = partial(_child, kind, child_environment(kind, environ), slots)
-    return Source(
+    return McpSource(
         f"demo {kind}",
         (start,),
         connect_seconds=START_SECONDS,
@@ -171,7 +171,7 @@ def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> st
 
 
 def _version() -> str | None:
-    """Of the installed package; None: there is none."""
+    """Version of the installed package; None: it is not installed."""
     if importlib.util.find_spec("gpt_oss") is None:
         return None
     try:

@@ -31,7 +31,7 @@ import anyio
 from headrace_server.tools.base import MAX_OUTPUT, shorten
 
 MAX_BYTES = 2 * 1024**3
-"""Of data of this process, and of each that it starts: a tool's output is held whole."""
+"""Bytes of data of this process, and of each that it starts: a tool's output is held whole."""
 GRACE_SECONDS = 10.0
 """For a call to give back what it holds."""
 _NOTE = 100
@@ -39,7 +39,7 @@ _NOTE = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ToolJob:
     """A call that waits for the main thread."""
 
     tool: str
@@ -47,7 +47,7 @@ class Job:
     answer: Future[str]
 
 
-Jobs = queue.SimpleQueue[Job]
+ToolJobs = queue.SimpleQueue[ToolJob]
 
 
 def main(kind: str) -> None:
@@ -74,7 +74,7 @@ def serve(kind: str) -> None:
             tool = BUILDERS[kind]()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        jobs: Jobs = queue.SimpleQueue()
+        jobs: ToolJobs = queue.SimpleQueue()
         served = (_served(kind, tool, problem, jobs), *wire)
         threading.Thread(target=_speak, args=served, daemon=True).start()
         runner = asyncio.Runner()  # not closed: that may wait for threads
@@ -129,7 +129,7 @@ def _python() -> Any:
 BUILDERS: Mapping[str, Callable[[], Any]] = {"browser": _browser, "python": _python}
 
 
-def _work(runner: asyncio.Runner, kind: str, tool: Any, job: Job) -> None:
+def _work(runner: asyncio.Runner, kind: str, tool: Any, job: ToolJob) -> None:
     """One call, in the main thread."""
     if not job.answer.set_running_or_notify_cancel():
         return
@@ -139,7 +139,7 @@ def _work(runner: asyncio.Runner, kind: str, tool: Any, job: Job) -> None:
         job.answer.set_exception(error)
 
 
-async def _answer(kind: str, tool: Any, job: Job) -> str:
+async def _answer(kind: str, tool: Any, job: ToolJob) -> str:
     """The texts of the messages that a tool answers a call with."""
     harmony = importlib.import_module("openai_harmony")
     if kind == "python":
@@ -154,7 +154,7 @@ async def _answer(kind: str, tool: Any, job: Job) -> str:
     return shorten("\n".join(parts), MAX_OUTPUT - _NOTE)
 
 
-def _served(kind: str, tool: Any, problem: str, jobs: Jobs) -> Any:
+def _served(kind: str, tool: Any, problem: str, jobs: ToolJobs) -> Any:
     """The MCP server. Without a tool it offers none, and its instructions say why."""
     from mcp.server.lowlevel import Server
     from mcp_types import ListToolsResult
@@ -167,7 +167,7 @@ def _served(kind: str, tool: Any, problem: str, jobs: Jobs) -> Any:
     async def on_call(context: Any, params: Any) -> Any:
         if params.name not in {one.name for one in described}:
             return _result(f"error: {kind} has no tool of that name", failed=True)
-        job = Job(params.name, params.arguments or {}, Future())
+        job = ToolJob(params.name, params.arguments or {}, Future())
         jobs.put(job)
         try:
             return _result(await asyncio.wrap_future(job.answer))

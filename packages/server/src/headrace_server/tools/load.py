@@ -7,7 +7,7 @@ from headrace_server.tools.base import ToolServer
 
 
 def check_tool_server(setting: str | None, *, hardened: bool = False) -> None:
-    """Whether a setting can be served; asks and starts nothing. For the beginning of a start.
+    """True if a setting can be served; asks and starts nothing. For the beginning of a start.
 
     Args:
         hardened: code that a model wrote runs in a container or not at all.

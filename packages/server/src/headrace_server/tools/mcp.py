@@ -45,7 +45,7 @@ Connect = Callable[[Mapping[str, str]], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Source:
+class McpSource:
     """One MCP server: how it is reached, and how it is treated."""
 
     name: str
@@ -62,9 +62,9 @@ class Source:
     has none or fails ``check``; a call that fails ends the session, and with it the process."""
 
 
-def address_source(address: Address) -> Source:
+def address_source(address: Address) -> McpSource:
     """The server at an address; endpoints are ``/mcp`` (streamable HTTP), else ``/sse``."""
-    return Source(str(address), (partial(_over_http, address), partial(_over_sse, address)))
+    return McpSource(str(address), (partial(_over_http, address), partial(_over_sse, address)))
 
 
 class McpToolServer(ToolServer):
@@ -74,14 +74,14 @@ class McpToolServer(ToolServer):
         MissingDependency: the ``mcp`` package is absent.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[McpSource]) -> None:
         require_mcp()
         self._sources = tuple(sources)
         self._found: dict[str, Namespace] = {}
-        self._where: dict[str, tuple[Source, Connect]] = {}
-        self._left_out: set[Source] = set()
+        self._where: dict[str, tuple[McpSource, Connect]] = {}
+        self._left_out: set[McpSource] = set()
         self._listing = asyncio.Lock()
-        self._failed: dict[Source, float] = {}
+        self._failed: dict[McpSource, float] = {}
         """Servers that did not answer -> when, by the event loop's clock."""
 
     async def prepare(self) -> None:
@@ -103,13 +103,13 @@ class McpToolServer(ToolServer):
         found = self._found.get(label)
         return await super().describe(label, names) if found is None else found.only(names)
 
-    async def _find_all(self, sources: Sequence[Source]) -> None:
+    async def _find_all(self, sources: Sequence[McpSource]) -> None:
         settled = {source for source, _ in self._where.values()} | self._left_out
         for source in sources:
             if source not in settled:
                 await self._find(source)
 
-    async def _find(self, source: Source) -> None:
+    async def _find(self, source: McpSource) -> None:
         """List a server's tools, over the first transport that it speaks."""
         clock = asyncio.get_running_loop().time
         if clock() - self._failed.get(source, -RETRY_SECONDS) < RETRY_SECONDS:
@@ -127,7 +127,7 @@ class McpToolServer(ToolServer):
         self._failed[source] = clock()
         raise ToolServerUnreachable(source.name)
 
-    async def _list(self, source: Source, connect: Connect) -> str:
+    async def _list(self, source: McpSource, connect: Connect) -> str:
         """Take up a server's tools; why they are not to be offered, if so."""
         async with asyncio.timeout(source.listing_seconds), connect({}) as client:
             listed = (await client.list_tools()).tools
@@ -138,11 +138,11 @@ class McpToolServer(ToolServer):
             self._add(source, connect, client, listed)
         return ""
 
-    def _leave_out(self, source: Source, reason: str) -> None:
+    def _leave_out(self, source: McpSource, reason: str) -> None:
         self._left_out.add(source)
         logger.warning("tool server %s is left out: %s", source.name, reason)
 
-    def _add(self, source: Source, connect: Connect, client: Any, listed: Sequence[Any]) -> None:
+    def _add(self, source: McpSource, connect: Connect, client: Any, listed: Sequence[Any]) -> None:
         info = client.server_info
         label = info.name if info is not None and info.name else source.name
         if label in self._found:

@@ -27,15 +27,15 @@ from headrace_core.grammar import (
     malformed,
     refuse,
 )
-from headrace_core.sampling import CONSTRAINTS
+from headrace_core.sampling.params import CONSTRAINTS
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.lark_writer import as_lark
+from headrace_engine.structured.grammars.lark_writer import as_lark
 from headrace_engine.structured.numbers import (
     MAX_DIGITS,
     MAX_DOUBLE_INT,
-    Held,
+    HeldNumbers,
     inexact_values,
     narrow_bounds,
     with_exact_bounds,
@@ -76,7 +76,7 @@ FORMATS = frozenset(
         "uri", "uuid",
     }
 )  # fmt: skip
-HELD = Held(MAX_DOUBLE_INT, MAX_DIGITS)
+HELD = HeldNumbers(MAX_DOUBLE_INT, MAX_DIGITS)
 MAX_LEXER_STATES = 50_000
 """About 100 MB at most for one request's matcher."""
 MAX_STEP_ITEMS = 4_000
@@ -98,7 +98,7 @@ END = "<|end of the constraint|>"
 
 
 class GuidanceBackend(LibraryBackend):
-    """See the module."""
+    """Grammars that llguidance compiles and matches."""
 
     name = "guidance"
     library = "llguidance"
@@ -273,7 +273,7 @@ class GuidanceBackend(LibraryBackend):
                     raise misplaced(tag, pointer, "grammar", where + (plain(message) or UNKNOWN))
 
     def _refusal(self, spec: GrammarSpec, schema: Any, message: str) -> Refusal:
-        """Which part of a schema the library means with its message."""
+        """The part of a schema that the library's message means."""
 
         def error_of(part: Any) -> str:
             message = self._schema_error(spec, part)

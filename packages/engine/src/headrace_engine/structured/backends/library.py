@@ -1,4 +1,4 @@
-"""What the backends share: their library, text tokens, and what is said of a bad constraint."""
+"""Tools that the backends share: their library, text tokens, and what is said of a bad constraint."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Source: https://github.com/noamgat/lm-format-enforcer. The library parses character by character, in
 Python; its own search for tokens takes up to seconds with large vocabularies, and is done here. Its JSON
 parser lets optional properties end with a comma and numbers lack digits, so only schemas without numbers go
-to it whose properties are all required.
+to it whose properties are all required. It keeps one stack for all alternatives, so these must be objects,
+and it counts items of lists only up to one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed, r
 from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.backends.token_automaton import TokenAutomaton, TokenCharacters
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.gbnf import LAST_CHARACTER, Characters, Node
-from headrace_engine.structured.regex import (
+from headrace_engine.structured.grammars.gbnf import LAST_CHARACTER, Characters, Node
+from headrace_engine.structured.grammars.regex import (
     as_regex,
     leaves,
     named_ranges,
@@ -43,11 +44,14 @@ logger = logging.getLogger(__name__)
 KEPT_MASKS = 256
 """States of one regex whose masks are kept."""
 _WHOLE = "it writes whole characters only, and the vocabulary has no token for"
-KEYWORDS = frozenset({"additionalProperties", "enum", "items", "properties", "required", "type"})
+KEYWORDS = frozenset(
+    {"additionalProperties", "anyOf", "enum", "items", "maxItems", "minItems", "properties", "required",
+     "type"}
+)  # fmt: skip
 
 
 class EnforcerBackend(LibraryBackend):
-    """See the module."""
+    """Grammars that lm-format-enforcer compiles and matches."""
 
     name = "lm-format-enforcer"
     library = "lmformatenforcer"
@@ -142,7 +146,7 @@ class EnforcerBackend(LibraryBackend):
                         yield Refusal.of(keyword, pointer, reason)
 
     def _unwritten(self, ranges: Iterable[tuple[int, int]]) -> Iterator[str]:
-        """Why these characters cannot be written: the first of each range that is not a token."""
+        """The reason that these characters cannot be written: the first of each range that is not a token."""
         codes = self._codes
         for low, high in ranges:
             code, at = max(low, 0x80), bisect_left(codes, max(low, 0x80))
@@ -202,6 +206,10 @@ def _plain_string(value: Any) -> bool:
     return isinstance(value, str) and json.dumps(value, ensure_ascii=False) == f'"{value}"'
 
 
+def _is_object(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "object"
+
+
 def _peculiar(schema: Any) -> list[str]:
     reasons: list[str] = []
     for pointer, found in subschemas(schema):
@@ -211,7 +219,10 @@ def _peculiar(schema: Any) -> list[str]:
             reasons.append(Refusal.of(str(found).lower(), pointer, "no schema of this kind"))
             continue
         named, required = found.get("properties", {}), found.get("required", [])
-        if found.get("type") == "object" and not (named and set(named) == set(required)):
+        is_empty = "properties" in found and found.get("additionalProperties") is False
+        if found.get("type") == "object" and not (
+            set(named) == set(required) and (named or is_empty)
+        ):
             reasons.append(
                 Refusal.of(
                     "required", pointer, "every object must name its properties, all required"
@@ -221,9 +232,15 @@ def _peculiar(schema: Any) -> list[str]:
             reasons.append(Refusal.of("enum", pointer, "only of strings without escapes"))
         if found.get("type") in ("integer", "number"):
             reasons.append(Refusal.of("type", pointer, "its numbers are not JSON's"))
+        if not all(_is_object(one) for one in found.get("anyOf", ())):
+            reasons.append(Refusal.of("anyOf", pointer, "only of objects"))
+        if found.get("minItems", 0) > 1:
+            reasons.append(Refusal.of("minItems", pointer, "it counts only up to 1"))
+        if found.get("maxItems", 1) < 1:
+            reasons.append(Refusal.of("maxItems", pointer, "it lets one item pass"))
         if found.get("type") == "array" and "items" not in found:
             reasons.append(Refusal.of("type", pointer, "every array must have 'items'"))
-        if "type" not in found and "enum" not in found:
+        if not found.keys() & {"type", "enum", "anyOf"}:
             reasons.append(Refusal.of("type", pointer, "must be stated"))
         if isinstance(found.get("type"), list):
             reasons.append(Refusal.of("type", pointer, "only one type"))

@@ -20,13 +20,13 @@ import numpy.typing as npt
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.numbers import MAX_DIGITS, MAX_INT64, Held, inexact_values
-from headrace_engine.structured.regex import (
+from headrace_engine.structured.grammars.regex import (
     NotRead,
     as_regex,
     read_regex,
     regex_refusals,
 )
+from headrace_engine.structured.numbers import MAX_DIGITS, MAX_INT64, HeldNumbers, inexact_values
 from headrace_engine.structured.schema import (
     entangled,
     is_recursive,
@@ -45,7 +45,7 @@ KEYWORDS = frozenset(
         "maxLength", "minItems", "minLength", "properties", "required", "type",
     }
 )  # fmt: skip
-HELD = Held(MAX_INT64, MAX_DIGITS)
+HELD = HeldNumbers(MAX_INT64, MAX_DIGITS)
 FORMATS: frozenset[str] = frozenset({"date", "uuid"})
 _ANCHOR = re.compile(r"(?<![\[\\])\^|(?<!\\)\$|\\[AbBz]")
 """Anchors within a regex, which its index does not follow."""
@@ -54,7 +54,7 @@ KEPT_MASKS = 256
 
 
 class OutlinesBackend(LibraryBackend):
-    """See the module."""
+    """Grammars that outlines-core compiles and matches."""
 
     name = "outlines"
     library = "outlines_core"
@@ -109,7 +109,7 @@ def _anchored(pattern: str) -> str:
 
 
 def _peculiar(schema: Any) -> list[str]:
-    """What its translation of schemas does not do as the standard says."""
+    """Keywords that its translation of schemas treats otherwise than the standard."""
     reasons: list[str] = []
     if is_recursive(schema):
         reasons.append(Refusal.of("$ref", "", "its schemas are not recursive"))

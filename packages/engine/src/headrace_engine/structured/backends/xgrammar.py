@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from headrace_core.errors import HeadraceError
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
-from headrace_core.sampling import CONSTRAINTS
+from headrace_core.sampling.params import CONSTRAINTS
 from headrace_engine.structured.backends.library import LibraryBackend
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.ebnf_writer import to_ebnf
-from headrace_engine.structured.gbnf import ROOT, Rule, is_lark, read
-from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
-from headrace_engine.structured.regex import read_regex, regex_refusals
+from headrace_engine.structured.grammars.ebnf_writer import to_ebnf
+from headrace_engine.structured.grammars.gbnf import ROOT, Rule, is_lark, read
+from headrace_engine.structured.grammars.regex import read_regex, regex_refusals
+from headrace_engine.structured.numbers import MAX_INT64, HeldNumbers, inexact_values
 from headrace_engine.structured.schema import (
     MAX_WHITESPACE,
     entangled,
@@ -51,7 +51,7 @@ KEYWORDS = frozenset(
     }
 )  # fmt: skip
 """Not ``minLength`` and ``maxLength``: its strings of a length hold control characters."""
-HELD = Held(MAX_INT64)
+HELD = HeldNumbers(MAX_INT64)
 FORMATS: frozenset[str] = frozenset()
 COMPILE_THREADS = 1
 END = b"<|end of the constraint|>"
@@ -59,7 +59,7 @@ END = b"<|end of the constraint|>"
 
 
 class XGrammarBackend(LibraryBackend):
-    """See the module."""
+    """Grammars that xgrammar compiles and matches."""
 
     name = "xgrammar"
     library = "xgrammar"
@@ -235,7 +235,7 @@ class XGrammarMatcher:
         bitmask[row] = room[0, : bitmask.shape[1]]
 
     def any_token(self) -> bool:
-        """Whether any token may be next."""
+        """True if any token may be next."""
         words = np.zeros((1, -(-self._size // 32)), np.int32)
         self.fill_bitmask(words, 0)
         return bool(words.any())

@@ -18,8 +18,8 @@ from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAn
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.latent import IndexTokens, LatentAttention, LatentCacheWrite
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
+from headrace_kernels.cpu.ops.mla import IndexTokens, MLAAttention, MLACacheWrite
 from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, MatchRMS, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
@@ -72,8 +72,8 @@ def native_ops(library: Library) -> NativeOps:
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "varlen_attention": VarlenAttention(library),
-        "latent_cache_write": LatentCacheWrite(library),
-        "latent_attention": LatentAttention(library),
+        "mla_cache_write": MLACacheWrite(library),
+        "mla_attention": MLAAttention(library),
         "index_tokens": IndexTokens(library),
         "causal_conv": CausalConv(library),
         "selective_scan": SelectiveScan(library),

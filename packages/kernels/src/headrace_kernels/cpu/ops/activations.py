@@ -47,7 +47,7 @@ class ActivationAndMul:
 
 
 class GaussianTopK:
-    """See :class:`headrace_core.ops.GaussianTopKOp`."""
+    """See :class:`headrace_core.ops.optional.gaussian_topk.GaussianTopKOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.gaussian_topk
@@ -63,7 +63,7 @@ class GaussianTopK:
 
 
 class XIELU:
-    """See :class:`headrace_core.ops.XIELUOp`."""
+    """See :class:`headrace_core.ops.optional.xielu.XIELUOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.xielu

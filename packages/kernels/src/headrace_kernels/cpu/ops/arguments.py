@@ -1,4 +1,4 @@
-"""What kernels take: codes of dtypes, rows and strides, and tensors they can read in place."""
+"""Arguments of kernels: codes of dtypes, rows and strides, and tensors that they can read in place."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def bias_for(
 
 
 def gate_width(op: str, packed: PackedLinear) -> int:
-    """How many of the outputs are gates: half."""
+    """Number of outputs that are gates: half."""
     if packed.out_features % 2:
         raise ConfigError(
             f"{op}: a weight of {packed.out_features} outputs is not a gate and an up of equal size"
@@ -100,7 +100,7 @@ def activation_code(kind: str) -> int:
 
 
 def gate_code(kind: str) -> int:
-    """Of what stands between a gate and what it lets through."""
+    """Code of the activation between a gate and its input."""
     return _code_of(kind, _KINDS)
 
 

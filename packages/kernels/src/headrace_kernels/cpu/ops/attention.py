@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import check_mask, check_prefix
+from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, unit_last, vector
 from headrace_kernels.cpu.ops.caches import Geometries, sizes
@@ -44,9 +44,9 @@ class PagedAttention:
         attention_chunk: int | None = None,
         alibi_slopes: Tensor | None = None,
         alibi_sqrt: bool = False,
-        prefix_key: Tensor | None = None,
-        prefix_value: Tensor | None = None,
-        score_temperatures: Tensor | None = None,
+        kv_prefix_key: Tensor | None = None,
+        kv_prefix_value: Tensor | None = None,
+        logit_scale: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -70,12 +70,12 @@ class PagedAttention:
             name = "paged_attention: alibi_slopes"
             alibi_slopes = vector(alibi_slopes, torch.float32, q_heads, name)
             slope_pointer = alibi_slopes.data_ptr()
-        temperature_pointer, num_temperatures = None, 0
-        if score_temperatures is not None:
-            num_temperatures = max(1, score_temperatures.shape[0])
-            name = "paged_attention: score_temperatures"
-            score_temperatures = vector(score_temperatures, torch.float32, num_temperatures, name)
-            temperature_pointer = score_temperatures.data_ptr()
+        logit_scale_pointer, num_positions = None, 0
+        if logit_scale is not None:
+            num_positions = max(1, logit_scale.shape[0])
+            name = "paged_attention: logit_scale"
+            logit_scale = vector(logit_scale, torch.float32, num_positions, name)
+            logit_scale_pointer = logit_scale.data_ptr()
         window = 0 if sliding_window is None else max(0, sliding_window)
         check_mask(
             causal=causal,
@@ -83,24 +83,24 @@ class PagedAttention:
             attention_chunk=attention_chunk,
             alibi=alibi_slopes is not None,
             alibi_sqrt=alibi_sqrt,
-            temperatures=score_temperatures is not None,
+            logit_scale=logit_scale is not None,
         )
-        check_prefix(
-            query, prefix_key, prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
-            alibi=alibi_slopes is not None, temperatures=score_temperatures is not None,
+        check_kv_prefix(
+            query, kv_prefix_key, kv_prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
+            alibi=alibi_slopes is not None, logit_scale=logit_scale is not None,
         )  # fmt: skip
         prefix: tuple[Tensor, ...] = ()
-        if prefix_key is not None and prefix_value is not None:
-            prefix = (prefix_key.contiguous(), prefix_value.contiguous())
+        if kv_prefix_key is not None and kv_prefix_value is not None:
+            prefix = (kv_prefix_key.contiguous(), kv_prefix_value.contiguous())
         prefix_pointers: list[int | None] = [x.data_ptr() for x in prefix] or [None, None]
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            slope_pointer, temperature_pointer, *prefix_pointers,
+            slope_pointer, logit_scale_pointer, *prefix_pointers,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
-            block_table.shape[1], window, attention_chunk or 0, num_temperatures,
+            block_table.shape[1], window, attention_chunk or 0, num_positions,
             prefix[0].shape[0] if prefix else 0, scale, soft_cap, causal, int(alibi_sqrt),
             dtype_code(query.dtype),
         )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.paired import GROUP, is_paired
-from headrace_kernels.cpu.library import PAIRING
+from headrace_core.ops.vnni import GROUP, is_vnni_packed
+from headrace_kernels.cpu.library import VNNI_ISAS
 from headrace_kernels.cpu.ops.arguments import describe
 
 _Geometry = ctypes.c_int64 * 13
@@ -24,7 +24,7 @@ STORAGE: Mapping[torch.dtype, int] = {
 """Codes of the one-byte storages of a cache; 0 is the activations' own dtype."""
 
 PAIRED = 4
-"""Code of a cache in the order of :mod:`headrace_core.paired`."""
+"""Code of a cache in the order of :mod:`headrace_core.ops.vnni`."""
 
 
 def beyond(op: str, cache: Tensor) -> str:
@@ -33,8 +33,8 @@ def beyond(op: str, cache: Tensor) -> str:
 
 
 def sizes(key_cache: Tensor) -> tuple[int, int, int]:
-    """Blocks, tokens of a block and kv heads of plain or paired keys."""
-    if is_paired(key_cache):
+    """Blocks, tokens of a block and kv heads of plain or VNNI-packed keys."""
+    if is_vnni_packed(key_cache):
         blocks, heads, groups = key_cache.shape[:3]
         return blocks, groups * GROUP, heads
     blocks, size, heads = key_cache.shape[:3]
@@ -53,7 +53,7 @@ class Geometries:
     """Describes pairs of caches to the kernels: thirteen numbers each, see rotary_cache.h.
 
     Args:
-        isa: of the library; paired caches are for some only.
+        isa: of the library; VNNI-packed caches are for some only.
 
     An engine has a handful of cache shapes and asks for them in every layer of every step.
     """
@@ -78,7 +78,7 @@ class Geometries:
             0 if v_scale is None else v_scale.data_ptr(),
         )  # fmt: skip
         numbers = self._known.get(name)
-        if is_paired(key_cache):
+        if is_vnni_packed(key_cache):
             return self._paired(name, key_cache, value_cache)
         if numbers is not None and value_cache.dtype is stored and value_cache.shape == shape:
             if stored is not dtype:
@@ -108,7 +108,7 @@ class Geometries:
         blocks, size, heads = sizes(keys)
         dim, dtype = name[5], name[4]
         if (
-            self._isa not in PAIRING
+            self._isa not in VNNI_ISAS
             or dtype is not torch.bfloat16
             or dim % GROUP
             or keys.shape != (blocks, heads, size // GROUP, dim // 2, GROUP, 2)
@@ -119,9 +119,9 @@ class Geometries:
             or name[6:] != (0, 0)
         ):
             raise ConfigError(
-                f"paired caches are {describe(keys)} and {describe(values)} for {dtype} and "
-                f"head_dim {dim}; they must be of headrace_core.paired, bfloat16, head_dim a "
-                f"multiple of {GROUP}, without scales, on one of {list(PAIRING)} (not {self._isa})"
+                f"VNNI-packed caches are {describe(keys)} and {describe(values)} for {dtype} and "
+                f"head_dim {dim}; they must be of headrace_core.ops.vnni, bfloat16, head_dim a "
+                f"multiple of {GROUP}, without scales, on one of {list(VNNI_ISAS)} (not {self._isa})"
             )
         key_strides = keys.stride(0), 0, keys.stride(1), 0
         value_strides = values.stride(0), 0, values.stride(1), 0

@@ -79,7 +79,7 @@ class Gate:
 
 
 class Clamp:
-    """See :class:`headrace_core.ops.ClampOp`."""
+    """See :class:`headrace_core.ops.optional.clamp.ClampOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.clamp
@@ -118,7 +118,7 @@ class CopyRows:
 
 
 class Mix:
-    """See :class:`headrace_core.ops.MixOp`."""
+    """See :class:`headrace_core.ops.optional.mix.MixOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.mix

@@ -52,7 +52,7 @@ class AddRMSNorm:
 
 
 class MatchRMS:
-    """See :class:`headrace_core.ops.MatchRMSOp`."""
+    """See :class:`headrace_core.ops.optional.match_rms.MatchRMSOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.match_rms

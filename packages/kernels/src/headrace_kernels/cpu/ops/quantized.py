@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
-from headrace_core.reference.rounding import rounded
 from headrace_kernels.cpu.library import BAD_VALUES, DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
@@ -27,6 +26,7 @@ from headrace_kernels.cpu.ops.arguments import (
     rows_for,
     weights_for,
 )
+from headrace_kernels.cpu.ops.rounding import rounded
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
 """Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
@@ -48,7 +48,7 @@ class _Packed:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What weights have in common that one kernel call can take."""
+        """Properties that the weights of one kernel call share."""
         return self.group_size, self.bits, self.has_zeros, self.scale_dtype, self.limbs
 
 

@@ -22,7 +22,7 @@ from headrace_kernels.cpu.ops.arguments import (
 from headrace_kernels.cpu.ops.norms import norm_weight
 
 MAX_TAPS = 64
-"""Of a convolution: its kernel has room for as many inputs of a channel."""
+"""Most inputs of a channel that a convolution's kernel has room for."""
 
 
 class States(NamedTuple):
@@ -299,7 +299,7 @@ class DeltaRule:
 
 
 class RGLRU:
-    """See :class:`headrace_core.ops.RGLRUOp`."""
+    """See :class:`headrace_core.ops.optional.rg_lru.RGLRUOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.rg_lru
@@ -342,7 +342,7 @@ class RGLRU:
 
 
 class WKV:
-    """See :class:`headrace_core.ops.WKVOp`."""
+    """See :class:`headrace_core.ops.optional.wkv.WKVOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.wkv
@@ -377,7 +377,7 @@ class WKV:
 
 
 class MLSTM:
-    """See :class:`headrace_core.ops.MLSTMOp`."""
+    """See :class:`headrace_core.ops.optional.mlstm.MLSTMOp`."""
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.mlstm

@@ -1,4 +1,4 @@
-"""Which experts a row goes to."""
+"""Routing of rows to experts."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import TopLogprobs
-from headrace_core.sampling import GREEDY_BELOW
+from headrace_core.sampling.params import GREEDY_BELOW
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int64, matrix, vector
 

@@ -123,7 +123,8 @@ def _mxfp4(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_leasts(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K, [n, 8, 1] each: two float16, then twelve bytes that hold 16 times 6 bits."""
+    """Scales and minima of Q4_K and Q5_K, [n, 8, 1] each: two float16, then twelve bytes that hold 16 times 6
+    bits."""
     first, second, rest = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scales = torch.cat([first & 63, (rest & 15) | ((first >> 2) & 48)], dim=1)
     leasts = torch.cat([second & 63, (rest >> 4) | ((second >> 2) & 48)], dim=1)

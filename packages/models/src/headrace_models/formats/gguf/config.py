@@ -21,7 +21,7 @@ _MAX_FACTORS = 4096
 
 
 def gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """What ``config.json`` would say.
+    """Content of ``config.json``, from a file's metadata.
 
     Raises:
         UnsupportedModel: the architecture is not read, or a key is missing or no number.
@@ -31,7 +31,7 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
     make = _FAMILIES.get(architecture)
     if make is None or architecture not in DIALECTS:
         raise UnsupportedModel(
-            f"{header.path}: general.architecture = {architecture!r}: GGUF files are read of "
+            f"{header.path}: general.architecture = {architecture!r}: must be one of "
             f"{', '.join(_FAMILIES)}"
         )
     config = {**_common(said), **make(said)}
@@ -39,7 +39,7 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 def gguf_generation_config(header: GGUFHeader) -> dict[str, Any]:
-    """What ``generation_config.json`` would say: the tokens that end an answer."""
+    """Content of ``generation_config.json``: the tokens that end an answer."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [header.metadata.get(f"tokenizer.ggml.{name}") for name in names]
     ends = list(dict.fromkeys(end for end in found if isinstance(end, int)))
@@ -85,7 +85,7 @@ class Metadata:
         return value
 
     def integer(self, key: str) -> int | None:
-        """As :meth:`number`, without a fraction."""
+        """Value as :meth:`number` gives it, without a fraction."""
         value = self.number(key)
         if value is not None and value != int(value):
             raise UnsupportedModel(
@@ -94,7 +94,7 @@ class Metadata:
         return None if value is None else int(value)
 
     def needed(self, key: str) -> int:
-        """As :meth:`integer`, of a key that every file has."""
+        """Value as :meth:`integer` gives it, of a key that every file has."""
         value = self.integer(key)
         if value is None or value < 1:
             raise UnsupportedModel(
@@ -123,7 +123,7 @@ class Metadata:
 
 
 def _common(said: Metadata) -> dict[str, Any]:
-    """What all architectures of :data:`_FAMILIES` have."""
+    """Keys that all architectures of :data:`_FAMILIES` have."""
     embedding = said.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UnsupportedModel(f"{said.path}: tensor 'token_embd.weight' is missing, or no matrix")
@@ -154,7 +154,7 @@ def gguf_token_ids(said: Metadata) -> dict[str, Any]:
 
 
 def _bulk_dtype(said: Metadata) -> str:
-    """What most of the bytes are; blocks have float16 scales."""
+    """Dtype that most of the bytes have; blocks have float16 scales."""
     sizes: dict[str, int] = {}
     for tensor in said.tensors.values():
         dtype = _DTYPES.get(tensor.type.name, "float16")
@@ -279,8 +279,8 @@ def _gemma3(said: Metadata) -> dict[str, Any]:
 
 
 def _gemma_scale(said: Metadata, largest: int) -> int | None:
-    """By the number of layers: the largest models divide by the share of the hidden size that a head
-    has, the others by the head's own size."""
+    """Gemma's ``query_pre_attn_scalar``: the largest models, known by their number of layers, divide by the
+    share of the hidden size that a head has, the others by the head's own size."""
     if said.needed("block_count") == largest:
         return said.needed("embedding_length") // said.needed("attention.head_count")
     return said.integer("attention.key_length")

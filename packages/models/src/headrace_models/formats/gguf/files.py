@@ -1,4 +1,4 @@
-"""Which GGUF file a path means. No torch."""
+"""The GGUF file that a path means. No torch."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class GGUFFormat:
         said = Metadata(header)
         dialect = DIALECTS.get(said.architecture)
         if dialect is None:
-            raise UnsupportedModel(f"{file}: GGUF files of {said.architecture!r} are not read")
+            raise UnsupportedModel(f"{file}: GGUF files of {said.architecture!r} are not supported")
         reader = _Reader(said, dialect, self.dtype)
         total, done = sum(tensor.num_bytes for tensor in header.tensors), 0
         for part, tensors in itertools.groupby(header.tensors, lambda tensor: tensor.file):

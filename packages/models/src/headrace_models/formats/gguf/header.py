@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace_core import failpoints
 from headrace_core.errors import WeightsError
-from headrace_models.regular_file import open_regular
+from headrace_models.checkpoint.regular_file import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -33,7 +33,7 @@ MAX_PARTS = 1000
 
 
 class BlockType(NamedTuple):
-    """How numbers are stored: so many in a block of so many bytes."""
+    """Storage of numbers: so many in a block of so many bytes."""
 
     name: str
     elements: int
@@ -60,7 +60,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class GGUFTensor(NamedTuple):
-    """Where a tensor lies."""
+    """One tensor of a file, and its place."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,18 +68,18 @@ class GGUFTensor(NamedTuple):
     type: BlockType
     file: Path
     offset: int
-    """From the start of the file."""
+    """Bytes from the start of the file."""
     num_bytes: int
 
 
 class GGUFHeader(NamedTuple):
-    """What stands before the blocks."""
+    """Content of a file before the blocks."""
 
     path: Path
     metadata: Mapping[str, Any]
     """Numbers, strings, booleans, and lists of one of these."""
     tensors: tuple[GGUFTensor, ...]
-    """By file and position."""
+    """Tensors in the order of files and positions."""
 
 
 def read_gguf(path: Path) -> GGUFHeader:
@@ -243,7 +243,7 @@ class _Reader:
         return value
 
     def _placed(self, listed: list[GGUFTensor], alignment: int) -> tuple[GGUFTensor, ...]:
-        """With offsets from the file's start; none may overlap another or the file's end."""
+        """Tensors with offsets from the file's start; none may overlap another or the file's end."""
         start = end = -(-self.place // alignment) * alignment
         names: set[str] = set()
         placed = []

@@ -52,13 +52,13 @@ _SETTINGS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
 
 class Dialect(NamedTuple):
-    """What one architecture's files have of their own."""
+    """Differences of one architecture's files from the others'."""
 
     names: Mapping[str, str]
     permuted: bool = False
     """Rows of q and k are in the order of interleaved rotation."""
     norm_offset: float = 0.0
-    """What the converter added to the weights of norms."""
+    """Number that the converter added to the weights of norms."""
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -72,16 +72,16 @@ DIALECTS: Mapping[str, Dialect] = {
     "gemma3": Dialect({**_BASE, **_SANDWICH}, norm_offset=1.0),
     "phi3": Dialect({**_BASE, "ffn_up": "mlp.gate_up_proj"}),
 }
-"""By ``general.architecture``."""
+"""Dialect by ``general.architecture``."""
 
 
 class Named(NamedTuple):
     """A GGUF tensor in the checkpoint's words."""
 
     stem: str
-    """As in :data:`_BASE`."""
+    """Stem as in :data:`_BASE`."""
     name: str
-    """In a tensor of all experts ``{}`` stands for the expert's number."""
+    """Name of the tensor; ``{}`` stands for the expert's number in a tensor of all experts."""
 
 
 def checkpoint_name(dialect: Dialect, name: str) -> Named | None:

@@ -31,7 +31,7 @@ _CASED = (
 
 
 class Cutting(NamedTuple):
-    """How a byte-level BPE cuts text before it merges."""
+    """Rules by which a byte-level BPE cuts text before it merges."""
 
     pattern: str | None = None
     """None: GPT-2's own."""
@@ -54,11 +54,11 @@ CUTTINGS: Mapping[str, Cutting] = {
                     Cutting(digits=True)),
     **dict.fromkeys(("gpt-4o", "llama4", "o200k"), Cutting(_CASED)),
 }  # fmt: skip
-"""By ``tokenizer.ggml.pre``."""
+"""Cutting by ``tokenizer.ggml.pre``."""
 
 
 class GGUFTokenizer(NamedTuple):
-    """What the files beside a checkpoint would hold."""
+    """Content of the tokenizer's files that would lie beside a checkpoint."""
 
     tokenizer: str
     """``tokenizer.json``."""
@@ -122,7 +122,7 @@ class _Vocabulary:
         return values
 
     def ids(self) -> dict[str, int]:
-        """Of two pieces that are spelled alike the first counts."""
+        """Id by piece; of two pieces that are spelled alike the first counts."""
         found: dict[str, int] = {}
         for index, piece in enumerate(self.pieces):
             found.setdefault(piece, index)

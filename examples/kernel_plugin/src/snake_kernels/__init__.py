@@ -1,0 +1,1 @@
+"""Kernels for headrace: ``xielu`` and ``snake``."""

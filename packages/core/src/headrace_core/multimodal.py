@@ -1,0 +1,110 @@
+"""Images, audio and video on their way into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from headrace_core.arrays import PackedArray
+
+Modality = Literal["image", "audio", "video"]
+MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
+
+
+MEDIA_LIMIT = 999
+"""Items of a modality that a prompt may bring, unless the operator says otherwise."""
+
+
+def media_limit(limits: Mapping[str, Any], modality: str) -> int:
+    """Most items of a modality in one prompt.
+
+    Args:
+        limits: ``model.limit_mm_per_prompt``, checked: modality -> count, or an object with ``count``.
+    """
+    given = limits.get(modality, MEDIA_LIMIT)
+    count = given.get("count", MEDIA_LIMIT) if isinstance(given, Mapping) else given
+    return int(count)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One decoded item."""
+
+    modality: Modality
+    data: Any
+    """image: [height, width, 3] uint8; audio: [samples] float32, one channel, with its
+    ``sample_rate`` in ``metadata`` (absent: the model's own);
+    video: [frames, height, width, 3] uint8."""
+    content_hash: str
+    """256-bit hex over the decoded content, its shape and its options."""
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedMedia:
+    """A media item as the model wants it."""
+
+    inputs: Mapping[str, PackedArray]
+    """For ``SupportsMultiModal.embed_media`` or ``SupportsEncoderDecoder.encode``."""
+    num_tokens: int
+    """Placeholder tokens that it takes in the prompt; of an encoder-decoder model, the length of
+    what its encoder makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInput:
+    """A processed item on its way to the workers, with its place. Plain data."""
+
+    modality: str
+    inputs: dict[str, PackedArray]
+    content_hash: str
+    """256-bit hash (hex) of the decoded item and its options: names its content in cached prefixes."""
+    num_tokens: int
+    """See :class:`ProcessedMedia`."""
+    offset: int = -1
+    """Its first placeholder in the prompt's tokens; -1: it is no part of them (an encoder's)."""
+
+
+class MediaPlacement(NamedTuple):
+    """A prompt with its media's placeholders expanded."""
+
+    token_ids: list[int]
+    offsets: list[int]
+    """By item: its first placeholder."""
+
+
+class MediaProcessor(Protocol):
+    """Turns decoded items into a model's inputs.
+
+    The object behind an entry point of ``headrace.multimodal_processors`` (the entry's name is the
+    architecture) is a factory ``(config, path) -> MediaProcessor``: ``config.json`` whole, and the
+    checkpoint's folder, whose ``preprocessor_config.json`` it may read.
+    """
+
+    def modalities(self) -> Sequence[Modality]: ...
+
+    def process(
+        self, items: Sequence[MediaItem], options: Mapping[str, Any]
+    ) -> list[ProcessedMedia]:
+        """Raises RequestError naming the option or the item."""
+        ...
+
+    def largest(self, modality: Modality) -> ProcessedMedia:
+        """An item that takes as many tokens and as much memory as any: for measuring, whatever its
+        content."""
+        ...
+
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """Text of the placeholder for the conversation's item ``index`` (from 0) in a message, where
+        the chat template itself writes none; "" for an encoder's."""
+        ...
+
+    def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
+        """Expand each item's placeholder in a prompt, in order; an encoder-decoder model's prompt
+        has none and stays as it is, with offsets of -1.
+
+        Raises:
+            RequestError: there are more or fewer placeholders than items.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Sampling parameters, and the contract of logits processors."""

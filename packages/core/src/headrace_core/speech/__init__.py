@@ -1,0 +1,1 @@
+"""Speech to text: what a model says of itself, and what transcripts are."""

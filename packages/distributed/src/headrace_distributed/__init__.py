@@ -1,3 +1,0 @@
-"""Running workers: executors and communicators."""
-
-__version__ = "0.1.0"

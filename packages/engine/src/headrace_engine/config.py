@@ -1,0 +1,528 @@
+"""All settings of an engine: :class:`EngineConfig`, with one frozen dataclass per owner.
+
+Those of the model and of its loading, which other packages read too, are in
+:mod:`headrace_core.config`, which also says how a field is declared. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace_core import plugins
+from headrace_core.attention import BLOCK_SIZES
+from headrace_core.config import LoadConfig, ModelConfig, option, require, require_choice
+from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
+from headrace_core.kv import CACHE_DTYPES
+from headrace_engine.cores import parse_cores
+
+DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
+"""Tokens. Calls are saved in small steps; what large ones gain is that their intermediate results
+lie in memory that stays, where an allocator would take megabytes from the system for each."""
+DETAILED_TRACES = ("model", "worker", "all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = option(None, "Tokens per block. Default: the platform's (16).")
+    kv_cache_dtype: str = option(
+        "auto", "Storage of keys and values: auto (the model's dtype), or half of bf16's memory: "
+        "fp8 (= fp8_e4m3), fp8_e5m2, or int8, which needs calculate_kv_scales.",
+        cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits, int8 to a "
+        "ninetieth of the largest value measured in their layer",
+    )  # fmt: skip
+    calculate_kv_scales: bool = option(
+        False, "Measure the scale of an fp8 or int8 cache for each layer at start; otherwise the scale "
+        "is 1. Fixed after the start.",
+        cost="a prompt of 256 tokens at start; keys and values that exceed its largest by more than a "
+        "headroom are clipped",
+    )  # fmt: skip
+    enable_prefix_caching: bool | None = option(
+        None, "Reuse cached blocks of earlier requests with the same prefix. Default: on if the model "
+        "supports it.",
+        cost="hashing prompts: well under 1 % of prefill",
+    )  # fmt: skip
+    gpu_memory_utilization: float = option(
+        0.9, "Share of the device's memory (on a CPU: of the memory free at start) for weights, "
+        "activations and KV cache together.",
+    )  # fmt: skip
+    max_memory_bytes: int | None = option(
+        None, "Most bytes for weights, activations and KV cache together; replaces the share above.",
+        human_int=True,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache, independent of the share; must fit into what max_memory_bytes "
+        "leaves.", human_int=True,
+    )  # fmt: skip
+    kv_cache_ahead_bytes: int = option(
+        512 << 20, "CPU: bytes of the KV cache that a low-priority thread makes resident before they "
+        "are used; 0: none, memory is allocated on first use; -1: all, before the first request.",
+        human_int=True, cost="that much memory beyond the blocks in use; with -1 up to one second of "
+        "start-up per gigabyte; with 0 prompts wait for memory from the system",
+    )  # fmt: skip
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of blocks; replaces the two settings above. For tests of preemption."
+    )
+    prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None:
+            require_choice("cache.block_size", self.block_size, BLOCK_SIZES)
+        require_choice("cache.kv_cache_dtype", self.kv_cache_dtype, tuple(CACHE_DTYPES))
+        self._check_scales()
+        share = self.gpu_memory_utilization
+        require(0 < share <= 1, "cache.gpu_memory_utilization", share, "in (0, 1]")
+        for name in ("max_memory_bytes", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"cache.{name}", value, "at least 1")
+        require(self.kv_cache_ahead_bytes >= -1, "cache.kv_cache_ahead_bytes",
+               self.kv_cache_ahead_bytes, "at least 0, or -1")  # fmt: skip
+        require_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
+
+    def _check_scales(self) -> None:
+        dtype, measured = self.kv_cache_dtype, self.calculate_kv_scales
+        require(dtype != "int8" or measured, "cache.kv_cache_dtype", dtype,
+               "used with cache.calculate_kv_scales = True (--calculate-kv-scales), as int8 needs "
+               "scales that suit the model; 'fp8' works without")  # fmt: skip
+        require(not measured or CACHE_DTYPES[dtype] != "", "cache.calculate_kv_scales", measured,
+               f"False with cache.kv_cache_dtype = {dtype!r}, which stores keys and values as they "
+               "are; 'fp8', 'fp8_e5m2' and 'int8' have scales")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The scheduler: how steps are filled."""
+
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens in one step. Default: 2048 on a CPU, 8192 on a GPU.", human_int=True,
+        cost="activations grow with it; small values make prefill longer, large values delay decode",
+    )  # fmt: skip
+    max_num_shared_tokens: int | None = option(
+        None, "Most tokens in one step while several requests compete for it (at least max_num_seqs). "
+        "Default: 512 on a CPU, where a step's time grows with its tokens; max_num_batched_tokens "
+        "on a GPU. If it is below max_num_batched_tokens, a step starts no further prompt once "
+        "prompts fill half of it.", human_int=True,
+        cost="small values give first tokens earlier, one request after the other",
+    )  # fmt: skip
+    max_num_seqs: int | None = option(
+        None, "Most requests in one step. Default: 128 on a CPU, 256 on a GPU."
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Split long prompts over several steps, so that decoding continues."
+    )
+    max_num_partial_prefills: int = option(
+        1, "Most prompts that are partly computed at the same time."
+    )
+    max_long_partial_prefills: int = option(
+        1, "Most long prompts among those; a lower number lets short prompts overtake long ones."
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Length above which a prompt is long; 0: 4 % of the context if several partial prefills are "
+        "allowed.", human_int=True,
+    )  # fmt: skip
+    policy: Literal["fcfs", "priority", "fair"] = option(
+        "fcfs", "Order of requests: fcfs (arrival), priority (the request's priority, lower first, then "
+        "arrival) or fair (API keys share tokens; requests of one key in order of arrival).",
+        flag="scheduling_policy",
+    )  # fmt: skip
+    fair_weights: Mapping[str, float] = option(
+        {}, 'JSON, name of a key -> its relative share under the fair policy: {"batch": 0.5}. '
+        "Default: 1 for each key.",
+    )  # fmt: skip
+    scheduler_cls: str = option("default", "Scheduler: default, or the name of a plug-in.")
+    async_scheduling: bool | None = option(
+        None, "Schedule and detokenize while the model runs. Default: on."
+    )
+    stream_interval: int = option(
+        1, "Tokens per streamed chunk; the first and last chunk are sent at once."
+    )
+    max_queued_requests: int = option(
+        16384, "Most waiting requests; more are refused with HTTP 429.", human_int=True
+    )
+    max_queued_tokens: int | None = option(
+        None, "Most prompt tokens of all waiting requests; more are refused with HTTP 429. A request is "
+        "always accepted if no other request waits. Default: no limit.", human_int=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_shared_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
+        for name in ("max_num_partial_prefills", "stream_interval", "max_queued_requests"):
+            require(
+                getattr(self, name) >= 1, f"scheduler.{name}", getattr(self, name), "at least 1"
+            )
+        require_choice("scheduler.policy", self.policy, ("fcfs", "priority", "fair"))
+        require(all(isinstance(w, (int, float)) and 0 < w < float("inf")
+                   for w in self.fair_weights.values()),
+               "scheduler.fair_weights", self.fair_weights, "numbers above 0")  # fmt: skip
+        require(not self.fair_weights or self.policy == "fair", "scheduler.fair_weights",
+               self.fair_weights, "used with scheduler.policy = 'fair'")  # fmt: skip
+        require(self.max_queued_tokens is None or self.max_queued_tokens >= 1,
+               "scheduler.max_queued_tokens", self.max_queued_tokens, "at least 1")  # fmt: skip
+        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        require(1 <= long <= partial, "scheduler.max_long_partial_prefills", long,
+               f"between 1 and max_num_partial_prefills = {partial}")  # fmt: skip
+        require(partial == 1 or self.enable_chunked_prefill, "scheduler.max_num_partial_prefills",
+               partial, "1 while enable_chunked_prefill is off")  # fmt: skip
+        require(self.long_prefill_token_threshold >= 0, "scheduler.long_prefill_token_threshold",
+               self.long_prefill_token_threshold, "at least 0")  # fmt: skip
+        if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
+            require(self.max_num_batched_tokens >= self.max_num_seqs,
+                   "scheduler.max_num_batched_tokens", self.max_num_batched_tokens,
+                   f"at least max_num_seqs = {self.max_num_seqs}")  # fmt: skip
+        shared, most = self.max_num_shared_tokens, self.max_num_batched_tokens
+        require(shared is None or most is None or shared <= most, "scheduler.max_num_shared_tokens",
+               shared, f"at most max_num_batched_tokens = {most}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Over how many processes the model is spread."""
+
+    tensor_parallel_size: int = option(
+        1, "Ranks over which each layer is split. Only 1 for now.", other_flag="-tp"
+    )
+    pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
+    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
+    distributed_executor_backend: str = option(
+        "uni", "Executor of the workers: uni, or a plug-in's name."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
+                   "1: running on several devices is not built yet")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """The device, its threads and processes."""
+
+    device: str = option(
+        "auto", "auto, cpu, cuda, sim (predictable tokens without a model, for tests of the rest), or a "
+        "platform plug-in's name.",
+    )  # fmt: skip
+    num_threads: int = option(
+        0, "CPU threads of the engine; 0: one per core that the process may use."
+    )
+    cpu_bind: str = option(
+        "none", "CPU cores for the engine's threads, one per thread: none (not bound), auto (physical "
+        "cores first), or a list such as 0-3,8. Linux only.",
+        cost="a bound thread waits for its core even if other cores are idle; run nothing else on these "
+        "cores",
+    )  # fmt: skip
+    kernels: Mapping[str, str] = option(
+        {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'
+    )
+
+    def __post_init__(self) -> None:
+        require(self.num_threads >= 0, "device.num_threads", self.num_threads, "at least 0")
+        if self.cpu_bind not in ("none", "auto"):
+            try:
+                parse_cores(self.cpu_bind)
+            except ValueError as error:
+                require(False, "device.cpu_bind", self.cpu_bind,
+                       f"none, auto or a list of cores such as '0-3,8': {error}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention."""
+
+    backend: str | None = option(
+        None,
+        "Attention backend. Default: the first that supports the model.",
+        flag="attention_backend",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Captured steps: recorded at start, replayed without Python (CUDA graphs are the same idea)."""
+
+    enforce_eager: bool | None = option(
+        None, "Capture no steps; run each from Python. Outputs are the same bit for bit. Default: from "
+        "the optimization level."
+    )  # fmt: skip
+    optimization_level: int = option(
+        2, "Preparation at start: 0: none (enforce_eager); 1, 2 and 3, which are the same: capture "
+        "steps. The individual settings take precedence.", other_flag="-O",
+    )  # fmt: skip
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (), "Token counts for which steps are captured; larger steps run eagerly. Default: 16, 64, 256, "
+        "512 and 2048, up to max_num_batched_tokens.",
+        cost="memory for the intermediate results of the largest step",
+    )  # fmt: skip
+    max_cudagraph_capture_size: int | None = option(
+        None, "Largest of these sizes. Default: max_num_batched_tokens."
+    )
+
+    def __post_init__(self) -> None:
+        require_choice("graph.optimization_level", self.optimization_level, (0, 1, 2, 3))
+        if self.enforce_eager is None:
+            object.__setattr__(self, "enforce_eager", self.optimization_level == 0)
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        require(all(size >= 1 for size in sizes), "graph.cudagraph_capture_sizes", sizes,
+               "numbers of at least 1")  # fmt: skip
+        require(largest is None or largest >= 1, "graph.max_cudagraph_capture_size", largest,
+               "at least 1")  # fmt: skip
+        require(not sizes or largest in (None, max(sizes, default=0)),
+               "graph.max_cudagraph_capture_size", largest,
+               f"the largest of cudagraph_capture_sizes = {sizes}")  # fmt: skip
+
+
+def capture_sizes(
+    wanted: tuple[int, ...], maximum: int | None, *, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """The buckets: those wanted, else the default ones, that are of use.
+
+    Args:
+        wanted: the user's list, empty = default.
+        maximum: the user's limit, None = none.
+        max_num_batched_tokens: most tokens of any step; larger buckets are cut down to it.
+    """
+    limit = max_num_batched_tokens if maximum is None else min(maximum, max_num_batched_tokens)
+    sizes = sorted({min(size, limit) for size in wanted or DEFAULT_CAPTURE_SIZES})
+    return tuple(size for size in sizes if size > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Structured output: who matches it, and what a constraint may cost."""
+
+    backend: str = option(
+        "auto", "Grammar backend: auto (the first installed one that supports the constraint), guidance "
+        "(= llguidance), xgrammar, outlines, lm-format-enforcer, or a plug-in's name.",
+    )  # fmt: skip
+    disable_fallback: bool = option(
+        False,
+        "Refuse constraints that the backend does not support, instead of trying other backends.",
+    )
+    disable_any_whitespace: bool = option(
+        False, "Write compact JSON. Only with backend guidance or xgrammar."
+    )
+    disable_additional_properties: bool = option(
+        False, "Allow only the properties in the schema of an object. Only with backend guidance.",
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "", "Format of the model's reasoning; constraints apply after the reasoning."
+    )
+    reasoning_parser_plugin: str = option("", "Python file that registers reasoning parsers.")
+    enable_in_reasoning: bool = option(False, "Apply constraints to the reasoning too.")
+    prepare_at_start: bool = option(
+        False, "Build the backend's vocabulary tables at start. Otherwise the first constraint builds "
+        "them, and all requests wait.",
+        cost="about 10 to 20 us of start-up per token of the vocabulary",
+    )  # fmt: skip
+    compile_seconds: float = option(10.0, "Most seconds to compile one constraint.")
+    compile_memory_bytes: int = option(256 << 20, "Most memory of one compilation.", human_int=True)
+    compile_processes: int = option(
+        2, "Processes that compile constraints, started on demand.",
+        cost="about 30 MB each while in use",
+    )  # fmt: skip
+    matching_seconds: float = option(
+        0.25, "Seconds of processor time to match one request's constraint, beyond 1 ms per token. A "
+        "request that exceeds it ends with finish_reason error.",
+    )  # fmt: skip
+    max_source_bytes: int = option(1 << 20, "Longest constraint, as JSON or text.", human_int=True)
+    max_depth: int = option(64, "Deepest nesting of a JSON schema or structural tag.")
+    max_regex_length: int = option(8192, "Longest regex, also within a JSON schema.")
+    cache_bytes: int = option(
+        256 << 20, "Most memory for cached compiled grammars.",
+        human_int=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        backend = BACKEND_ALIASES.get(self.backend, self.backend)
+        object.__setattr__(self, "backend", backend)
+        known = {"auto", *BACKENDS, *plugins.installed("headrace.grammar_backends")}
+        require_choice("structured_outputs.backend", backend, tuple(sorted(known)))
+        require(not self.disable_any_whitespace or backend in ("guidance", "xgrammar"),
+               "structured_outputs.disable_any_whitespace", True,
+               f"False with backend {backend!r}; 'guidance' and 'xgrammar' can do it")  # fmt: skip
+        require(not self.disable_additional_properties or backend == "guidance",
+               "structured_outputs.disable_additional_properties", True,
+               f"False with backend {backend!r}; 'guidance' can do it")  # fmt: skip
+        require(self.compile_seconds > 0, "structured_outputs.compile_seconds",
+               self.compile_seconds, "above 0")  # fmt: skip
+        require(self.matching_seconds > 0, "structured_outputs.matching_seconds",
+               self.matching_seconds, "above 0")  # fmt: skip
+        for name in ("compile_memory_bytes", "compile_processes", "max_source_bytes", "max_depth",
+                     "max_regex_length", "cache_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            require(value >= 1, f"structured_outputs.{name}", value, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """Statistics, logs and traces."""
+
+    log_stats: bool = option(True, "Count and log throughput, cache use and hit rate.")
+    log_stats_interval: float = option(10.0, "Seconds between the engine's log lines.")
+    heartbeat_limit: float = option(
+        5.0, "Seconds of one step after which the engine counts as stuck and /health answers 503; at "
+        "least four times the largest step at start.",
+    )  # fmt: skip
+    collect_detailed_traces: tuple[str, ...] = option(
+        (), "Step times to add to a request's span (--otlp-traces-endpoint) and metrics: model (forward "
+        "passes), worker (whole steps) or all; a list, or one text with commas.",
+        cost="a small message to the front end in each step",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        given: object = self.collect_detailed_traces
+        texts = (given,) if isinstance(given, str) else self.collect_detailed_traces
+        words = tuple(word.strip() for text in texts for word in str(text).split(","))
+        for word in words:
+            require_choice("observability.collect_detailed_traces", word, DETAILED_TRACES)
+        object.__setattr__(self, "collect_detailed_traces", words)
+        for name in ("log_stats_interval", "heartbeat_limit"):
+            require(
+                getattr(self, name) > 0, f"observability.{name}", getattr(self, name), "above 0"
+            )
+
+    @property
+    def collect_forward_time(self) -> bool:
+        """True if requests' metrics tell the time of the model's forward passes."""
+        return not {"model", "all"}.isdisjoint(self.collect_detailed_traces)
+
+    @property
+    def collect_execute_time(self) -> bool:
+        """True if requests' metrics tell the time of the worker's whole steps."""
+        return not {"worker", "all"}.isdisjoint(self.collect_detailed_traces)
+
+
+_KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", str: "text"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """The profiler: what is recorded between ``start_profile`` and ``stop_profile``: the workers' steps.
+
+    The names are those of ``--profiler-config``'s JSON.
+    """
+
+    profiler: Literal["torch", "cuda"] | None = None
+    """``torch`` writes trace files; ``cuda`` switches an attached profiler (Nsight) on and off."""
+    torch_profiler_dir: str = ""
+    """Absolute path of the folder for trace files; made if it is not there."""
+    torch_profiler_with_stack: bool = True
+    torch_profiler_use_gzip: bool = True
+    torch_profiler_dump_cuda_time_total: bool = True
+    """Also write a table of the operations that took longest."""
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_with_flops: bool = False
+    ignore_frontend: bool = True
+    """Only True: tokenising and HTTP are not recorded."""
+    delay_iterations: int = 0
+    """Steps after the start that are not recorded."""
+    max_iterations: int = 0
+    """Steps after which recording ends by itself; 0: only ``stop_profile`` ends it."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # JSON of the user's: nobody has looked at the types
+            if item.name != "profiler":
+                value, kind = getattr(self, item.name), type(item.default)
+                require(type(value) is kind, f"profiler_config.{item.name}", value, _KINDS[kind])
+        require_choice("profiler_config.profiler", self.profiler, (None, "torch", "cuda"))
+        folder = self.torch_profiler_dir
+        require(self.profiler != "torch" or folder.startswith("/"),
+               "profiler_config.torch_profiler_dir", folder,
+               "an absolute path with profiler = 'torch'")  # fmt: skip
+        require(self.ignore_frontend, "profiler_config.ignore_frontend", self.ignore_frontend,
+               "true: the front end is not recorded")  # fmt: skip
+        for name in ("delay_iterations", "max_iterations"):
+            require(getattr(self, name) >= 0, f"profiler_config.{name}", getattr(self, name),
+                   "at least 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimConfig:
+    """The simulated device (--device sim), which runs no model: how long its steps take."""
+
+    step_ms: float = option(5.0, "Milliseconds per step.", flag="sim_step_ms")
+    token_us: float = option(
+        10.0, "Microseconds per token of a step, prompt tokens included.", flag="sim_token_us"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "token_us"):
+            require(0 <= getattr(self, name) <= 60_000, f"sim.{name}", getattr(self, name),
+                   "in 0..60000")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechConfig:
+    """Speech to text: what uploaded audio may cost before a model hears it."""
+
+    audio_decoders: int = option(
+        1, "Processes that decode uploaded audio, for models that transcribe.",
+        cost="about 100 MB each, plus the decoded audio",
+    )  # fmt: skip
+    max_audio_file_bytes: int | None = option(
+        None, "Longest audio file. Default: HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB, else 25 MiB.",
+        human_int=True,
+    )  # fmt: skip
+    max_audio_seconds: float | None = option(
+        None, "Most seconds of audio in one file. Default: 7200; hardened: 3600.",
+        cost="64 KB per second of audio during transcription",
+    )  # fmt: skip
+    audio_decode_seconds: float = option(
+        60.0, "Seconds to decode one file; then its process is killed."
+    )
+
+    def __post_init__(self) -> None:
+        require(1 <= self.audio_decoders <= 64, "speech.audio_decoders", self.audio_decoders,
+               "in 1..64")  # fmt: skip
+        for name in ("max_audio_file_bytes", "max_audio_seconds", "audio_decode_seconds"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"speech.{name}", value, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
+    speech: SpeechConfig = field(default_factory=SpeechConfig)
+    engine_process: bool = option(
+        False, "Run the engine in a separate process, connected by ZeroMQ.",
+        cost="one copy and a wake-up per step; isolates the server from the model",
+    )  # fmt: skip
+    profiler_config: Mapping[str, Any] = option(
+        {}, "JSON: settings of POST /start_profile: profiler (torch, cuda), torch_profiler_dir, "
+        "delay_iterations, max_iterations and others.",
+        cost="steps are slower and the trace grows during a recording",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _ = self.profiler  # checked before anything is loaded
+
+    @property
+    def profiler(self) -> ProfilerConfig:
+        """:attr:`profiler_config`, checked.
+
+        Raises:
+            ConfigError: a field is unknown or its value wrong.
+        """
+        known = {field.name for field in dataclasses.fields(ProfilerConfig)}
+        for name, value in self.profiler_config.items():
+            require(name in known, f"profiler_config.{name}", value,
+                   f"left out: unknown field; fields are {', '.join(sorted(known))}")  # fmt: skip
+        return ProfilerConfig(**self.profiler_config)

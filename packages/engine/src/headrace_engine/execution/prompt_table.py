@@ -1,0 +1,139 @@
+"""Parts of prompts beside token ids, in a worker: vectors in place of tokens (embeddings, media's
+placeholders), segments, and the number of tokens that are attended to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace_core.model import InputEmbeds
+from headrace_core.request import PromptEmbeds
+from headrace_core.step import NewRequest
+from headrace_engine.execution.requests import Ints
+
+
+def as_tensor(embeds: PromptEmbeds, device: torch.device) -> Tensor:
+    """Embeddings [num_tokens, hidden size] on the device."""
+    # A copy, as bytes are read-only; its size and dtype were checked when the object was made.
+    flat = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
+    return flat.view(embeds.num_tokens, embeds.hidden_size).to(device)
+
+
+class _VectorSpan(NamedTuple):
+    """Vectors in place of a request's adjacent tokens."""
+
+    start: int
+    vectors: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.vectors.shape[0]
+
+
+class PromptTable:
+    """Parts of prompts beside token ids, by row of the request table. Most requests have none, so that the
+    table is empty in most steps.
+
+    Letters: T tokens in a step, B requests in it.
+
+    Args:
+        device: where the tensors go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.spans: dict[int, list[_VectorSpan]] = {}
+        """Vectors in place of tokens; on the device until they are computed."""
+        self.token_types: dict[int, Ints] = {}
+        """Segments of tokens, for models that tell the two texts of a pair apart; a row that is not here
+        is all 0."""
+        self.num_attended: dict[int, int] = {}
+        """Numbers of tokens that are attended to, for models that attend in both directions; a row that
+        is not here attends to all of its tokens."""
+
+    def add(self, row: int, new: NewRequest) -> None:
+        """Keep a new request's parts."""
+        request = new.request
+        if request.prompt_embeds is not None:
+            self.add_span(row, 0, as_tensor(request.prompt_embeds, self._device))
+        if request.token_type_ids is not None and any(request.token_type_ids):
+            self.token_types[row] = np.array(request.token_type_ids, np.int64)
+        if request.num_attended_tokens is not None:
+            self.num_attended[row] = request.num_attended_tokens
+
+    def remove(self, row: int, request_id: str) -> None:
+        """Forget a row's request."""
+        self.spans.pop(row, None)
+        self.token_types.pop(row, None)
+        self.num_attended.pop(row, None)
+
+    def add_span(self, row: int, start: int, vectors: Tensor) -> None:
+        """Keep the vectors [n, H] of a request's tokens from ``start`` on."""
+        self.spans.setdefault(row, []).append(_VectorSpan(start, vectors))
+
+    def input_embeds(self, rows: Ints, computed: Ints, cu_seqlens: Ints) -> InputEmbeds | None:
+        """Vectors in place of a step's tokens; None: all tokens are given by their ids.
+
+        Vectors of tokens that were computed before are forgotten.
+
+        Args:
+            rows: [B]; rows of the request table.
+            computed: [B]; tokens before this step.
+            cu_seqlens: [B + 1]; running sum of this step's tokens.
+        """
+        if not self.spans:
+            return None
+        places, values = [], []
+        for b, row in enumerate(rows.tolist()):
+            if row not in self.spans:
+                continue
+            first, begin = int(computed[b]), int(cu_seqlens[b])
+            last = first + int(cu_seqlens[b + 1]) - begin
+            for span in self._remaining(row, first):
+                start, end = max(first, span.start), min(last, span.end)
+                if start < end:
+                    places.append(np.arange(begin + start - first, begin + end - first))
+                    values.append(span.vectors[start - span.start : end - span.start])
+        if not places:
+            return None
+        index = torch.from_numpy(np.concatenate(places)).to(self._device)
+        return InputEmbeds(index, torch.cat(values))
+
+    def token_type_ids(self, rows: Ints, computed: Ints, cu_seqlens: Ints) -> Tensor:
+        """Segments [T] int64 of a step's tokens; arguments as :meth:`input_embeds`."""
+        types = np.zeros(int(cu_seqlens[-1]), np.int64)
+        if self.token_types:
+            for b, row in enumerate(rows.tolist()):
+                own = self.token_types.get(row)
+                if own is not None:
+                    first, start, end = int(computed[b]), int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+                    types[start:end] = own[first : first + end - start]
+        return torch.from_numpy(types).to(self._device)
+
+    def key_lens(self, rows: Ints, seq_lens: Ints) -> npt.NDArray[np.int32] | None:
+        """Numbers of tokens that are attended to, [B] int32; None: all of all.
+
+        Args:
+            rows: [B]; rows of the request table.
+            seq_lens: [B]; tokens of each request.
+        """
+        if not self.num_attended:
+            return None
+        lengths = seq_lens.astype(np.int32)
+        for b, row in enumerate(rows.tolist()):
+            lengths[b] = min(lengths[b], self.num_attended.get(row, lengths[b]))
+        return lengths if (lengths < seq_lens).any() else None
+
+    def _remaining(self, row: int, first: int) -> list[_VectorSpan]:
+        """A row's spans that do not end before ``first``; a request never goes back."""
+        spans = [span for span in self.spans[row] if span.end > first]
+        if spans:
+            self.spans[row] = spans
+        else:
+            del self.spans[row]
+        return spans

@@ -1,0 +1,1 @@
+"""Chats to prompts: messages, roles and templates, rendered in a sandbox."""

@@ -1,0 +1,1 @@
+"""Scheduling: the tokens of requests that the next step computes. No torch."""

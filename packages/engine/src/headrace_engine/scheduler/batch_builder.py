@@ -1,0 +1,256 @@
+"""Fills steps: running requests first, then waiting ones, or one that is quarantined alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from headrace_core import failpoints
+from headrace_core.kv import BlockIds, KVCacheManager, PrefixMatch
+from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
+from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
+from headrace_engine.scheduler.request_tracker import RequestTracker
+
+logger = logging.getLogger(__name__)
+
+
+class BatchBuilder:
+    """Decides who takes part in a step, with how many tokens.
+
+    Args:
+        tracker: whom there is to choose from.
+        kv: hands out blocks.
+        limits: of steps.
+    """
+
+    def __init__(self, tracker: RequestTracker, kv: KVCacheManager, limits: StepLimits) -> None:
+        self._tracker = tracker
+        self._kv = kv
+        self._limits = limits
+        self.quarantined: list[SchedulerRequest] = []
+        """To be computed alone, in this order; see :mod:`headrace_engine.scheduler.scheduler`."""
+        self._refused: list[CoreOutput] = []
+        """Outputs of requests that ended while a step was filled."""
+
+    def fill(self) -> BatchPlan:
+        """The next step; without entries if nothing can run now."""
+        plan = self._limits.plan(self._tracker)
+        while not plan.entries and (state := self._next_quarantined()) is not None:
+            try:
+                self._schedule_quarantined(state, plan)
+            except Exception as error:
+                self._refuse(state, error)
+        if not plan.entries:
+            self._fill(plan)
+        return plan
+
+    def take_refused(self) -> list[CoreOutput]:
+        """Outputs of requests that :meth:`fill` ended, each once: they raised an error."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def quarantine(self, states: Iterable[SchedulerRequest]) -> None:
+        """Compute these one by one from now on."""
+        self.quarantined += [state for state in states if state not in self.quarantined]
+
+    def clear(self, state: SchedulerRequest) -> None:
+        """A request has yielded a token: it can be computed."""
+        if self.quarantined and state in self.quarantined:
+            self.quarantined.remove(state)
+
+    def _fill(self, plan: BatchPlan) -> None:
+        self._schedule_running(plan)
+        # After a preemption the pool is exhausted: admitting now would only thrash.
+        if not plan.num_preempted:
+            self._schedule_waiting(plan)
+            if plan.contended:
+                self._use_rest(plan)
+
+    def _schedule_running(self, plan: BatchPlan) -> None:
+        index, running = 0, self._tracker.running
+        allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
+        while index < len(running) and plan.budget > 0:
+            state = running[index]
+            index += 1
+            num_tokens = len(state.all_token_ids) + state.num_placeholders
+            if num_tokens >= state.max_num_tokens:
+                continue  # the steps in flight bring it to its end
+            if state.is_slow and state.num_placeholders:
+                continue  # its next token takes long: a step with it might have to wait
+            num_tokens -= state.num_computed_tokens
+            decodes, most = num_tokens == 1, num_tokens
+            if not decodes:
+                most = min(self._limits.share(num_tokens, plan), plan.budget)
+                num_tokens = self._to_snapshot(state, state.num_computed_tokens, most)
+            try:
+                gained = allocate(state, num_tokens)
+                if gained is None:
+                    gained = self._preempt_for(state, num_tokens, plan)
+            except Exception as error:
+                index -= 1
+                self._refuse(state, error)
+                continue
+            if gained is None:
+                break
+            if decodes:
+                plan.add_decode(state)
+            else:
+                plan.add(
+                    state, num_tokens, self._limits.long_threshold, held_back=num_tokens < most
+                )
+            if any(gained):
+                plan.new_block_ids[state.request_id] = gained
+
+    def _to_snapshot(self, state: SchedulerRequest, computed: int, num_tokens: int) -> int:
+        """So many of ``num_tokens`` further tokens that a state which other requests may begin from is
+        not passed by."""
+        if not self._limits.cuts_prompts:
+            return num_tokens
+        end = self._kv.snapshot_at(state, computed)
+        return min(num_tokens, end - computed) if end else num_tokens
+
+    def _preempt_for(
+        self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan
+    ) -> BlockIds | None:
+        """Blocks for a running request, taken from others; None if it was preempted itself.
+
+        The running list is in the policy's order and is walked from the front, so a victim from
+        its end is never already part of this step.
+        """
+        while True:
+            victim = self._tracker.running.pop()
+            self._tracker.preempt(victim)
+            plan.num_preempted += 1
+            if victim is state:
+                return None
+            gained = self._kv.allocate(state, num_tokens)
+            if gained is not None:
+                return gained
+
+    def _schedule_waiting(self, plan: BatchPlan) -> None:
+        passed_over: list[SchedulerRequest] = []
+        waiting = self._tracker.waiting
+        # The look-ahead is bounded, so that a queue of long prompts is not walked in every step.
+        while (
+            len(waiting)
+            and plan.budget > 0
+            and plan.num_prompt_tokens < self._limits.enough_prompt
+            and len(self._tracker.running) < self._limits.max_seqs
+            and len(passed_over) < self._limits.max_seqs
+        ):
+            state = waiting.peek()
+            # Preempted with a token in flight: it needs that token first, and nobody may take the
+            # blocks it is waiting for.
+            if state.num_steps_in_flight or not self._limits.encodes(state, plan):
+                break
+            try:
+                match = self._match_prefix(state)
+                most = self._limits.admissible(state.num_tokens - match.num_tokens, plan)
+                num_tokens = most and self._to_snapshot(state, match.num_tokens, most)
+                gained = self._allocate(state, num_tokens, match) if num_tokens else None
+            except Exception as error:
+                self._refuse(state, error)
+                continue
+            if num_tokens is None:
+                passed_over.append(waiting.pop())
+                continue
+            if gained is None:
+                break
+            waiting.pop()
+            self._tracker.admit(state, match.num_tokens)
+            plan.begin(state, gained, match.num_tokens)
+            held_back = num_tokens < (most or 0)
+            plan.add(state, num_tokens, self._limits.long_threshold, held_back=held_back)
+        for state in reversed(passed_over):
+            waiting.push_back_first(state)
+
+    def _use_rest(self, plan: BatchPlan) -> None:
+        """Give what nobody else could use to the long prompts that had to share."""
+        for index, (state, _, samples) in enumerate(plan.entries):
+            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
+            if samples or num_tokens == 0:
+                continue
+            scheduled = plan.num_scheduled_tokens[state.request_id]
+            before = state.num_computed_tokens - scheduled
+            num_tokens = self._to_snapshot(state, before, scheduled + num_tokens) - scheduled
+            if num_tokens == 0:
+                continue
+            # Asked for together with what the step holds already: by itself the second part would
+            # release what a sliding window leaves behind, and the first part still reads that.
+            state.num_computed_tokens = before
+            try:
+                gained = self._kv.allocate(state, scheduled + num_tokens)
+            except Exception:
+                # It is part of this step already. If this raises again, the next one ends it.
+                logger.exception("request %s gets no more of a step", state.request_id)
+                gained = None
+            finally:
+                state.num_computed_tokens += scheduled
+            if gained is None:
+                break
+            plan.extend(index, num_tokens, gained)
+
+    def _next_quarantined(self) -> SchedulerRequest | None:
+        """The request that is computed alone now."""
+        if self.quarantined:
+            self.quarantined = [state for state in self.quarantined if not state.finished]
+        suspended = RequestStatus.SUSPENDED
+        return next((state for state in self.quarantined if state.status is not suspended), None)
+
+    def _schedule_quarantined(self, state: SchedulerRequest, plan: BatchPlan) -> None:
+        """A step for one request alone: as much of it as fits."""
+        if state.status is RequestStatus.RUNNING:
+            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
+            gained = self._make_room(state, lambda: self._allocate(state, num_tokens))
+            plan.add(state, num_tokens, self._limits.long_threshold)
+            if any(gained):
+                plan.new_block_ids[state.request_id] = gained
+            return
+        if len(self._tracker.running) >= self._limits.max_seqs:  # it was suspended, and others came
+            self._tracker.preempt(self._tracker.running.pop())
+        match = self._match_prefix(state)
+        num_tokens = min(state.num_tokens - match.num_tokens, plan.budget)
+        gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))
+        self._tracker.waiting.take(state)
+        self._tracker.admit(state, match.num_tokens)
+        plan.begin(state, gained, match.num_tokens)
+        plan.add(state, num_tokens, self._limits.long_threshold)
+
+    def _make_room(
+        self, state: SchedulerRequest, allocate: Callable[[], BlockIds | None]
+    ) -> BlockIds:
+        """Blocks for one request, if need be from all others.
+
+        Raises:
+            RuntimeError: the whole cache is too small, which was checked when the request came.
+        """
+        gained = allocate()
+        while gained is None:
+            victim = next(
+                (other for other in reversed(self._tracker.running) if other is not state), None
+            )
+            if victim is None:
+                raise RuntimeError("the cache has no room for a request that fits into it")
+            self._tracker.running.remove(victim)
+            self._tracker.preempt(victim)
+            gained = allocate()
+        return gained
+
+    def _allocate(
+        self, state: SchedulerRequest, num_tokens: int, match: PrefixMatch | None = None
+    ) -> BlockIds | None:
+        if failpoints.PLAN is not None:
+            failpoints.hit("kv.alloc", state.request_id)
+        return self._kv.allocate(state, num_tokens, match)
+
+    def _match_prefix(self, state: SchedulerRequest) -> PrefixMatch:
+        if failpoints.PLAN is not None:
+            failpoints.hit("kv.match", state.request_id)
+        return self._kv.match_prefix(state)
+
+    def _refuse(self, state: SchedulerRequest, error: Exception) -> None:
+        """Something raised while a step was filled with this request."""
+        if state in self._tracker.running:
+            self._tracker.running.remove(state)
+        self._refused.append(self._tracker.end_raising(state, error))

@@ -1,0 +1,175 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headrace_core.multimodal import MediaInput
+from headrace_core.request import CoreRequest, PromptEmbeds
+from headrace_core.step import TokenLogprobs
+
+
+class RequestStatus(enum.Enum):
+    """The state of a request's life."""
+
+    WAITING = "waiting"
+    """Never scheduled."""
+    RUNNING = "running"
+    """Holds blocks and takes part in steps."""
+    PREEMPTED = "preempted"
+    """Back in the queue, without blocks; computes everything again when resumed."""
+    SUSPENDED = "suspended"
+    """Neither in the queue nor in steps, without blocks, until it is resumed."""
+    FINISHED = "finished"
+
+
+class InFlight(NamedTuple):
+    """A request's part in a step whose result is not known yet."""
+
+    state: SchedulerRequest
+    epoch: int
+    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
+    samples: bool
+    """True if the step yields a token for it."""
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerRequest:
+    """One request's tokens and counters; a :class:`~headrace_core.kv.CachedSequence`.
+
+    With steps in flight the tokens are, in order::
+
+        |---- prompt ----|---- known output ----|---- placeholders ----|
+        |<------------- all_token_ids --------->|  sampled by steps in flight
+        |<------ num_computed_tokens ------>|      in the cache when the steps in flight end
+
+    A request can be scheduled for the tokens from ``num_computed_tokens`` to
+    :attr:`num_tokens`; a step that reaches the end of them samples one more.
+    """
+
+    request: CoreRequest
+    request_id: str
+    all_token_ids: list[int]
+    """Prompt and known output tokens."""
+    num_prompt_tokens: int
+    cache_salt: str | None
+    sequence_number: int
+    """Order of arrival in this scheduler."""
+    sort_key: tuple[float, ...]
+    """Place in the policy's order; the last of the running requests is preempted first."""
+    max_num_tokens: int
+    """Length at which it ends whatever is sampled: its ``max_tokens``, or the context's."""
+    num_computed_tokens: int = 0
+    num_placeholders: int = 0
+    num_steps_in_flight: int = 0
+    is_slow: bool = False
+    """Nothing is scheduled behind a placeholder of it: its constraint takes long to match."""
+    is_late: bool = False
+    """Its placeholder is of a step that has ended without the token, which comes with a later one."""
+    epoch: int = 0
+    """Raised when results of steps in flight must not be taken any more."""
+    status: RequestStatus = RequestStatus.WAITING
+    held_by_worker: bool = False
+    num_preemptions: int = 0
+    num_cached_tokens: int = -1
+    """Prompt tokens that came from the prefix cache at first scheduling; -1 = not yet scheduled."""
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Pieces of the prompt collected so far."""
+    prompt_logprobs_pending: bool = False
+    """Asked for and not yet handed out."""
+    decoding_entry: InFlight | None = None
+    """Kept, as it is the same for every token of an epoch."""
+
+    @classmethod
+    def create(
+        cls,
+        request: CoreRequest,
+        sequence_number: int,
+        *,
+        by_priority: bool,
+        now: float,
+        max_model_len: int,
+    ) -> SchedulerRequest:
+        key: tuple[float, ...] = (sequence_number,)
+        if by_priority:
+            key = (request.priority, request.arrival_time, sequence_number)
+        return cls(
+            request=request,
+            request_id=request.request_id,
+            all_token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            cache_salt=request.cache_salt,
+            sequence_number=sequence_number,
+            sort_key=key,
+            max_num_tokens=_longest(request, max_model_len),
+            queued_ts=now,
+            prompt_logprobs_pending=request.params.prompt_logprobs is not None,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and placeholders."""
+        return len(self.all_token_ids) + self.num_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Prompt log-probabilities need every prompt position computed, once; so do results of
+        pooling that are made of all tokens."""
+        pooling = self.request.pooling
+        if pooling is not None:
+            return pooling.skip_reading_prefix_cache is True
+        return self.prompt_logprobs_pending
+
+    @property
+    def prompt_embeds(self) -> PromptEmbeds | None:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.prompt_embeds
+
+    @property
+    def media(self) -> Sequence[MediaInput]:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.media
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.num_encoder_tokens
+
+    @property
+    def token_finish_reason(self) -> str | None:
+        """``stop``, ``length`` or None, judged by the last known token, which is an output token. (Stop
+        strings are found where text is known.)
+
+        A stop token counts from the ``min_tokens``-th output token on; it wins over a limit reached
+        with the same token.
+        """
+        request, token_ids = self.request, self.all_token_ids
+        if (
+            token_ids[-1] in request.stop_token_ids
+            and len(token_ids) - self.num_prompt_tokens >= request.params.min_tokens
+        ):
+            return "stop"
+        return "length" if len(token_ids) >= self.max_num_tokens else None
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+def _longest(request: CoreRequest, max_model_len: int) -> int:
+    """Tokens at which a request ends. A pooling one has no output, but counts as if its result were
+    one token, for which it needs no room."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if request.pooling is not None:
+        return num_prompt_tokens + 1
+    return min(num_prompt_tokens + request.max_tokens, max_model_len)

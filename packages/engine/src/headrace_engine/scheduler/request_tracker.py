@@ -1,0 +1,229 @@
+"""All requests of a scheduler, and where each of them is: waiting, running, suspended, or gone.
+
+What a request holds changes hands here and nowhere else: its place in the queue, its blocks, its
+state in the worker.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from headrace_core.kv import KVCacheManager
+from headrace_core.request import CoreRequest
+from headrace_engine.config import SchedulerConfig
+from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
+from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT_STEPS = 4096
+"""Steps whose sizes are kept for a snapshot that nobody takes."""
+MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
+
+
+_sort_key = attrgetter("sort_key")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Running totals; they never fall."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_steps: int = 0
+    iteration_tokens: int = 0
+    step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_STEPS))
+
+    def count_step(self, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.iteration_tokens += num_tokens
+        self.step_tokens.append(num_tokens)
+
+    def take_prefix_cache(self, kv: KVCacheManager) -> None:
+        stats = kv.take_stats()
+        self.prefix_cache_queries += stats.queries
+        self.prefix_cache_hits += stats.hits
+
+
+class AdmissionRate:
+    """The rate at which requests leave the queue, measured over the last few."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=64)
+
+    def record(self, now: float) -> None:
+        """A request left the queue for the first time."""
+        self._times.append(now)
+
+    def retry_after(self, now: float) -> float:
+        """Seconds until a place in the queue should be free, within 1..60."""
+        if not self._times:
+            return MIN_RETRY_AFTER
+        # Up to now, not up to the last one: a queue that has stopped moving looks slow.
+        interval = (now - self._times[0]) / len(self._times)
+        return min(max(interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
+
+
+class RequestTracker:
+    """The requests of one scheduler.
+
+    Args:
+        config: the policy.
+        kv: hands out blocks.
+        max_model_len: longest sequence, in tokens.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.requests: dict[str, SchedulerRequest] = {}
+        """By id: all that have not ended."""
+        self.running: list[SchedulerRequest] = []
+        """In the policy's order: whoever is last is preempted first."""
+        self.fair = FairQueue(config.fair_weights) if config.policy == "fair" else None
+        self.waiting: WaitingQueue = FCFSQueue()
+        if self.fair is not None:
+            self.waiting = self.fair
+        elif config.policy == "priority":
+            self.waiting = PriorityQueue()
+        self.num_suspended = 0
+        """Requests that are in neither."""
+        self.counters = SchedulerCounters()
+        self.admissions = AdmissionRate()
+        self.gone: list[str] = []
+        """Requests that the worker must forget, since the last step."""
+        self._by_priority = config.policy == "priority"
+        self._kv = kv
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._num_added = 0
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request that has been checked."""
+        state = SchedulerRequest.create(
+            request,
+            self._num_added,
+            by_priority=self._by_priority,
+            now=self._clock(),
+            max_model_len=self._max_model_len,
+        )
+        self._num_added += 1
+        self.requests[state.request_id] = state
+        self.waiting.push(state)
+
+    def admit(self, state: SchedulerRequest, num_cached_tokens: int) -> None:
+        """A request, already out of the queue, runs from now on."""
+        if state.num_cached_tokens < 0:
+            now = self._clock()
+            state.num_cached_tokens, state.scheduled_ts = num_cached_tokens, now
+            self.admissions.record(now)
+            if self.fair is not None:
+                self.fair.charge(state.request.owner, state.num_tokens - num_cached_tokens)
+        # Pieces from before a preemption: the prompt is computed again from its beginning.
+        state.prompt_logprobs.clear()
+        state.num_computed_tokens = num_cached_tokens
+        state.status = RequestStatus.RUNNING
+        state.held_by_worker = True
+        bisect.insort(self.running, state, key=_sort_key)
+
+    def preempt(self, state: SchedulerRequest) -> None:
+        """Take a request, already out of the running list, back to the queue."""
+        # First: what it has computed becomes findable for its own return.
+        self._kv.free(state.request_id)
+        state.num_computed_tokens = 0
+        state.status = RequestStatus.PREEMPTED
+        state.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._forget_in_worker(state)
+        self.waiting.push_back_first(state)
+
+    def suspend(self, state: SchedulerRequest) -> None:
+        """Take a running or waiting request out of steps and queue. What it holds is freed."""
+        if state.status is RequestStatus.RUNNING:
+            self.running.remove(state)
+            self._kv.free(state.request_id)
+            state.num_computed_tokens = 0
+            self._forget_in_worker(state)
+        else:
+            self.waiting.take(state)
+        state.status = RequestStatus.SUSPENDED
+        self.num_suspended += 1
+
+    def resume(self, state: SchedulerRequest) -> None:
+        """Put a suspended request back into the queue, in front of those that never ran."""
+        self.num_suspended -= 1
+        state.status = RequestStatus.PREEMPTED
+        self.waiting.push_back_first(state)
+
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue; their tokens are kept."""
+        while self.running:
+            self.preempt(self.running.pop())
+
+    def end(self, state: SchedulerRequest, reason: str, *, error: str | None = None) -> CoreOutput:
+        """Free what a request holds; the caller takes it out of the running list."""
+        if state.status is RequestStatus.SUSPENDED:
+            self.num_suspended -= 1
+        elif state.status is not RequestStatus.RUNNING:
+            state.status = RequestStatus.FINISHED
+            self.waiting.discard()
+        state.status = RequestStatus.FINISHED
+        self._kv.free(state.request_id)
+        self._forget_in_worker(state)
+        state.decoding_entry = None  # it refers back to the state
+        del self.requests[state.request_id]
+        output = output_of(state)
+        output.finish_reason, output.error = reason, error
+        return output
+
+    def end_raising(self, state: SchedulerRequest, error: Exception) -> CoreOutput:
+        """End a request because something raised when it was looked at."""
+        logger.error("request %s ends: %s", state.request_id, error, exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        if not state.finished:
+            return self.end(state, "error", error=message)
+        output = output_of(state)
+        output.finish_reason, output.error = "error", message
+        return output
+
+    def drop_finished(self) -> None:
+        """Take what has ended out of the running list."""
+        if any(state.finished for state in self.running):
+            self.running = [state for state in self.running if not state.finished]
+
+    @property
+    def has_late(self) -> bool:
+        """True if a token that an ended step sampled is not known yet."""
+        return any(state.is_late for state in self.running)
+
+    def _forget_in_worker(self, state: SchedulerRequest) -> None:
+        if state.held_by_worker:
+            state.held_by_worker = False
+            # The worker forgets the logits, too, and the token is sampled again; unless a step in flight
+            # has the request: it brings the late token with the next one.
+            if state.is_late and not state.num_steps_in_flight:
+                state.is_late = False
+                state.num_placeholders -= 1
+            self.gone.append(state.request_id)
+
+
+def output_of(state: SchedulerRequest) -> CoreOutput:
+    """An output that says nothing new of a request. By position: one is made for every token."""
+    return CoreOutput(
+        state.request_id, [], None, None, None, None, None, max(state.num_cached_tokens, 0),
+        state.num_preemptions, state.queued_ts, state.scheduled_ts,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Which tokens of which requests the next step computes. No torch."""

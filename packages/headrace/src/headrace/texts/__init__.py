@@ -1,1 +1,0 @@
-"""Texts and token ids, for scripts; :class:`headrace.tokenizer.ModelTokenizer` puts the parts together."""

@@ -1,0 +1,1 @@
+"""Calls of :class:`headrace.tokenizer.ModelTokenizer`: texts to token ids and back, for scripts."""

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: where they come from, and that they are what they should be. No torch."""

@@ -1,0 +1,1 @@
+"""Reading config.json: every value checked, in one spelling. No torch."""

@@ -1,0 +1,1 @@
+"""Decoders of text that also take audio."""

@@ -1,0 +1,1 @@
+"""Dense decoders of text: attention and one MLP in each block."""

@@ -1,0 +1,111 @@
+"""Gemma 2: norms on both sides, soft-capped scores and logits, windows on every other layer.
+
+Gemma Team 2024, arXiv:2408.00118.
+
+Block: ``h = x + norm(attention(norm(x))); h + norm(mlp(norm(h)))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.layers.attention.self_attention import SelfAttention
+from headrace_models.layers.decoder import Block
+from headrace_models.layers.decoders.gemma import embedding_scale
+from headrace_models.layers.decoders.llama import LlamaDecoder
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.norm import NormLayer, RMSNorm
+from headrace_models.loading.rules.llama import GEMMA_RULES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+
+
+class Gemma2Block(Block):
+    """Norms before and behind both halves."""
+
+    def __init__(
+        self,
+        input_norm: NormLayer,
+        attention: SelfAttention,
+        attention_out_norm: NormLayer,
+        mlp_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_out_norm: NormLayer,
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.attention_out_norm = attention_out_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.attention_out_norm(self.attention(x, batch))
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.mlp_out_norm(self.mlp(x)), stream
+
+
+class Gemma2ForCausalLM(LlamaDecoder):
+    """Text model of Gemma 2."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = GEMMA_RULES
+    ties_embeddings: ClassVar[bool] = True
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        super().__init__(context, prefix)
+        self.embed_scale = embedding_scale(context, self.hidden_size())
+
+    def head_dim(self) -> int:
+        return self.settings.head_dim(default=256)
+
+    def make_norm(self, context: BuildContext, name: str) -> RMSNorm:
+        """Stored less 1."""
+        return RMSNorm(context, name, self.hidden_size(), self.norm_eps(), offset=1.0)
+
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        return self.context.ops.scale(self.embed(ids), self.embed_scale)
+
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        return Gemma2Block(
+            self.make_norm(context, f"{name}.input_layernorm"),
+            self.make_attention(context, index, f"{name}.self_attn"),
+            self.make_norm(context, f"{name}.post_attention_layernorm"),
+            self.make_norm(context, f"{name}.pre_feedforward_layernorm"),
+            self.make_mlp(context, index, f"{name}.mlp"),
+            self.make_norm(context, f"{name}.post_feedforward_layernorm"),
+        )
+
+    def is_sliding(self, index: int) -> bool:
+        kinds = self.settings.layer_types()
+        return index % 2 == 0 if kinds is None else kinds[index] == "sliding_attention"
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        bias = self.settings.flag("attention_bias", False)
+        window = self.settings.optional_integer("sliding_window")
+        return self.attention(
+            context,
+            name,
+            scale=self.settings.positive("query_pre_attn_scalar", 256) ** -0.5,
+            sliding_window=window if self.is_sliding(index) else None,
+            soft_cap=self.settings.optional_positive("attn_logit_softcapping") or 0.0,
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        return GatedMLP(
+            context,
+            name,
+            self.hidden_size(),
+            self.settings.integer("intermediate_size"),
+            self.settings.activation("hidden_activation", "hidden_act"),
+        )

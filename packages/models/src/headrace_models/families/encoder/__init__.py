@@ -1,0 +1,1 @@
+"""Encoders of text: they pool, score or label, and generate nothing."""

@@ -1,0 +1,1 @@
+"""Decoders of text with latent attention (MLA), dense or with mixtures of experts."""

@@ -1,0 +1,1 @@
+"""Decoders of text with mixtures of experts and ordinary attention."""

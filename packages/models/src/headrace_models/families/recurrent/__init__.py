@@ -1,0 +1,1 @@
+"""Decoders of text in which some or all layers keep a recurrent state."""

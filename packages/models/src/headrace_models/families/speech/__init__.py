@@ -1,0 +1,1 @@
+"""Models that turn speech into text."""

@@ -1,0 +1,1 @@
+"""The text parts of models that also see."""

@@ -1,0 +1,1 @@
+"""Attention and its variants that several families share."""

@@ -1,0 +1,1 @@
+"""Whole encoders that families of one shape inherit."""

@@ -1,0 +1,237 @@
+"""The weights of experts, gated or not.
+
+Letters: T tokens, H hidden size, I intermediate size, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from headrace_core.linear import LinearMethod, LinearSpec
+from headrace_core.ops import PackedLinear
+from headrace_models.layers.base import WHOLE, Part, Shard, Slot, WeightLayer, slot_of
+from headrace_models.layers.linear import shard_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class _Half(NamedTuple):
+    """One of an expert's two products."""
+
+    place: str
+    """``gate_up``, ``up`` or ``down``."""
+    spec: LinearSpec
+    method: LinearMethod
+    parts: tuple[Part, ...]
+    in_shard: Shard
+
+
+class Experts(WeightLayer):
+    """``down_e(act(gate_e(x)) * up_e(x))``, or ``down_e(act(up_e(x)))``: together in core's ``moe`` or
+    ``expert_linear`` op if all come down to plain floats, together through their quantization method if
+    that can join them, else each by itself.
+
+    Args:
+        names: of the experts' modules, as the checkpoint spells them.
+        module_names: of an expert's gate, up and down below that; two names: there is no gate.
+        bias: of all products, of gated experts.
+        identities: numbers behind the experts' that stand for giving back x.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        names: Sequence[str],
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        module_names: tuple[str, ...] = GATED_NAMES,
+        bias: bool = False,
+        identities: int = 0,
+    ) -> None:
+        self.name = names[0] if len(names) == 1 else names[0].rpartition(".")[0]
+        self.ops = context.ops
+        self.activation = activation
+        self.bias, self.identities = bias, identities
+        self.is_first_rank = context.communicator.rank == 0
+        inner = shard_of(intermediate_size, context.communicator, what=f"{self.name}, inner size")
+        size = intermediate_size // inner.count
+        *first, down = module_names
+        self.gated = len(first) == 2
+        place = "gate_up" if self.gated else "up"
+
+        def halves(name: str) -> tuple[_Half, _Half]:
+            part_names = tuple(f"{name}.{part}" for part in first)
+            up_spec = LinearSpec(
+                name=f"{name}.{place}" if self.gated else part_names[0],
+                in_features=hidden_size,
+                out_parts=(size,) * len(first),
+                dtype=context.dtype,
+                bias=bias,
+                part_names=part_names if self.gated else (),
+            )
+            down_spec = LinearSpec(
+                name=f"{name}.{down}",
+                in_features=size,
+                out_parts=(hidden_size,),
+                dtype=context.dtype,
+                bias=bias,
+            )
+            for_layer = context.quant.for_layer
+            cut = (Part(size, inner),) * len(first)
+            return (
+                _Half(place, up_spec, for_layer(up_spec), cut, WHOLE),
+                _Half("down", down_spec, for_layer(down_spec), (Part(hidden_size),), inner),
+            )
+
+        self.halves = [halves(name) for name in names]
+        self.is_plain = all(half.method.is_plain for pair in self.halves for half in pair)
+        # What is packed together is stacked first, which copies.
+        self.takes_views = self.is_plain
+        self.packed: PackedLinear | None = None
+        self.non_gated: tuple[PackedLinear, PackedLinear] | None = None
+        self.routed: tuple[Any, Any] | None = None
+        self.states: list[tuple[Any, Any]] = []
+        self.biases: list[tuple[Tensor | None, Tensor | None]] = []
+        self.stacked_biases: list[Tensor | None] = [None, None]
+
+    def slots(self) -> Mapping[str, Slot]:
+        wanted: dict[str, Slot] = {}
+        for index, pair in enumerate(self.halves):
+            for place, spec, method, parts, in_shard in pair:
+                for suffix, tensor in method.create(spec).items():
+                    wanted[f"{index}.{place}.{suffix}"] = slot_of(tensor, parts, in_shard)
+                if self.bias:
+                    wanted[f"{index}.{place}.bias"] = Slot((spec.out_features,), parts=parts)
+        return wanted
+
+    def replaced_slots(self) -> Mapping[str, int]:
+        halves = ((i, half) for i, pair in enumerate(self.halves) for half in pair)
+        kept = {f"{i}.{h.place}.weight": h.method.kept_bytes(h.spec) for i, h in halves}
+        return {name: count for name, count in kept.items() if count is not None}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.is_plain:
+            first, second = (self._stacked(tensors, at) for at in (0, 1))
+            if not self.gated:
+                pack = self.ops.expert_linear.pack
+                self.non_gated = pack(first), pack(second)
+                return
+            biases = (self._stacked_bias(tensors, at) for at in (0, 1))
+            self.packed = self.ops.moe.pack(first, second, *biases)
+            return
+        for index, pair in enumerate(self.halves):
+            states = [
+                half.method.finish(half.spec, _below(tensors, f"{index}.{half.place}."))
+                for half in pair
+            ]
+            self.states.append((states[0], states[1]))
+            gate_up = tensors.get(f"{index}.gate_up.bias")
+            self.biases.append((gate_up, self._once(tensors.get(f"{index}.down.bias"))))
+        self._join(tensors)
+
+    def _join(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the method run all experts together, if it can."""
+        methods = [{type(pair[at].method) for pair in self.halves} for at in (0, 1)]
+        if self.identities or any(len(kinds) > 1 for kinds in methods):
+            return
+        first, second = (
+            self.halves[0][at].method.join([pair[at] for pair in self.states]) for at in (0, 1)
+        )
+        if first is not None and second is not None:
+            self.routed = first, second
+            self.stacked_biases = [self._stacked_bias(tensors, at) for at in (0, 1)]
+
+    def _stacked(self, tensors: Mapping[str, Tensor], at: int) -> Tensor:
+        """All experts' weights of one product [E, out, in]."""
+        return torch.stack(
+            [
+                pair[at].method.weight(pair[at].spec, _below(tensors, f"{index}.{pair[at].place}."))
+                for index, pair in enumerate(self.halves)
+            ]
+        )
+
+    def _stacked_bias(self, tensors: Mapping[str, Tensor], at: int) -> Tensor | None:
+        if not self.bias:
+            return None
+        place = self.halves[0][at].place
+        stacked = torch.stack([tensors[f"{i}.{place}.bias"] for i in range(len(self.halves))])
+        return stacked if at == 0 else self._once(stacked)
+
+    def _once(self, bias: Tensor | None) -> Tensor | None:
+        """Every rank holds the whole bias of the second product; their sum may contain it once."""
+        return bias if self.is_first_rank else None
+
+    def __call__(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+        """x [T, H], weights [T, k] float32 (None: ones), ids [T, k] -> [T, H], this rank's share of the
+        sum."""
+        if self.packed is not None:
+            return self.ops.moe(
+                x,
+                self.packed,
+                weights,
+                ids,
+                self.activation,
+                identities=self.identities,
+                identity_scale=float(self.is_first_rank),
+            )
+        if self.non_gated is not None:
+            up, down = self.non_gated
+            inner = self.ops.activation(self.ops.expert_linear(x, up, ids), self.activation)
+            return self.ops.expert_linear(inner, down, ids, weights)
+        if self.routed is not None:
+            return self._routed(self.routed, x, weights, ids)
+        return self._one_by_one(x, weights, ids)
+
+    def _routed(
+        self, states: tuple[Any, Any], x: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> Tensor:
+        first, second = (half.method for half in self.halves[0])
+        bias, down_bias = self.stacked_biases
+        both = first.apply_routed(states[0], x, ids, None, bias)  # [T, k, I or 2 I]
+        if self.gated:
+            inner = self.ops.activation_and_mul(both.flatten(0, 1), self.activation)
+        else:
+            inner = self.ops.activation(both.flatten(0, 1), self.activation)
+        inner = inner.view(*ids.shape, -1)
+        if weights is not None:
+            return second.apply_routed(states[1], inner, ids, weights, down_bias)
+        out = second.apply_routed(states[1], inner, ids, None, down_bias)
+        return out[:, 0] if ids.shape[1] == 1 else out.sum(1)
+
+    def _one_by_one(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+        """One expert after the other. The rows that an expert gets depend on contents, so such steps are not
+        captured."""
+        chosen = torch.zeros((*ids.shape, x.shape[-1]), dtype=torch.float32, device=x.device)
+        for expert in torch.unique(ids).tolist():
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            chosen[rows, places] = self._one(expert, x[rows]).float()
+        weighed = chosen if weights is None else chosen * weights[..., None]
+        return weighed.sum(dim=1).to(x.dtype)
+
+    def _one(self, expert: int, x: Tensor) -> Tensor:
+        """x [T, H] by one expert's methods -> the same shape."""
+        if expert >= len(self.halves):
+            return x if self.is_first_rank else torch.zeros_like(x)
+        (first, second), (up, down) = self.halves[expert], self.states[expert]
+        bias, down_bias = self.biases[expert]
+        apply = first.method.apply_gated if self.gated else first.method.apply_activated
+        return second.method.apply(down, apply(self.ops, up, x, self.activation, bias), down_bias)
+
+
+def _below(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
+    """Tensors of one product, without its bias."""
+    return {
+        name.removeprefix(start): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(start) and name != f"{start}bias"
+    }

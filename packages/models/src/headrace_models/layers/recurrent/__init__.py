@@ -1,0 +1,1 @@
+"""Recurrent mixers that several families share: states instead of keys and values."""

@@ -1,0 +1,1 @@
+"""Loading of a checkpoint's tensors into a model."""

@@ -1,0 +1,494 @@
+"""Building a model and filling it from its checkpoint, strictly.
+
+Every tensor that the model needs must come exactly once, with the right shape and dtype; every
+tensor that comes must be needed, or be known to be harmless. A leaf is packed as soon as its last
+tensor arrives, straight from the mapped file where the leaf allows it, so the peak is about one
+copy of the weights plus one leaf.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from headrace_core import plugins
+from headrace_core.config import DTYPES, LoadConfig
+from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
+from headrace_core.model import (
+    EACH_KV_HEAD,
+    BuildContext,
+    CausalLM,
+    ConvertsTensors,
+    IgnoresWeights,
+    ModelInfo,
+    ProgressCallback,
+    SharesByRank,
+    SupportsPooling,
+    TranslatesWeights,
+    WeightFormat,
+    WeightRule,
+    ignore_progress,
+)
+from headrace_core.plugins import check_constructor
+from headrace_models.convert import model_class
+from headrace_models.formats.dummy import dummy_tensors
+from headrace_models.formats.mistral_config import PARAMS
+from headrace_models.layers.base import Slot, WeightLayer, walk
+from headrace_models.loading.fill_sharded_state import fill_slots
+from headrace_models.loading.finite import check_finite
+from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+HARMLESS: Mapping[str, str] = {
+    r".*\.rotary_emb\.inv_freq": "computed from the config",
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias": "GPT-2's causal mask",
+    r".*\.weight_shape": "repeats the shape of a packed weight",
+    r"(.*\.)?position_ids": "counts from 0",
+}
+"""Left-over tensors that are passed over: a pattern of the whole name, and why. A class may add its
+own (:class:`~headrace_core.model.IgnoresWeights`)."""
+
+_PREFERRED = ("safetensors", "pt", "gguf", "sharded_state")
+"""Formats that ``auto`` asks first, in this order."""
+_UNREAD = ("*.h5", "*.msgpack", "*.onnx", "*.gguf")
+_ALIGNMENT = 64
+_MAX_SCRATCH = 128 << 20
+"""Scratch memory that is kept from leaf to leaf, in bytes; more is given back at once."""
+
+
+def load_model(
+    info: ModelInfo,
+    context: BuildContext,
+    *,
+    load: LoadConfig | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+    admit: Callable[[CausalLM], None] | None = None,
+) -> CausalLM:
+    """Build ``info.architecture`` and fill it; see the module's docstring.
+
+    Args:
+        context: its ``quant`` says how linear layers are stored
+            (:func:`headrace_models.quantization.quant_method` makes it).
+        load: format and strategy; default: ``LoadConfig()``.
+        seed: of ``load_format="dummy"``.
+        progress: told the bytes that are done.
+        admit: called with the built model before a weight is read; what it raises ends the loading.
+
+    Raises:
+        UnsupportedModel: the config asks for something that the family cannot do, or the class does
+            not pool though it is to.
+        PluginError: the class cannot be imported, or has another constructor.
+        ConfigError: ``load.load_format`` does not fit the checkpoint.
+        WeightsError: a tensor is missing, left over, repeated, of the wrong shape or dtype, or not finite;
+            or a file is unreadable. Names tensor and file.
+    """
+    load = load or LoadConfig()
+    built = Built.of(info, context)
+    if admit is not None:
+        admit(built.model)
+    wanted = load.load_format.lower()
+    chosen = None if wanted == "dummy" else choose_format(info.path, load)
+    with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
+        by_rank = cast(object, chosen)
+        if isinstance(by_rank, SharesByRank):
+            group = context.communicator
+            shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
+            fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
+        else:
+            stored = (
+                dummy_tensors(built.weights.wanted(), context.dtype, seed)
+                if chosen is None
+                else checkpoint_tensors(built, context, load, chosen, progress)
+            )
+            fill(built, context, stored)
+    logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
+    return built.model
+
+
+class Built(NamedTuple):
+    """A model without weights, and what it waits for."""
+
+    model: CausalLM
+    info: ModelInfo
+    leaves: Mapping[str, WeightLayer]
+    """Layer by path."""
+    weights: WeightMap
+    harmless: Mapping[str, str]
+    """See :data:`HARMLESS`."""
+
+    @classmethod
+    def of(cls, info: ModelInfo, context: BuildContext) -> Built:
+        """Raises: UnsupportedModel, PluginError, see :func:`load_model`."""
+        chosen = model_class(info)
+        check_constructor(chosen)
+        model = chosen(context)
+        if info.pooling is not None and not isinstance(model, SupportsPooling):
+            raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
+        leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
+        weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
+        ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
+        return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
+
+    def passes_over(self, name: str) -> bool:
+        """True if a tensor of the checkpoint is known to be of no use to the model."""
+        known = any(re.fullmatch(pattern, name) for pattern in self.harmless)
+        return known and self.weights.find(name) is None
+
+
+def fill(
+    built: Built,
+    context: BuildContext,
+    tensors: Iterable[tuple[str, Tensor, Path]],
+    deliver: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+) -> None:
+    """Bring a checkpoint's tensors to the leaves that wait for them.
+
+    Args:
+        tensors: by the checkpoint's names.
+        deliver: takes a leaf's path and its tensors, which may be views that are soon overwritten,
+            in place of the leaf.
+
+    Raises:
+        WeightsError: see :func:`load_model`.
+    """
+    filling = _Filling(context, built, deliver)
+    for name, tensor, file in tensors:
+        filling.take(name, tensor, file)
+    filling.close(built.info.path)
+
+
+def checkpoint_tensors(
+    built: Built,
+    context: BuildContext,
+    load: LoadConfig,
+    chosen: WeightFormat,
+    progress: ProgressCallback,
+) -> Iterable[tuple[str, Tensor, Path]]:
+    """All tensors of the folder, those of its Dense modules included, as the model's rules know them."""
+    if isinstance(chosen, ConvertsTensors):
+        chosen.convert_to(context.dtype)
+    stored = context.quant.decode(
+        chosen.tensors(built.info.path, progress), context.dtype, built.passes_over
+    )
+    everything = itertools.chain(stored, _dense_tensors(built.info, load, progress))
+    model = cast(object, built.model)
+    return model.translate(everything) if isinstance(model, TranslatesWeights) else everything
+
+
+def _dense_rules(info: ModelInfo) -> list[WeightRule]:
+    """Rules for the tensors of Dense modules, which are in folders of their own."""
+    modules = info.pooling.dense if info.pooling is not None else ()
+    return [
+        WeightRule(f"{module.path}.linear".lstrip("."), f"pooler.head.dense.{index}")
+        for index, module in enumerate(modules)
+    ]
+
+
+def _dense_tensors(
+    info: ModelInfo, load: LoadConfig, progress: ProgressCallback
+) -> Iterable[tuple[str, Tensor, Path]]:
+    for module in info.pooling.dense if info.pooling is not None else ():
+        if not module.path:  # it is among the model's own
+            continue
+        folder = info.path / module.path
+        for name, tensor, file in choose_format(folder, load).tensors(folder, progress):
+            yield f"{module.path}.{name}", tensor, file
+
+
+def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
+    """The format that the user asks for, or the first that knows the files.
+
+    Raises:
+        ConfigError: the files are not of the format that was asked for.
+        WeightsError: no format knows them.
+    """
+    group, wanted = "headrace.weight_formats", load.load_format.lower()
+    if wanted != "auto":
+        chosen: WeightFormat = plugins.load(group, wanted)(load)
+        if not chosen.recognises(path):
+            raise ConfigError(
+                f"load.load_format = {wanted!r}: {path} holds no checkpoint of that format",
+                field="load.load_format",
+            )
+        return chosen
+    known = plugins.installed(group)
+    for name in dict.fromkeys([*(name for name in _PREFERRED if name in known), *known]):
+        candidate: WeightFormat = plugins.load(group, name)(load)
+        if candidate.recognises(path):
+            return candidate
+    others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
+    hint = (
+        f" It holds {', '.join(others)}: name one GGUF file, or convert what is none."
+        if others
+        else ""
+    )
+    if (path / PARAMS).is_file():
+        hint += (
+            f" There is a {PARAMS}: --load-format mistral fetches and reads Mistral's own layout."
+        )
+    raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """Tensors of one leaf that have come, until it is complete."""
+
+    parts: dict[Place, dict[int, tuple[Tensor, WeightRule, str, Path]]] = field(
+        default_factory=dict
+    )
+    missing: int = 0
+
+
+class _Scratch:
+    """Memory for the fused tensors of one leaf after the other.
+
+    One buffer for all leaves: memory that is written again and again stays in the processor's
+    cache, while fresh memory would be zeroed by the system first.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, valid until :meth:`reset`."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > self._buffer.numel():
+            # What was handed out keeps the old buffer alive.
+            self._buffer, start = torch.empty(num_bytes, dtype=torch.uint8), 0
+        self._used = start + num_bytes
+        return self._buffer[start : self._used].view(dtype).view(shape)
+
+    def reset(self) -> None:
+        """Everything that was handed out is no longer needed."""
+        self._used = 0
+        if self._buffer.numel() > _MAX_SCRATCH:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+class _Filling:
+    """Collects tensors by leaf and loads each leaf when it is complete."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        built: Built,
+        deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
+    ) -> None:
+        self.context = context
+        self.passes_over = built.passes_over
+        self.leaves = built.leaves
+        self.weights = weights = built.weights
+        self.deliver = deliver
+        self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
+        self.arrived = {
+            path: _Arrived(missing=sum(s.num_parts for s in slots.values() if s.required))
+            for path, slots in weights.slots.items()
+        }
+        self.loaded: set[str] = set()
+        self.left_over: list[str] = []
+        """Tensors for nobody. From the first on names are compared, and nothing is loaded."""
+        self.scratch = _Scratch()
+
+    def take(self, name: str, tensor: Tensor, file: Path) -> None:
+        match = self.weights.find(name)
+        if match is None:
+            if tensor.numel() and not self._is_harmless(name):
+                self.left_over.append(f"tensor {name!r} {list(tensor.shape)} of {file.name}")
+                return
+            logger.debug("%s: tensor %r passed over", file, name)
+            return
+        check_finite(name, tensor, file)
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
+        slot = self.weights.slots[place.leaf][place.key]
+        parts = parts_of(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
+        for part in parts:
+            self._claim(place, part, name, file)
+        if self.left_over:
+            return
+        arrived = self.arrived[place.leaf]
+        for part in parts:
+            arrived.parts.setdefault(place, {})[part] = (tensor, rule, name, file)
+            arrived.missing -= slot.required
+        if arrived.missing == 0 and not self._may_get_more(place.leaf):
+            self._load(place.leaf)
+
+    def _claim(self, place: Place, part: int, name: str, file: Path) -> None:
+        if (place, part) in self.origin:
+            other, other_file = self.origin[place, part]
+            raise WeightsError(
+                f"{file}: tensor {name!r} comes twice: {other!r} of {other_file} has the same place "
+                "in the model"
+            )
+        self.origin[place, part] = name, file
+
+    def close(self, path: Path) -> None:
+        """Load what waits only for optional tensors or for other leaves; complain of the rest."""
+        missing = [w for w in self.weights.wanted() if not self._has(w.place, w.part)]
+        wrong = []
+        if missing:
+            named = listed([f"{w.source!r} {list(w.shape)}" for w in missing])
+            wrong.append(f"tensors are missing from the checkpoint: {named}")
+        if self.left_over:
+            one = "belongs" if len(self.left_over) == 1 else "belong"
+            wrong.append(f"{listed(self.left_over)} {one} to no layer of the model")
+        if wrong:
+            raise WeightsError(f"{path}: {'; '.join(wrong)}")
+        for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
+            if leaf not in self.loaded:
+                self._load(leaf)
+
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
+
+    def _may_get_more(self, leaf: str) -> bool:
+        return any(not slot.required for slot in self.weights.slots[leaf].values())
+
+    def _load(self, leaf: str) -> None:
+        arrived = self.arrived.pop(leaf)
+        views = self.context.device == "cpu" and (
+            self.deliver is not None or self.leaves[leaf].takes_views
+        )
+        tensors = {}
+        for key, slot in self.weights.slots[leaf].items():
+            parts = arrived.parts.pop(Place(leaf, key), None)
+            if parts is not None:
+                tensors[key] = self._assemble(slot, parts, views)
+        if self.deliver is not None:
+            self.deliver(leaf, tensors)
+        else:
+            self.leaves[leaf].load(tensors)
+        self.scratch.reset()
+        self.loaded.add(leaf)
+
+    def _assemble(
+        self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]], views: bool
+    ) -> Tensor:
+        """One tensor on the model's device out of the parts' pieces for this rank.
+
+        Args:
+            views: the tensor may be a view of the file or of the scratch memory.
+        """
+        dtype = getattr(torch, slot.dtype or self.context.dtype)
+        if views and len(parts) == 1:
+            piece = self._piece(slot, 0, *parts[0][:2])
+            if piece.dtype == dtype:
+                return piece
+        if views:
+            out = self.scratch.take(slot.shape, dtype)
+        else:
+            out = torch.empty(slot.shape, dtype=dtype, device=self.context.device)
+        start = 0
+        for part in range(slot.num_parts):
+            tensor, rule, name, file = parts[part]
+            piece = self._piece(slot, part, tensor, rule)
+            if slot.parts and slot.part_dim is not None:
+                size = slot.parts[part].size
+                out.narrow(slot.part_dim, start, size).copy_(piece)
+                start += size
+            elif part == 0:
+                out.copy_(piece)
+            elif not torch.equal(out, piece.to(out)):
+                raise WeightsError(
+                    f"{file}: tensor {name!r} differs from that of the layers it is fused with"
+                )
+        return out
+
+    @staticmethod
+    def _piece(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+        """Piece of a checkpoint's tensor that this rank keeps as one part of a slot; a view."""
+        if rule.transposed and tensor.dim() == 2:
+            tensor = tensor.T
+        if rule.split is not None:
+            tensor = _cut_part(slot, part, tensor, rule)
+        return _cut_shard(slot, part, tensor)
+
+    def _is_harmless(self, name: str) -> bool:
+        if self.passes_over(name):
+            return True
+        # A head that is the embedding may be stored all the same.
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
+
+
+def _check_tensor(
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
+) -> None:
+    expected = stored_shape(slot, parts, rule)
+    if tuple(tensor.shape) != expected:
+        raise WeightsError(
+            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
+        )
+    accepted = DTYPES if slot.dtype is None or slot.any_float else (slot.dtype,)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in accepted:
+        raise WeightsError(
+            f"{file}: tensor {name!r} has dtype {dtype}, the model needs {' or '.join(accepted)}"
+        )
+
+
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+    """One part of a checkpoint tensor that holds several."""
+    if not slot.parts or slot.part_dim is None:
+        return tensor
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    groups = rule.groups
+    if rule.interleaved:
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(slot.parts[p].units for p in stored)
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
+
+
+def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
+    """This rank's piece of one part."""
+    if slot.parts and slot.part_dim is not None:
+        size, shard = slot.parts[part].size, slot.parts[part].shard
+        tensor = tensor.narrow(slot.part_dim, shard.index * size, size)
+    if slot.in_dim is not None:
+        size = slot.shape[slot.in_dim]
+        tensor = tensor.narrow(slot.in_dim, slot.in_shard.index * size, size)
+    return tensor

@@ -1,0 +1,1 @@
+"""Weight-name rules that several families share: which of a checkpoint's names goes where."""

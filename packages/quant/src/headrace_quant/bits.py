@@ -1,0 +1,50 @@
+"""Integers of a few bits in 32-bit words, as most formats of integers pack them.
+
+A row of words is one run of bits, lowest bit of the lowest word first; values follow each other without
+gaps, and may straddle words (3 bits: 32 values in three words).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WIDTHS = (2, 3, 4, 8)
+"""Numbers of bits that :func:`unpack_rows` reads."""
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """words [R, W] int32 -> values [R, 32 W / bits] uint8."""
+    octets = words.contiguous().view(torch.uint8)
+    rows = octets.shape[0]
+    if bits == 8:
+        return octets
+    if bits == 3:
+        low, middle, high = octets.view(rows, -1, 3).int().unbind(-1)
+        run = low | (middle << 8) | (high << 16)  # eight values
+        return torch.stack([(run >> 3 * i) & 7 for i in range(8)], -1).view(rows, -1).byte()
+    mask = (1 << bits) - 1
+    return torch.stack([(octets >> s) & mask for s in range(0, 8, bits)], -1).view(rows, -1)
+
+
+def words_for(values: int, bits: int) -> int:
+    """Words that so many values take; -1: they do not end with a word."""
+    return -1 if values * bits % 32 else values * bits // 32
+
+
+def signed(values: Tensor, bits: int) -> Tensor:
+    """values uint8 within [0, 2 ** bits) -> int8, less half of the range of the kernels' integers.
+
+    Two and three bits are held in four, see :func:`held_bits`.
+    """
+    half = 1 << (held_bits(bits) - 1)
+    return (values.short() - half).to(torch.int8)
+
+
+def held_bits(bits: int) -> int:
+    """Bits in which the kernels hold integers of so many: 4 or 8."""
+    return 4 if bits <= 4 else 8

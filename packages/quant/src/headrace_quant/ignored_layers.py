@@ -1,0 +1,45 @@
+"""Lists of layers to leave alone, which checkpoints spell by the names of unfused modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from headrace_core.errors import ConfigError
+from headrace_core.linear import LinearSpec
+
+
+def module_names(spec: LinearSpec) -> tuple[str, ...]:
+    """The checkpoint's names of a layer: its fused parts', or its own."""
+    return spec.part_names or (spec.name,)
+
+
+def is_ignored(spec: LinearSpec, ignore: Sequence[str]) -> bool:
+    """True if the list has the layer.
+
+    An entry is a full name, a prefix of one that ends at a dot, or a pattern after ``re:``.
+
+    Raises:
+        ConfigError: it has some of the fused parts but not all; or a pattern is malformed.
+    """
+    names = module_names(spec)
+    found = [name for name in names if any(matches(entry, name) for entry in ignore)]
+    if found and len(found) < len(names):
+        raise ConfigError(
+            f"quantization_config: ignore names {', '.join(found)} but not "
+            f"{', '.join(name for name in names if name not in found)}, which are one layer "
+            f"({spec.name}) here: ignore all or none of them"
+        )
+    return bool(found)
+
+
+def matches(entry: str, name: str) -> bool:
+    """True if one entry means a module of that name."""
+    if entry.startswith("re:"):
+        try:
+            return re.match(entry[3:], name) is not None
+        except re.error as error:
+            raise ConfigError(
+                f"quantization_config: {entry!r} is not a pattern: {error}"
+            ) from error
+    return name == entry or name.startswith(f"{entry}.")

@@ -1,0 +1,71 @@
+"""Multi-head latent attention over its paged cache, absorbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace_reference.attention import attend, gather
+from headrace_reference.cache import as_bytes, stored
+from headrace_reference.dtypes import unset_like
+
+
+def mla_cache_write(
+    latent: Tensor,
+    rope_key: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+) -> None:
+    """See :class:`headrace_core.ops.MLACacheWriteOp`."""
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots, size = slot_mapping[rows], cache.shape[1]
+    joined = torch.cat((latent[rows], rope_key[rows]), dim=1)[:, None]
+    kept = stored(joined, cache.dtype, k_scale)[:, 0]
+    as_bytes(cache)[slots // size, slots % size] = as_bytes(kept)
+
+
+def fake_mla_cache_write(*args: Any, **options: Any) -> None:
+    return None
+
+
+def mla_attention(
+    query: Tensor,
+    rope_query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    topk_indices: Tensor | None = None,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """See :class:`headrace_core.ops.MLAAttentionOp`."""
+    out = query.new_zeros(query.shape)
+    whole, value_dim = torch.cat((query, rope_query), dim=-1), query.shape[-1]
+    starts = cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        key = gather(cache[:, :, None], block_table[b], seq_len, k_scale)
+        only = None if topk_indices is None else _is_topk(topk_indices[rows], seq_len)
+        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
+    return out
+
+
+def fake_mla_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return unset_like(query, *query.shape)
+
+
+def _is_topk(topk_indices: Tensor, seq_len: int) -> Tensor:
+    """[q, k] positions, -1 = none -> [q, L] bool."""
+    marks = torch.zeros(
+        (topk_indices.shape[0], seq_len + 1), dtype=torch.bool, device=topk_indices.device
+    )
+    marks.scatter_(1, torch.where(topk_indices < 0, seq_len, topk_indices).long(), True)
+    return marks[:, :seq_len]

@@ -1,0 +1,131 @@
+"""Linear layers with integer weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import WeightsError
+from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
+from headrace_reference.activations import activation_and_mul
+from headrace_reference.dtypes import unset_like, widened
+from headrace_reference.moe import chosen_experts, lines, summed
+from headrace_reference.rounding import rounded
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic int8: x [T, K] -> (codes [T, K] float32 of integers in [-127, 127], steps [T, 1]).
+
+    A row's step is its largest magnitude / 127, in float32; codes are x / step to the nearest
+    integer, ties to even. A row of zeros has step 1.
+    """
+    x = x.float()
+    steps = x.abs().amax(dim=1, keepdim=True) / 127
+    steps = torch.where(steps == 0, torch.ones_like(steps), steps)
+    return (x / steps).round(), steps
+
+
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The real weight [N, K]: ``(values - zero_points) * scales``, by group."""
+    in_features = weight.values.shape[1]
+    group_size = weight.group_size or max(1, in_features)
+
+    def spread(by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(group_size, dim=1)[:, :in_features].to(dtype)
+
+    values = weight.values.to(dtype)
+    if weight.zero_points is not None:
+        values = values - spread(weight.zero_points)
+    return values * spread(weight.scales)
+
+
+class QuantLinear:
+    """See :class:`headrace_core.ops.QuantLinearOp`. Packing keeps the weight as it is."""
+
+    def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        parts = [weight.values, weight.scales, weight.zero_points]
+        return PackedLinear(
+            in_features=weight.values.shape[1],
+            out_features=weight.values.shape[0],
+            dtype=dtype,
+            data=(weight, activations),
+            num_bytes=sum(x.numel() * x.element_size() for x in parts if x is not None),
+        )
+
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        integers = rounded(weight, rounding)
+        if not bool(integers.scales.isfinite().all()):
+            raise WeightsError("the weight holds infinities or NaN")
+        return self.pack(integers, dtype, activations=activations)
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        weight, activations = packed.data
+        wide = widened(x)
+        real = dequantized(weight, wide.dtype)
+        if activations == "int8" and x.shape[1]:
+            codes, steps = quantize_rows(x)
+            out = codes.to(wide.dtype) @ real.T * steps.to(wide.dtype)
+        else:
+            out = wide @ real.T
+        if bias is not None:
+            out = out + bias.to(wide.dtype)
+        return out.to(x.dtype)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return activation_and_mul(self(x, packed, bias), kind)
+
+    def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
+        first = each[0]
+        if any(
+            (p.in_features, p.out_features) != (first.in_features, first.out_features) for p in each
+        ):
+            return None
+        num_bytes = sum(packed.num_bytes for packed in each)
+        return replace(first, data=tuple(each), num_bytes=num_bytes)
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        chosen = lines(x, ids, packed.out_features)
+        for expert, rows, places in chosen_experts(ids, len(packed.data)):
+            own = widened(x[rows] if x.dim() == 2 else x[rows, places])
+            bias = None if biases is None else biases[expert]
+            chosen[rows, places] = self(own, packed.data[expert], bias)
+        return (chosen if weights is None else summed(chosen, weights)).to(x.dtype)
+
+
+class _FakeQuantLinear(QuantLinear):
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        return unset_like(x, x.shape[0], packed.out_features)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return unset_like(x, x.shape[0], packed.out_features // 2)
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        rows = ids.shape if weights is None else ids.shape[:1]
+        return unset_like(x, *rows, packed.out_features)
+
+
+quant_linear = QuantLinear()
+fake_quant_linear = _FakeQuantLinear()

@@ -1,0 +1,1 @@
+"""One turn of a conversation, whatever protocol asked for it: prompt, tools, answer."""

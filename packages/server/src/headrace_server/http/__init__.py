@@ -1,0 +1,1 @@
+"""HTTP below the routes: the connection, middleware, JSON bodies."""

@@ -1,1 +1,0 @@
-"""Bodies on the wire: pydantic requests and answers, msgspec chunks of streams."""

@@ -1,0 +1,1 @@
+"""Calls of OpenAI's protocols, and of vLLM's own routes beside them."""

@@ -1,0 +1,1 @@
+"""Request bodies (pydantic) and answer bodies (msgspec) of OpenAI's protocols."""

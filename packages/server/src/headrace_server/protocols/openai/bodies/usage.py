@@ -1,0 +1,28 @@
+"""Token counts of an answer."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+
+class PromptTokensDetails(BaseModel):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Purposes of completion tokens."""
+
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """None: nothing of the answer was parsed as reasoning."""

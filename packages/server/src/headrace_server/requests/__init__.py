@@ -1,0 +1,1 @@
+"""From bodies on the wire to what the engine takes."""

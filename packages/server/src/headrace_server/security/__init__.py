@@ -1,0 +1,1 @@
+"""Access control: keys, browsers, certificates, hardened settings."""

@@ -1,0 +1,1 @@
+"""Suites of attention backends: paged, in both directions, to an encoder."""

@@ -1,0 +1,1 @@
+"""Suites of the engine's plug points: executors, schedulers, KV-cache managers, grammars, tokenizers."""

@@ -1,0 +1,1 @@
+"""Suites of model families: equality with Hugging Face transformers on tiny models."""

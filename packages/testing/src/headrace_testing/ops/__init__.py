@@ -1,0 +1,82 @@
+"""The tests that an implementation of core's ops inherits.
+
+Subclass :class:`OpConformance`, say which provider, device and dtypes, and pytest does the rest::
+
+    class TestMyKernels(OpConformance):
+        device = "cpu"
+        dtypes = ("float32", "bfloat16")
+
+        @pytest.fixture
+        def provider(self):
+            return PROVIDER
+
+Every op that the provider has is compared with :mod:`headrace_reference` computed in float64
+from the same inputs. If the provider claims row invariance, that is tested bit for bit. Ops that it
+lacks are skipped. An op of an outside package has a suite of its own: subclass
+:class:`~headrace_testing.ops.suite.OpSuite` and compare as these do. What an op must not look at
+(unowned cache slots, skipped tokens) is poisoned with NaN.
+"""
+
+from __future__ import annotations
+
+from headrace_testing.ops.attention import AttentionConformance
+from headrace_testing.ops.caches import CacheConformance
+from headrace_testing.ops.clamp import ClampConformance
+from headrace_testing.ops.gaussian_topk import GaussianTopKConformance
+from headrace_testing.ops.index_tokens import IndexCase, IndexTokensConformance, index_case
+from headrace_testing.ops.inputs import bits_equal, call_wide, rand, wide
+from headrace_testing.ops.linear import LinearConformance
+from headrace_testing.ops.match_rms import MatchRMSConformance
+from headrace_testing.ops.mix import MixConformance
+from headrace_testing.ops.mla import (
+    MLACase,
+    MLAConformance,
+    mla_case,
+)
+from headrace_testing.ops.moe import MoEConformance
+from headrace_testing.ops.paged import PagedCase, paged_case
+from headrace_testing.ops.quantized import QuantizedConformance
+from headrace_testing.ops.recurrent import RecurrentConformance
+from headrace_testing.ops.routing import RoutingConformance
+from headrace_testing.ops.rowwise import RMSNormConformance, RowwiseConformance
+from headrace_testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
+from headrace_testing.ops.xielu import XIELUConformance
+
+__all__ = [
+    "IndexCase",
+    "MLACase",
+    "OpConformance",
+    "PagedCase",
+    "RMSNormConformance",
+    "VarlenCase",
+    "bits_equal",
+    "call_wide",
+    "index_case",
+    "mla_case",
+    "paged_case",
+    "rand",
+    "varlen_case",
+    "wide",
+]
+
+
+class OpConformance(
+    RowwiseConformance,
+    LinearConformance,
+    QuantizedConformance,
+    RoutingConformance,
+    MoEConformance,
+    CacheConformance,
+    AttentionConformance,
+    VarlenConformance,
+    MLAConformance,
+    RecurrentConformance,
+    # Ops that few families need, a module each.
+    ClampConformance,
+    GaussianTopKConformance,
+    IndexTokensConformance,
+    MatchRMSConformance,
+    MixConformance,
+    XIELUConformance,
+):
+    """The tests that every kernel provider must pass; see the module's docstring."""

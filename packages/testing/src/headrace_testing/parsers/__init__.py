@@ -1,0 +1,1 @@
+"""Suites of reasoning and tool-call parsers."""

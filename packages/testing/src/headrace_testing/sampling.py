@@ -1,0 +1,91 @@
+"""A pytest plugin that shortens long tails: of a test with many cases it keeps a sample.
+
+Switched on by ``HEADRACE_TESTS=sampled``; without it every case runs. The sample is drawn by a seed
+that the header prints: ``HEADRACE_TEST_SEED``, else the day, so that all cases get their turn within
+days and a failure can be repeated. Every value of every parameter is in the sample at least once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+import pytest
+
+KEEP = 24
+"""Cases of one test that are always few enough to run all."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the seed before the processes of pytest-xdist start: they inherit it."""
+    os.environ.setdefault("HEADRACE_TEST_SEED", f"{datetime.date.today():%Y%m%d}")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what is left out and how to run it."""
+    if not _is_on():
+        return "long tails: whole"
+    seed = os.environ["HEADRACE_TEST_SEED"]
+    return f"long tails: sampled, HEADRACE_TEST_SEED={seed}; HEADRACE_TESTS=full runs them whole"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the sample does not hold."""
+    if not _is_on():
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[str] = set()
+    for name, cases in tests.items():
+        chosen = sample(
+            [_parameters(case) for case in cases],
+            keep=KEEP,
+            seed=f"{os.environ['HEADRACE_TEST_SEED']} {name}",
+        )
+        kept.update(cases[index].nodeid for index in chosen)
+    left_out = [item for item in items if item.nodeid not in kept]
+    items[:] = [item for item in items if item.nodeid in kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> list[int]:
+    """Choose among the cases of one test.
+
+    Args:
+        cases: each one's parameters by name.
+        keep: all are chosen if there are no more; else at least so many, and more where that takes
+            more to show every value once.
+        seed: one seed always chooses the same.
+
+    Returns:
+        The chosen positions, rising.
+    """
+    if len(cases) <= keep:
+        return list(range(len(cases)))
+    order = list(range(len(cases)))
+    random.Random(seed).shuffle(order)
+    seen: set[tuple[str, str]] = set()
+    first, others = list[int](), list[int]()
+    for index in order:
+        values = set(_values(cases[index]))
+        (others if values <= seen else first).append(index)
+        seen |= values
+    return sorted(first + others[: max(0, keep - len(first))])
+
+
+def _values(case: Mapping[str, object]) -> Iterable[tuple[str, str]]:
+    # An object without a text of its own shows its address, which other processes do not share.
+    return ((name, repr(value).partition(" at 0x")[0]) for name, value in case.items())
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, object]:
+    call = getattr(item, "callspec", None)
+    return {} if call is None else call.params
+
+
+def _is_on() -> bool:
+    return os.environ.get("HEADRACE_TESTS", "full") == "sampled"

@@ -1,0 +1,65 @@
+"""Samples of long tails: what they hold, and what a run with them does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_testing.sampling import KEEP, sample
+
+pytest_plugins = ["pytester"]
+
+CASES = [{"dtype": d, "size": s, "heads": h}
+         for d, s, h in itertools.product("abc", range(40), range(5))]  # fmt: skip
+
+
+@given(st.text())
+def test_every_value_is_in_a_sample(seed: str) -> None:
+    chosen = sample(CASES, keep=24, seed=seed)
+    assert chosen == sorted(set(chosen))
+    assert {CASES[i]["size"] for i in chosen} == set(range(40))
+    assert {CASES[i]["heads"] for i in chosen} == set(range(5))
+    assert {CASES[i]["dtype"] for i in chosen} == set("abc")
+    assert len(chosen) < 48  # 40 sizes, and at most one case for each other value
+    assert chosen == sample(CASES, keep=24, seed=seed)
+
+
+def test_seeds_choose_otherwise_and_reach_every_case() -> None:
+    reached: set[int] = set()
+    for day in range(300):
+        reached.update(sample(CASES, keep=24, seed=str(day)))
+    assert reached == set(range(len(CASES)))
+
+
+def test_a_short_tail_is_whole() -> None:
+    assert sample(CASES[:24], keep=24, seed="x") == list(range(24))
+    assert len(sample([{}] * 100, keep=24, seed="x")) == 24
+
+
+FILE = """
+    import pytest
+
+    @pytest.mark.parametrize("a", range(10))
+    @pytest.mark.parametrize("b", range(10))
+    def test_many(a, b):
+        pass
+
+    @pytest.mark.parametrize("a", range(5))
+    def test_few(a):
+        pass
+"""
+
+
+def test_a_run_with_samples(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(FILE)
+    monkeypatch.setenv("HEADRACE_TEST_SEED", "7")
+    words = ("-p", "headrace_testing.sampling", "-p", "no:cacheprovider")
+    monkeypatch.setenv("HEADRACE_TESTS", "full")
+    pytester.runpytest_subprocess(*words).assert_outcomes(passed=105)
+    monkeypatch.setenv("HEADRACE_TESTS", "sampled")
+    done = pytester.runpytest_subprocess(*words)
+    done.assert_outcomes(passed=KEEP + 5, deselected=100 - KEEP)
+    done.stdout.fnmatch_lines("*HEADRACE_TEST_SEED=7*")
