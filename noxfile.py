@@ -4,9 +4,11 @@ Each session makes its own virtual environment, but for torch and triton, 1.7 GB
 installed once, at one version, and a session that asks for them sees them through a path file.
 Whatever asks for a range of them afterwards is then already satisfied. What builds packages is shared
 the same way, so that the native library is compiled by the first session and found finished by the
-others; the session ``wheels`` builds in isolation, as a user's pip does.
+others; the session ``wheels`` builds in isolation, as a user's pip does. Sessions that need all packages
+together (``dev``, ``types``, ``everything``, ``integration``, ``clients`` and the long ones) share one
+environment, ``.nox/dev``, which is installed again only when a package's metadata or its C++ changes.
 
-Environment variables: ``HEADRACE_DISCARD=1`` removes a session's environment as soon as it has run.
+Environment variables: ``HEADRACE_DISCARD=1`` removes a session's environment as soon as it has run, but not the shared one.
 ``HEADRACE_TESTS=full`` runs tests of many cases whole, which else run a sample of them; so does
 ``nox -s full``. ``HEADRACE_TEST_SEED`` repeats a sample.
 ``HEADRACE_TORCH`` and ``HEADRACE_TRITON`` are the requirements installed for these two.
@@ -16,6 +18,7 @@ Environment variables: ``HEADRACE_DISCARD=1`` removes a session's environment as
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -35,6 +38,8 @@ TORCH_INDEX = os.environ.get("HEADRACE_TORCH_INDEX", "https://download.pytorch.o
 TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
 BACKENDS = ("hatchling>=1.27", "scikit-build-core[hatchling]>=1.1", "editables")
 LAYERS = ROOT / ".nox" / "layers"
+TOGETHER = str(ROOT / ".nox" / "dev")
+"""The environment of every session that needs all packages: they install it once."""
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "sampled")
 """``full`` or ``sampled``; ``nox -s full`` is known by its name, before any session begins."""
@@ -159,10 +164,29 @@ def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None
 
 
 def _everything(session: nox.Session, *more: str) -> None:
-    """All packages with what their tests need, and requirements besides."""
-    _install_torch(session, triton=True)
-    _editable(session, *LIBRARIES)
-    _install_from_tree(session, _path("headrace", "test"), more=more)
+    """All packages with what their tests need, and requirements besides; into ``TOGETHER``."""
+    mark, state = Path(TOGETHER) / "installed.txt", _installed_state()
+    if not mark.exists() or mark.read_text() != state:
+        _install_torch(session, triton=True)
+        _editable(session, *LIBRARIES)
+        _install_from_tree(session, _path("headrace", "test"))
+        mark.write_text(state)
+    if more:
+        session.install("--quiet", *more)
+
+
+def _installed_state() -> str:
+    """A digest of what an editable install depends on: versions, entry points, requirements, C++."""
+    files = [ROOT / "noxfile.py"]
+    for package in PACKAGES:
+        home = ROOT / "packages" / package
+        files += [home / "pyproject.toml", home / "native" / "CMakeLists.txt"]
+        files += sorted([*(home / "native").rglob("*.cpp"), *(home / "native").rglob("*.h")])
+    digest = hashlib.sha256(f"{TORCH} {TRITON} {sys.version}".encode())
+    for file in files:
+        if file.is_file() and "CMakeFiles" not in file.parts:
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
@@ -184,11 +208,10 @@ def serve(session: nox.Session) -> None:
     session.run("headrace", "serve", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_location=TOGETHER)
 def dev(session: nox.Session) -> None:
     """Make one environment for working on headrace: every package from the tree, pytest, ruff, mypy."""
-    _everything(session)
-    session.install("--quiet", XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
+    _everything(session, XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
     session.log("ready: source %s", Path(session.virtualenv.location) / "bin" / "activate")
 
 
@@ -212,16 +235,14 @@ def tests(session: nox.Session, package: str) -> None:
     _pytest(session, f"packages/{package}/tests")
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def everything(session: nox.Session) -> None:
     """The meta-package's tests, with all packages together."""
     _everything(session, XDIST)
     _pytest(session, "packages/headrace/tests")
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     _everything(session, XDIST, "schemathesis>=4.3")
@@ -245,8 +266,7 @@ def _npm_install(session: nox.Session, folder: str) -> bool:
     return True
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def clients(session: nox.Session) -> None:
     """The clients that people use, each in an environment of its own, against a real server."""
     _everything(session)
@@ -326,8 +346,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", "--quiet", ".")
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
     _everything(session, MYPY, *STUBS)
@@ -370,34 +389,29 @@ def requirements(session: nox.Session) -> None:
     session.run("python", "tools/requirements.py", *session.posargs)
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def soak(session: nox.Session) -> None:
     """200 streams for a minute on the simulated device, every token checked."""
     _everything(session)
     session.run("python", "tests-integration/soak.py", *session.posargs)
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def endurance(session: nox.Session) -> None:
     """Long runs and crowds at full size: ``nox -s endurance -- soak`` (equal, burst, readers, crowd)."""
     _everything(session)
     session.run("python", "tests-integration/endurance.py", *(session.posargs or ["soak"]))
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
-    _everything(session)
-    session.install("--quiet", "schemathesis>=4.3")
+    _everything(session, "schemathesis>=4.3")
     session.run("pytest", "tests-integration/test_malformed.py", *session.posargs,
                 env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def kills(session: nox.Session) -> None:
     """kill -9 of the engine process, 20 times under load."""
     _everything(session)
@@ -405,8 +419,7 @@ def kills(session: nox.Session) -> None:
                 env={"OMP_NUM_THREADS": "1", "HEADRACE_KILLS": "20"})  # fmt: skip
 
 
-@nox.session
-@_tidy
+@nox.session(venv_location=TOGETHER)
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
     _everything(session)

@@ -98,6 +98,25 @@ def test_quant_linear_scales_groups_of_inputs():
     assert reference.quant_linear(torch.ones(1, 3), packed, bias).tolist() == [[7.5, 74.0]]
 
 
+def test_a_quantized_weight_has_a_table_minimums_and_blocks():
+    values = torch.tensor([[-2, -1, 0, 1], [1, 0, -1, -2]], dtype=torch.int8)
+    weight = QuantizedWeight(
+        values,
+        scales=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        bits=2,
+        group_size=2,
+        table=torch.tensor([-1.0, 0.5, 1.0, 8.0]),
+        minimums=torch.tensor([[1.0, 0.0], [2.0, 3.0]]),
+        block_scales=torch.tensor([[10.0], [100.0]]),
+        block_minimums=torch.tensor([[0.5], [0.25]]),
+    )
+    real = [[-10.5, 4.5, 20.0, 160.0], [2399.5, 299.5, 199.25, -400.75]]
+    packed = reference.quant_linear.pack(weight, "float32", activations="float")
+    assert reference.quant_linear(torch.eye(4), packed).T.tolist() == real
+    ids = torch.tensor([1, 0, 1])
+    assert reference.quant_linear.rows(ids, packed).tolist() == [real[i] for i in ids]
+
+
 def test_quant_linear_rounds_activations_to_int8():
     weight = QuantizedWeight(torch.eye(3, dtype=torch.int8), torch.ones(3, 1))
     packed = reference.quant_linear.pack(weight, "float32", activations="int8")
@@ -108,7 +127,14 @@ def test_quant_linear_rounds_activations_to_int8():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bits": 3}, "bits = 3"),
+        ({"bits": 7}, "bits = 7"),
+        ({"table": torch.ones(2)}, r"table are torch.float32 \[2\].*\[256\]"),
+        ({"minimums": torch.ones(1, 1)}, r"minimums .*\[2, 1\]"),
+        ({"block_size": 2}, r"block_size = 2.*whole groups"),
+        (
+            {"table": torch.ones(256), "zero_points": torch.ones(2, 1, dtype=torch.int8)},
+            "takes no zero_points",
+        ),
         ({"group_size": 0}, "group_size = 0"),
         ({"scales": torch.ones(2)}, r"scales are torch.float32 \[2\].*\[2, 1\]"),
         ({"scales": torch.ones(2, 1).double()}, "scales are torch.float64"),

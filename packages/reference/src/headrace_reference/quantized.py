@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -29,30 +29,41 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The real weight [N, K]: ``(values - zero_points) * scales``, by group."""
-    in_features = weight.values.shape[1]
-    group_size = weight.group_size or max(1, in_features)
+    """The real weight [N, K], in ``dtype``: see :class:`headrace_core.ops.QuantizedWeight`."""
+    inputs = weight.values.shape[1]
 
-    def spread(by_group: Tensor) -> Tensor:
-        return by_group.repeat_interleave(group_size, dim=1)[:, :in_features].to(dtype)
+    def spread(tensor: Tensor, size: int | None) -> Tensor:
+        wide = tensor.repeat_interleave(max(1, inputs) if size is None else size, dim=1)
+        return wide[:, :inputs].to(dtype)
 
-    values = weight.values.to(dtype)
+    if weight.table is None:
+        values = weight.values.to(dtype)
+    else:
+        values = weight.table.to(dtype)[weight.values.int() + (1 << weight.bits - 1)]
     if weight.zero_points is not None:
-        values = values - spread(weight.zero_points)
-    return values * spread(weight.scales)
+        values = values - spread(weight.zero_points, weight.group_size)
+    real = values * spread(weight.scales, weight.group_size)
+    if weight.block_scales is not None:
+        real = real * spread(weight.block_scales, weight.block_size)
+    if weight.minimums is not None:
+        least = spread(weight.minimums, weight.group_size)
+        if weight.block_minimums is not None:
+            least = least * spread(weight.block_minimums, weight.block_size)
+        real = real - least
+    return real
 
 
 class QuantLinear:
     """See :class:`headrace_core.ops.QuantLinearOp`. Packing keeps the weight as it is."""
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
-        parts = [weight.values, weight.scales, weight.zero_points]
+        parts = [getattr(weight, field.name) for field in fields(weight)]
         return PackedLinear(
             in_features=weight.values.shape[1],
             out_features=weight.values.shape[0],
             dtype=dtype,
             data=(weight, activations),
-            num_bytes=sum(x.numel() * x.element_size() for x in parts if x is not None),
+            num_bytes=sum(x.numel() * x.element_size() for x in parts if isinstance(x, Tensor)),
         )
 
     def round(
@@ -80,6 +91,21 @@ class QuantLinear:
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         return activation_and_mul(self(x, packed, bias), kind)
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        weight, _ = packed.data
+        by_row = {
+            name: None if (tensor := getattr(weight, name)) is None else tensor[ids]
+            for name in (
+                "values",
+                "scales",
+                "zero_points",
+                "minimums",
+                "block_scales",
+                "block_minimums",
+            )
+        }
+        return dequantized(replace(weight, **by_row)).to(getattr(torch, packed.dtype))
 
     def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
         first = each[0]
@@ -114,6 +140,9 @@ class _FakeQuantLinear(QuantLinear):
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         return unset_like(x, x.shape[0], packed.out_features // 2)
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        return torch.empty(len(ids), packed.in_features, dtype=getattr(torch, packed.dtype))
 
     def routed(
         self,

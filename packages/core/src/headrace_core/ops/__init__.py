@@ -47,6 +47,7 @@ from headrace_core.ops.binding import (
 )
 from headrace_core.ops.linear import (
     QUANT_ACTIVATIONS,
+    QUANT_BITS,
     ExpertLinearOp,
     HeadLinearOp,
     LinearOp,
@@ -100,6 +101,7 @@ __all__ = [
     "OPTIONAL_OP_NAMES",
     "OP_NAMES",
     "QUANT_ACTIVATIONS",
+    "QUANT_BITS",
     "SCORINGS",
     "ActivationAndMulOp",
     "ActivationOp",

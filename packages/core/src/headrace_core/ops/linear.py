@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 QUANT_ACTIVATIONS = ("int8", "float")
 """Forms in which activations enter :class:`QuantLinearOp`."""
+QUANT_BITS = (2, 3, 4, 5, 6, 8)
+"""Bits of a code of :class:`QuantizedWeight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +71,68 @@ class LinearOp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Integers that stand for a real weight: ``(values - zero_points) * scales``.
+    """Codes of a few bits that stand for a real weight.
+
+    ``W = (T(code) - zero_point) * scale * block_scale - minimum * block_minimum``, by group and block of
+    inputs; T is the table where there is one, and what is left out does nothing. Nearly every published
+    format is such a weight: see docs/adr/0092.
 
     Raises:
         ConfigError: a shape, dtype or number of bits that contradicts the others.
     """
 
     values: Tensor
-    """[N, K] int8, within [-2^(bits - 1), 2^(bits - 1) - 1]."""
+    """Codes [N, K] int8, within [-2^(bits - 1), 2^(bits - 1) - 1]; with a table it holds the place
+    ``code + 2^(bits - 1)``."""
     scales: Tensor
     """[N, groups] float32: one for every ``group_size`` inputs, the last group may be shorter."""
     zero_points: Tensor | None = None
-    """[N, groups] int8, in the values' range; None: zeros."""
+    """[N, groups] int8, in the values' range; not with a table."""
     bits: int = 8
-    """4 or 8."""
+    """Of :data:`QUANT_BITS`."""
     group_size: int | None = None
     """None: one group, a scale per output."""
+    table: Tensor | None = None
+    """[2 ** bits] float32: a code book (nf4, e2m1, e4m3), by the lowest code first."""
+    minimums: Tensor | None = None
+    """[N, groups] float32."""
+    block_scales: Tensor | None = None
+    """[N, blocks] float32, of ``block_size`` inputs: a multiple of a group's."""
+    block_minimums: Tensor | None = None
+    """[N, blocks] float32."""
+    block_size: int | None = None
+    """None: one block."""
 
     def __post_init__(self) -> None:
         rows, inputs = self.values.shape
-        size = max(1, inputs) if self.group_size is None else self.group_size
-        if self.bits not in (4, 8) or size < 1:
+        size, block = (
+            max(1, inputs) if each is None else each for each in (self.group_size, self.block_size)
+        )
+        if self.bits not in QUANT_BITS or size < 1 or (block % size and block < inputs):
             raise ConfigError(
-                f"quantized weight: bits = {self.bits!r}, group_size = {self.group_size!r}: bits "
-                "must be 4 or 8, and a group has inputs"
+                f"quantized weight: bits = {self.bits!r}, group_size = {self.group_size!r}, block_size = "
+                f"{self.block_size!r}: bits must be of {QUANT_BITS}, a group has inputs, a block has whole "
+                "groups"
             )
-        expected = (rows, max(1, -(-inputs // size)))
-        for name, tensor, dtype in (
-            ("scales", self.scales, "torch.float32"),
-            ("zero_points", self.zero_points, "torch.int8"),
+        by_group, by_block = ((rows, max(1, -(-inputs // each))) for each in (size, block))
+        for name, tensor, shape, dtype in (
+            ("values", self.values, (rows, inputs), "int8"),
+            ("scales", self.scales, by_group, "float32"),
+            ("zero_points", self.zero_points, by_group, "int8"),
+            ("table", self.table, (1 << self.bits,), "float32"),
+            ("minimums", self.minimums, by_group, "float32"),
+            ("block_scales", self.block_scales, by_block, "float32"),
+            ("block_minimums", self.block_minimums, by_block, "float32"),
         ):
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != expected or str(tensor.dtype) != dtype:
+            if tensor is not None and (
+                tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{dtype}"
+            ):
                 raise ConfigError(
                     f"quantized weight: {name} are {tensor.dtype} {list(tensor.shape)}; they must "
-                    f"be {dtype} {list(expected)}"
+                    f"be torch.{dtype} {list(shape)}"
                 )
-        if str(self.values.dtype) != "torch.int8":
-            raise ConfigError(f"quantized weight: values are {self.values.dtype}, must be int8")
+        if self.table is not None and self.zero_points is not None:
+            raise ConfigError("quantized weight: a table has its own zero; it takes no zero_points")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +189,11 @@ class QuantLinearOp(Protocol):
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         """As :meth:`LinearOp.gated`."""
+        ...
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        """Rows of the real weight, rounded once to the activations' dtype: ids [T] int64 within [0, N) ->
+        [T, K]."""
         ...
 
     def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
