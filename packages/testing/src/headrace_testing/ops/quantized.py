@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from headrace_core.errors import WeightsError
 from headrace_core.ops import (
@@ -21,62 +20,31 @@ from headrace_core.ops import (
 )
 from headrace_reference.quantized import dequantized, quantize_rows
 from headrace_reference.rounding import rounded
-from headrace_testing.ops.inputs import bits_equal, rand, wide
+from headrace_testing.ops.inputs import bits_equal, wide
 from headrace_testing.ops.suite import LINEAR_SHAPES, OpSuite
+from headrace_testing.ops.weights import KINDS
 
 
 class QuantizedConformance(OpSuite):
     """``quant_linear``: rounding, exact sums, both kinds of activations."""
 
-    QUANTIZED: ClassVar = [
-        (8, None, False),
-        (8, 32, False),
-        (8, None, True),
-        (4, None, False),
-        (4, 32, False),
-        (4, 32, True),
-        (4, 128, True),
-        (4, 1024, False),
-    ]
-    """(bits, group size, zero points)."""
-
     ROUNDINGS: ClassVar = [Rounding(8), Rounding(4, 32), Rounding(4, 128), Rounding(4, 36)]
 
-    def quantized(
-        self, features: int, inputs: int, bits: int, group_size: int | None, has_zeros: bool
-    ) -> QuantizedWeight:
-        """Every code there is, the extremes too; scales that no 16-bit float holds."""
-        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
-        generator = torch.Generator().manual_seed(features + inputs + bits)
-        groups = max(1, -(-inputs // (group_size or inputs)))
+    def quantized(self, features: int, inputs: int, kind: str, seed: int = 0) -> QuantizedWeight:
+        return KINDS[kind].draw(features, inputs, self.device, seed)
 
-        def integers(*shape: int) -> Tensor:
-            drawn = torch.randint(low, high, shape, generator=generator)
-            return drawn.to(torch.int8).to(self.device)
-
-        scales = (rand(features, groups).abs() + 0.1) / high * inputs**-0.5
-        return QuantizedWeight(
-            integers(features, inputs),
-            scales.to(self.device),
-            integers(features, groups) if has_zeros else None,
-            bits=bits,
-            group_size=group_size,
-        )
-
-    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
     def test_quant_linear(
         self,
         op: Callable[[str], Any],
         dtype: str,
         activations: str,
-        bits: int,
-        group_size: int | None,
-        has_zeros: bool,
+        kind: str,
     ) -> None:
         linear = op("quant_linear")
         for features, inputs in LINEAR_SHAPES:
-            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            weight = self.quantized(features, inputs, kind)
             real = dequantized(weight, torch.float64).cpu()
             packed = linear.pack(weight, dtype, activations=activations)
             assert (packed.in_features, packed.out_features) == (inputs, features)
@@ -93,19 +61,17 @@ class QuantizedConformance(OpSuite):
                     expected = expected + bias.cpu().double()
                 self.check(linear(x, packed, bias), expected, dtype)
 
-    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED[::2])
+    @pytest.mark.parametrize("kind", [*KINDS][::2])
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
     def test_gated_quant_linear(
         self,
         op: Callable[[str], Any],
         dtype: str,
         activations: str,
-        bits: int,
-        group_size: int | None,
-        has_zeros: bool,
+        kind: str,
     ) -> None:
         for features, inputs in [(130, 64), (384, 1100)]:
-            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            weight = self.quantized(features, inputs, kind)
             packed = op("quant_linear").pack(weight, dtype, activations=activations)
             for rows in (0, 1, 7, 130):
                 self.check_gated(op, "quant_linear", packed, self.rand(rows, inputs, dtype=dtype))
@@ -128,7 +94,7 @@ class QuantizedConformance(OpSuite):
     def test_quant_linear_of_odd_rows(self, op: Callable[[str], Any], dtype: str) -> None:
         """Rows of zeros give the bias, rows with no number in them give none, others do not mind."""
         linear = op("quant_linear")
-        weight = self.quantized(20, 70, 4, 32, True)
+        weight = self.quantized(20, 70, "int4-32-zeros")
         for activations in QUANT_ACTIVATIONS:
             packed = linear.pack(weight, dtype, activations=activations)
             x, bias = self.rand(5, 70, dtype=dtype), self.rand(20, dtype=dtype)
@@ -142,7 +108,7 @@ class QuantizedConformance(OpSuite):
 
     def test_quant_linear_of_strided_rows(self, op: Callable[[str], Any], dtype: str) -> None:
         linear = op("quant_linear")
-        weight = self.quantized(40, 64, 8, None, False)
+        weight = self.quantized(40, 64, "int8")
         x = self.rand(9, 100, dtype=dtype)[::2, 20:84]
         expected = x.cpu().double() @ dequantized(weight, torch.float64).cpu().T
         packed = linear.pack(weight, dtype, activations="float")
@@ -178,7 +144,17 @@ class QuantizedConformance(OpSuite):
         with pytest.raises(WeightsError, match="infinities or NaN"):
             op("quant_linear").round(weight, dtype, rounding, activations="float")
 
-    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_rows_of_quant_linear(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
+        """Within the last bit: a sum's order is open, its rounding to 16 bits is not."""
+        for features, inputs in LINEAR_SHAPES:
+            weight = self.quantized(features, inputs, kind)
+            packed = op("quant_linear").pack(weight, dtype, activations="float")
+            ids = torch.arange(features, device=self.device).flip(0)[:50]
+            expected = dequantized(weight, torch.float64).cpu()[ids.cpu()]
+            self.check(op("quant_linear").rows(ids, packed), expected, dtype)
+
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
     def test_routed_quant_linear(
         self,
@@ -186,20 +162,13 @@ class QuantizedConformance(OpSuite):
         provider: KernelProvider,
         dtype: str,
         activations: str,
-        bits: int,
-        group_size: int | None,
-        has_zeros: bool,
+        kind: str,
     ) -> None:
         """Each expert as by itself, to the bit if rows do not depend on each other; then their sum."""
         linear = op("quant_linear")
-        weight = self.quantized(70, 100, bits, group_size, has_zeros)
         each = [
-            linear.pack(
-                replace(weight, values=weight.values.roll(expert, dims=0)),
-                dtype,
-                activations=activations,
-            )
-            for expert in range(5)
+            linear.pack(self.quantized(70, 100, kind, seed), dtype, activations=activations)
+            for seed in range(5)
         ]
         joined, biases = linear.join(each), self.rand(5, 70, dtype=dtype, seed=3)
         assert (joined.in_features, joined.out_features) == (100, 70)
@@ -226,25 +195,23 @@ class QuantizedConformance(OpSuite):
     ) -> None:
         linear = op("quant_linear")
         each = [
-            linear.pack(self.quantized(size, 64, 8, None, False), dtype, activations="int8")
+            linear.pack(self.quantized(size, 64, "int8"), dtype, activations="int8")
             for size in (70, 71)
         ]
         assert linear.join(each) is None
 
-    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
     def test_quant_linear_is_row_invariant(
         self,
         invariant_op: Callable[[str], Any],
         dtype: str,
         activations: str,
-        bits: int,
-        group_size: int | None,
-        has_zeros: bool,
+        kind: str,
     ) -> None:
         linear = invariant_op("quant_linear")
         for features, inputs in [(130, 513), (33, 2100)]:
-            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            weight = self.quantized(features, inputs, kind)
             packed = linear.pack(weight, dtype, activations=activations)
             x, bias = self.rand(110, inputs, dtype=dtype), self.rand(features, dtype=dtype)
             run = functools.partial(linear, packed=packed, bias=bias)
