@@ -50,6 +50,8 @@ examples:
   # one question
   python benchmarks/compare.py --models MODELS --model qwen06 --precision bf16 --only decode,prefill \\
       --engines headrace,llamacpp --rounds 1
+  # is this tree slower than the one before it?
+  python benchmarks/compare.py --models MODELS --peer headrace-before=VENV --engines headrace,headrace-before
   # the tables again, without measuring
   python benchmarks/render.py results.jsonl --write docs/performance.md
 """
@@ -414,7 +416,8 @@ def _arguments() -> argparse.Namespace:
     add("--models", default=os.environ.get("HEADRACE_BENCH_MODELS", "models"), metavar="FOLDER",
         help="the checkpoints; checkpoints.py makes the plain ones, peers.py has all names")  # fmt: skip
     add("--peer", action="append", default=[], metavar="NAME=FOLDER",
-        help="virtual environment of vllm, openvino or transformers; llama.cpp's programs")  # fmt: skip
+        help="virtual environment of vllm, openvino, transformers or headrace-before, which is another "
+        "headrace; llama.cpp's programs")  # fmt: skip
     add("--engines", type=_listed(peers.ENGINES), default=list(peers.ENGINES), metavar="NAMES",
         help=f"of {', '.join(peers.ENGINES)} (default: all that are installed)")  # fmt: skip
     add("--only", type=_listed(WORKLOADS), default=list(WORKLOADS), metavar="NAMES",

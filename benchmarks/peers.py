@@ -34,8 +34,11 @@ CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
         "int4": "gguf/{model}-q4_0.gguf",
     },
     "transformers": {"bf16": "{model}"},
+    "headrace-before": {"bf16": "{model}", "int8": "{model}", "int4": "{model}"},
 }
-"""Engine -> precision -> path below the models' folder. OpenVINO computes fp16 weights in bf16 by itself."""
+"""Engine -> precision -> path below the models' folder. OpenVINO computes fp16 weights in bf16 by itself.
+``headrace-before`` is another environment's headrace: a change is measured against what was before it."""
+OURS = ("headrace", "headrace-before")
 
 ENGINES = (*CHECKPOINTS, "llama-bench")
 HOMES = (*CHECKPOINTS, "sentence-transformers")
@@ -84,11 +87,11 @@ class Peers:
     ) -> Launch:
         """As :meth:`worker`, of any checkpoint."""
         settings: dict[str, Any] = {"model": str(path)}
-        if engine in ("headrace", "vllm"):
+        if engine in (*OURS, "vllm"):
             settings |= {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
-        if engine in ("headrace", "vllm", "transformers"):
+        if engine in (*OURS, "vllm", "transformers"):
             settings["dtype"] = "bfloat16"
-        if engine == "headrace":
+        if engine in OURS:
             settings |= {"skip_tokenizer_init": True, "use_tqdm_on_load": False,
                          "kv_cache_memory_bytes": cache_gib << 30,
                          "kv_cache_ahead_bytes": -1} | _quantized(precision)  # fmt: skip
@@ -97,7 +100,8 @@ class Peers:
         if engine == "llamacpp":
             tokens = self._cache_tokens(path.stem.rpartition("-")[0], cache_gib)
             settings |= {"num_cache_tokens": tokens, "num_threads": self.num_threads}
-        words = [self.python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
+        spoken = "headrace" if engine in OURS else engine
+        words = [self.python(engine), str(DRIVEN / "worker.py"), spoken, json.dumps(settings)]
         return Launch(words, self.environment(engine, cache_gib), unset(engine))
 
     def client_worker(self, url: str, version: str) -> Launch:
@@ -117,7 +121,9 @@ class Peers:
             raise Absent(f"{engine} has no server")
         path = str(self.checkpoint(engine, model, precision))
         words = SERVERS[engine](self, path, str(port))
-        if engine == "headrace":
+        if engine == "headrace-before":
+            words[0] = self.python(engine)
+        if engine in OURS:
             words += [w for k, v in _quantized(precision).items() for w in (f"--{k}", v)]
             if lasting:  # as the others do, who write zeros into their caches
                 words += ["--kv-cache-ahead-bytes", "-1"]
@@ -222,6 +228,7 @@ def _serve_llamacpp(peers: Peers, path: str, port: str) -> list[str]:
 
 SERVERS: Mapping[str, Callable[[Peers, str, str], list[str]]] = {
     "headrace": _serve_headrace,
+    "headrace-before": _serve_headrace,
     "vllm": _serve_vllm,
     "openvino": _serve_openvino,
     "llamacpp": _serve_llamacpp,
@@ -262,5 +269,5 @@ def _quantized(precision: str) -> dict[str, str]:
 
 
 def unset(engine: str) -> tuple[str, ...]:
-    """Peers must see neither our sources nor our thread setting."""
+    """Variables that an engine must not see: peers neither our sources nor our thread setting."""
     return () if engine == "headrace" else ("PYTHONPATH", "OMP_NUM_THREADS")
