@@ -8,7 +8,7 @@ others; the session ``wheels`` builds in isolation, as a user's pip does. Sessio
 together (``dev``, ``types``, ``everything``, ``integration``, ``clients`` and the long ones) share one
 environment, ``.nox/dev``, which is installed again only when a package's metadata or its C++ changes.
 
-Environment variables: ``HEADRACE_DISCARD=1`` removes a session's environment as soon as it has run, but not the shared one.
+Environment variables: ``HEADRACE_DISCARD=1`` removes the environment of a session that has run, the shared one apart.
 ``HEADRACE_TESTS=full`` runs tests of many cases whole, which else run a sample of them; so does
 ``nox -s full``. ``HEADRACE_TEST_SEED`` repeats a sample.
 ``HEADRACE_TORCH`` and ``HEADRACE_TRITON`` are the requirements installed for these two.
@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import nox
@@ -38,7 +39,7 @@ TORCH_INDEX = os.environ.get("HEADRACE_TORCH_INDEX", "https://download.pytorch.o
 TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
 BACKENDS = ("hatchling>=1.27", "scikit-build-core[hatchling]>=1.1", "editables")
 LAYERS = ROOT / ".nox" / "layers"
-TOGETHER = str(ROOT / ".nox" / "dev")
+TOGETHER = ROOT / ".nox" / "dev"
 """The environment of every session that needs all packages: they install it once."""
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "sampled")
@@ -102,77 +103,98 @@ def _tidy(run: Callable[..., None]) -> Callable[..., None]:
     return tidied
 
 
-def _layer(session: nox.Session, *requirements: str, index: str = "") -> Path:
-    """Show the session's environment packages that all sessions share, with what they need.
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment, and the session that uses it."""
 
-    ``index`` is asked besides pip's own, where it can be reached. Returns the packages' folder.
-    """
-    name = re.sub(r"[^\w.]+", "-", f"py{sys.version_info.minor}-{'-'.join(requirements)}")
-    layer = LAYERS / name
-    if not layer.exists():
-        part = LAYERS / f"{name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        words = ["--extra-index-url", index] if _reached(session, index) else []
-        session.run("python", "-m", "pip", "install", "--quiet", "--target", str(part), *words,
-                    *requirements)  # fmt: skip
-        part.rename(layer)
-    site = next(Path(session.virtualenv.location).rglob("site-packages"))
-    (site / f"layer-{name}.pth").write_text(f"{layer}\n")
-    return layer
+    session: nox.Session
+    home: Path
+
+    def run(self, program: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+        """Run one of its programs, with all of them on the PATH."""
+        self._run(self.session.run, program, words, env or {})
+
+    def install(self, *words: str) -> None:
+        """Install with pip, quietly; nothing where there are no words."""
+        if words:
+            pip = ("-m", "pip", "install", "--quiet", *words)
+            self._run(self.session.run_install, "python", pip, {})
+
+    def _run(
+        self, how: Callable[..., object], program: str, words: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        folder = self.home / "bin"
+        path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+        how(str(folder / program), *words, env={**env, "PATH": path}, external=True)
+
+    def layer(self, *requirements: str, index: str = "") -> Path:
+        """Show it packages that all environments share, with what they need.
+
+        ``index`` is asked besides pip's own, where it can be reached. Returns the packages' folder.
+        """
+        name = re.sub(r"[^\w.]+", "-", f"py{sys.version_info.minor}-{'-'.join(requirements)}")
+        layer = LAYERS / name
+        if not layer.exists():
+            part = LAYERS / f"{name}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            words = ["--extra-index-url", index] if _reached(self.session, index) else []
+            self.install("--target", str(part), *words, *requirements)
+            part.rename(layer)
+        site = next(self.home.rglob("site-packages"))
+        (site / f"layer-{name}.pth").write_text(f"{layer}\n")
+        return layer
+
+    def torch(self, *, triton: bool = False) -> Path:
+        """Show it torch, and triton where it exists. Returns the folder that has torch."""
+        layer = self.layer(TORCH, index=TORCH_INDEX if sys.platform == "linux" else "")
+        if triton and sys.platform == "linux":
+            self.layer(TRITON)
+        return layer
+
+    def tree(
+        self, *paths: str, more: tuple[str, ...] = (), constraints: Path | None = None
+    ) -> None:
+        """Install packages of the tree so that edits are seen, built by what all share; and more."""
+        tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+        self.layer(*BACKENDS, *tools)
+        words = ["-c", str(constraints)] if constraints else []
+        for path in paths:
+            words += ["-e", path]
+        self.install("--no-build-isolation", *words, *more)
+
+    def editable(self, *packages: str, extra: str = "test") -> None:
+        """Install packages from the tree, and nothing of headrace from an index."""
+        self.tree(*map(_path, BASE))
+        self.tree(*(_path(package, extra) for package in packages))
+
+    def pytest(self, *words: str) -> None:
+        """Run pytest in two processes of one thread each: what two cores can carry.
+
+        ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
+        ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py).
+        """
+        self.run("pytest", "-n", "2", "--dist", "loadfile", *words, *self.session.posargs,
+                 env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS})  # fmt: skip
 
 
-def _reached(session: nox.Session, index: str) -> bool:
-    """True if a package index is a folder of this machine, or answers within 10 seconds."""
-    if not index.startswith("http"):
-        return bool(index)
-    try:
-        urllib.request.urlopen(index, timeout=10).close()
-    except OSError as error:
-        session.log("%s cannot be reached (%s): pip's own index is asked alone", index, error)
-        return False
-    return True
+def _own(session: nox.Session) -> Environment:
+    """The environment that nox made for this session."""
+    return Environment(session, Path(session.virtualenv.location))
 
 
-def _install_torch(session: nox.Session, *, triton: bool = False) -> Path:
-    """Show the session torch, and triton where it exists. Returns the folder that has torch."""
-    layer = _layer(session, TORCH, index=TORCH_INDEX if sys.platform == "linux" else "")
-    if triton and sys.platform == "linux":
-        _layer(session, TRITON)
-    return layer
-
-
-def _path(package: str, extra: str = "") -> str:
-    return f"./packages/{package}{f'[{extra}]' if extra else ''}"
-
-
-def _install_from_tree(
-    session: nox.Session, *paths: str, more: tuple[str, ...] = (), constraints: Path | None = None
-) -> None:
-    """Install packages of the tree so that edits are seen, built by what all sessions share; and more."""
-    tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
-    _layer(session, *BACKENDS, *tools)
-    words = ["-c", str(constraints)] if constraints else []
-    for path in paths:
-        words += ["-e", path]
-    session.install("--quiet", "--no-build-isolation", *words, *more)
-
-
-def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None:
-    """Install packages from the tree, and nothing of headrace from an index."""
-    _install_from_tree(session, *map(_path, BASE))
-    _install_from_tree(session, *(_path(package, extra) for package in packages))
-
-
-def _everything(session: nox.Session, *more: str) -> None:
-    """All packages with what their tests need, and requirements besides; into ``TOGETHER``."""
-    mark, state = Path(TOGETHER) / "installed.txt", _installed_state()
+def _together(session: nox.Session, *more: str) -> Environment:
+    """The environment with all packages and what their tests need, and requirements besides."""
+    environment = Environment(session, TOGETHER)
+    mark, state = TOGETHER / "installed.txt", _installed_state()
     if not mark.exists() or mark.read_text() != state:
-        _install_torch(session, triton=True)
-        _editable(session, *LIBRARIES)
-        _install_from_tree(session, _path("headrace", "test"))
+        if not (TOGETHER / "bin" / "python").exists():
+            session.run_install(sys.executable, "-m", "venv", str(TOGETHER), external=True)
+        environment.torch(triton=True)
+        environment.editable(*LIBRARIES)
+        environment.tree(_path("headrace", "test"))
         mark.write_text(state)
-    if more:
-        session.install("--quiet", *more)
+    environment.install(*more)
+    return environment
 
 
 def _installed_state() -> str:
@@ -189,30 +211,37 @@ def _installed_state() -> str:
     return digest.hexdigest()
 
 
-def _pytest(session: nox.Session, *words: str) -> None:
-    """Run pytest in two processes of one thread each: what two cores can carry.
+def _reached(session: nox.Session, index: str) -> bool:
+    """True if a package index is a folder of this machine, or answers within 10 seconds."""
+    if not index.startswith("http"):
+        return bool(index)
+    try:
+        urllib.request.urlopen(index, timeout=10).close()
+    except OSError as error:
+        session.log("%s cannot be reached (%s): pip's own index is asked alone", index, error)
+        return False
+    return True
 
-    ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
-    ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py).
-    """
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *words, *session.posargs,
-                env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS})  # fmt: skip
+
+def _path(package: str, extra: str = "") -> str:
+    return f"./packages/{package}{f'[{extra}]' if extra else ''}"
 
 
 @nox.session
 def serve(session: nox.Session) -> None:
     """Set everything up and serve the demo model: ``nox -s serve -- --port 8000``."""
-    _install_torch(session)
-    _editable(session, *LIBRARIES, extra="")
-    _install_from_tree(session, _path("headrace"))
-    session.run("headrace", "serve", *session.posargs)
+    environment = _own(session)
+    environment.torch()
+    environment.editable(*LIBRARIES, extra="")
+    environment.tree(_path("headrace"))
+    environment.run("headrace", "serve", *session.posargs)
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def dev(session: nox.Session) -> None:
     """Make one environment for working on headrace: every package from the tree, pytest, ruff, mypy."""
-    _everything(session, XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
-    session.log("ready: source %s", Path(session.virtualenv.location) / "bin" / "activate")
+    _together(session, XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
+    session.log("ready: source %s", TOGETHER / "bin" / "activate")
 
 
 @nox.session(venv_backend="none")
@@ -227,26 +256,25 @@ def full(session: nox.Session) -> None:
 @_tidy
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with core and itself only."""
+    environment = _own(session)
     if package not in WITHOUT_TORCH:
-        _install_torch(session, triton=package in WITH_TRITON)
+        environment.torch(triton=package in WITH_TRITON)
     base = ["core", "testing"] if package in WITHOUT_TORCH else ["core", "reference", "testing"]
-    _install_from_tree(session, *map(_path, base))
-    _install_from_tree(session, _path(package, "test"), more=(XDIST,))
-    _pytest(session, f"packages/{package}/tests")
+    environment.tree(*map(_path, base))
+    environment.tree(_path(package, "test"), more=(XDIST,))
+    environment.pytest(f"packages/{package}/tests")
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def everything(session: nox.Session) -> None:
     """The meta-package's tests, with all packages together."""
-    _everything(session, XDIST)
-    _pytest(session, "packages/headrace/tests")
+    _together(session, XDIST).pytest("packages/headrace/tests")
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
-    _everything(session, XDIST, "schemathesis>=4.3")
-    _pytest(session, "tests-integration")
+    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration")
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:
@@ -266,22 +294,22 @@ def _npm_install(session: nox.Session, folder: str) -> bool:
     return True
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def clients(session: nox.Session) -> None:
     """The clients that people use, each in an environment of its own, against a real server."""
-    _everything(session)
+    environment = _together(session)
     folder, words = Path(session.create_tmp()), list[str]()
     for name, (wanted, files) in CLIENTS.items():
         home = folder / name
-        session.run("python", "-m", "venv", "--without-pip", str(home), silent=True)
+        environment.run("python", "-m", "venv", "--without-pip", str(home))
         python = str(home / "bin" / "python")
-        session.run("python", "-m", "pip", "--python", python, "install", "--quiet", "pytest>=8.4",
-                    "jsonschema", *wanted)  # fmt: skip
+        environment.run("python", "-m", "pip", "--python", python, "install", "--quiet", "pytest>=8.4",
+                        "jsonschema", *wanted)  # fmt: skip
         words += [python, "-m", "pytest", "-c", "tests-clients/pytest.ini",
                   *(f"tests-clients/{file}" for file in files), "--"]  # fmt: skip
     if _npm_install(session, "tests-clients/node"):
         words += ["node", "--test", "tests-clients/node/"]
-    session.run("python", "tests-clients/with_server.py", *words)
+    environment.run("python", "tests-clients/with_server.py", *words)
 
 
 @nox.session
@@ -291,16 +319,17 @@ def oldest(session: nox.Session) -> None:
 
     Only suites that go through one of these libraries: the others would repeat the session ``tests``.
     """
-    _install_torch(session)
+    environment = _own(session)
+    environment.torch()
     pins = _lowest_versions()
     constraints = Path(session.create_tmp()) / "oldest.txt"
     constraints.write_text("\n".join(pins) + "\n")
     session.log("lowest versions: %s", ", ".join(pins))
-    _install_from_tree(session, *(_path(package) for package in PACKAGES), constraints=constraints)
-    session.install("--quiet", "-c", str(constraints), "pytest>=8.4", "pytest-asyncio", "pytest-timeout",
+    environment.tree(*(_path(package) for package in PACKAGES), constraints=constraints)
+    environment.install("-c", str(constraints), "pytest>=8.4", "pytest-asyncio", "pytest-timeout",
                     XDIST, "hypothesis", "openai", "cohere", "ijson", "jsonschema", "mcp",
                     "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
-    _pytest(session, *OLDEST)
+    environment.pytest(*OLDEST)
     session.run("headrace", "generate", "--prompt", "Hello", "--max-tokens", "4", silent=True)
 
 
@@ -346,11 +375,11 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", "--quiet", ".")
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
-    _everything(session, MYPY, *STUBS)
-    session.run("mypy", *(str(ROOT / "packages" / package / "src") for package in PACKAGES))
+    environment = _together(session, MYPY, *STUBS)
+    environment.run("mypy", *(str(ROOT / "packages" / package / "src") for package in PACKAGES))
 
 
 @nox.session
@@ -372,7 +401,7 @@ def wheels(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out),
                 *(_path(package) for package in PACKAGES))  # fmt: skip
     smoke = ROOT / "tools" / "smoke_wheels.py"
-    session.run("python", str(smoke), str(out), str(_install_torch(session)))
+    session.run("python", str(smoke), str(out), str(_own(session).torch()))
 
 
 @nox.session
@@ -389,41 +418,40 @@ def requirements(session: nox.Session) -> None:
     session.run("python", "tools/requirements.py", *session.posargs)
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """200 streams for a minute on the simulated device, every token checked."""
-    _everything(session)
-    session.run("python", "tests-integration/soak.py", *session.posargs)
+    _together(session).run("python", "tests-integration/soak.py", *session.posargs)
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def endurance(session: nox.Session) -> None:
     """Long runs and crowds at full size: ``nox -s endurance -- soak`` (equal, burst, readers, crowd)."""
-    _everything(session)
-    session.run("python", "tests-integration/endurance.py", *(session.posargs or ["soak"]))
+    _together(session).run(
+        "python", "tests-integration/endurance.py", *(session.posargs or ["soak"])
+    )
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
-    _everything(session, "schemathesis>=4.3")
-    session.run("pytest", "tests-integration/test_malformed.py", *session.posargs,
-                env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
+    _together(session, "schemathesis>=4.3").run(
+        "pytest", "tests-integration/test_malformed.py", *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def kills(session: nox.Session) -> None:
     """kill -9 of the engine process, 20 times under load."""
-    _everything(session)
-    session.run("pytest", "-s", "tests-integration/test_kills.py", *session.posargs,
-                env={"OMP_NUM_THREADS": "1", "HEADRACE_KILLS": "20"})  # fmt: skip
+    _together(session).run(
+        "pytest", "-s", "tests-integration/test_kills.py", *session.posargs,
+        env={"OMP_NUM_THREADS": "1", "HEADRACE_KILLS": "20"})  # fmt: skip
 
 
-@nox.session(venv_location=TOGETHER)
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
-    _everything(session)
-    session.run("python", "benchmarks/compare.py", *session.posargs)
+    _together(session).run("python", "benchmarks/compare.py", *session.posargs)
 
 
 if __name__ == "__main__":
