@@ -8,7 +8,7 @@ others; the session ``wheels`` builds in isolation, as a user's pip does. Sessio
 together (``dev``, ``types``, ``everything``, ``integration``, ``clients`` and the long ones) share one
 environment, ``.nox/dev``, which is installed again only when a package's metadata or its C++ changes.
 
-Environment variables: ``HEADRACE_DISCARD=1`` removes the environment of a session that has run, the shared one apart.
+Environment variables: ``HEADRACE_DISCARD=1`` removes environments as sessions end, but not the shared one.
 ``HEADRACE_TESTS=full`` runs tests of many cases whole, which else run a sample of them; so does
 ``nox -s full``. ``HEADRACE_TEST_SEED`` repeats a sample.
 ``HEADRACE_TORCH`` and ``HEADRACE_TRITON`` are the requirements installed for these two.

@@ -85,7 +85,7 @@ def test_what_is_not_run_is_on_the_pages():
 
 def test_a_session_serves_the_demo_model():
     body = (ROOT / "noxfile.py").read_text().partition("def serve(")[2].partition("@nox.session")[0]
-    assert 'session.run("headrace", "serve", *session.posargs)' in body
+    assert 'environment.run("headrace", "serve", *session.posargs)' in body
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -172,10 +172,9 @@ async def _connect_and_leave(url: str, number: int) -> None:
 
     async def one(seed: int) -> None:
         stream = Stream(seed, 1500)
-        running = asyncio.create_task(
-            run_stream(url, stream, prompt="long " * (seed % 5 * 100 + 1))
-        )
-        await until(lambda: len(stream.token_ids) >= seed % 37)
+        running = asyncio.create_task(run_stream(url, stream, prompt="long " * (seed % 5 * 50 + 1)))
+        await until(lambda: running.done() or len(stream.token_ids) >= seed % 37)
+        assert not running.done(), (stream.status, stream.events)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
