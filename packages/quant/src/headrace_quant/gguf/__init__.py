@@ -1,0 +1,1 @@
+"""GGUF's blocks: linear layers and tables of vectors that stay packed."""
