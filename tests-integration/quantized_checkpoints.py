@@ -1,0 +1,149 @@
+"""Models of quantized checkpoints beside transformers' models of what they mean: for tests of formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.model import BuildContext, CausalLM, ModelInfo
+from headrace_core.platform import CpuPlatform
+from headrace_models.loading.loader import Built, load_model
+from headrace_models.quantization import quant_method
+from headrace_models.resolve import resolve
+from headrace_models.weight_bytes import kept_bytes
+from headrace_testing.model.decoders import (
+    Checkpoint,
+    ModelConformance,
+    PagedDriver,
+    build_context,
+)
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {
+    **DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+
+
+class IntegerConformance(ModelConformance):
+    """The suite of every family, with integers and what they mean."""
+
+    quantization: ClassVar[dict[str, Any]]
+    scales: ClassVar[str] = "scales"
+    """Suffix of the tensor that :meth:`test_scales_count` turns."""
+    side_file: ClassVar[str | None] = None
+    """The config's block is in this file, and not in config.json."""
+    tolerance: ClassVar[float] = 1e-3
+
+    def module(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """A layer's tensors by suffix, and the weight that they mean."""
+        raise NotImplementedError
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        super().make_checkpoint(folder, seed, **overrides)
+        stored, floats = {}, {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            stored[name] = floats[name] = tensor
+            if name.endswith("_proj.weight"):
+                tensors, floats[name] = self.module(name.removesuffix(".weight"), tensor)
+                del stored[name]
+                stored |= {name.removesuffix("weight") + key: t for key, t in tensors.items()}
+        assert len(stored) > len(floats)
+        save_file(floats, folder / "model.safetensors", metadata={"format": "pt"})
+        reference = self.hf_class().from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        if self.side_file is None:
+            config["quantization_config"] = self.quantization
+            (folder / "config.json").write_text(json.dumps(config))
+        else:
+            (folder / self.side_file).write_text(json.dumps(self.quantization))
+        return Checkpoint(reference.eval(), folder)
+
+    def resolve(self, path: Path, **settings: Any) -> ModelInfo:
+        return resolve(ModelConfig(model=str(path), **settings), LoadConfig(), CpuPlatform())
+
+    def load(self, info: ModelInfo, context: BuildContext, **settings: Any) -> CausalLM:
+        method = quant_method(info, None, context.ops, device=context.device)
+        context = dataclasses.replace(context, quant=method)
+        return load_model(info, context, load=LoadConfig(**settings))
+
+    def test_linear_layers_are_stored_as_quantization_says(self, checkpoint: Checkpoint) -> None:
+        """Packed: the model takes little more than the files' tensors."""
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len, dtype="bfloat16")
+        context = build_context(info)
+        plain = kept_bytes(Built.of(info, context).model, info.dtype)
+        method = quant_method(info, None, context.ops, device=context.device)
+        context = dataclasses.replace(context, quant=method)
+        assert kept_bytes(Built.of(info, context).model, info.dtype) < 0.75 * plain
+
+    def test_sharded_checkpoint_equals_single(
+        self, checkpoint: Checkpoint, model: CausalLM, tmp_path: Path
+    ) -> None:
+        """A layer's tensors may lie in several files."""
+        tensors = load_file(checkpoint.path / "model.safetensors")
+        for file in checkpoint.path.glob("*.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        names, where = sorted(tensors), {}
+        for index in range(3):
+            file_name = f"model-{index + 1:05}-of-00003.safetensors"
+            save_file({n: tensors[n] for n in names[index::3]}, tmp_path / file_name)
+            where |= dict.fromkeys(names[index::3], file_name)
+        index_file = tmp_path / "model.safetensors.index.json"
+        index_file.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        prompt = self.prompt(9)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
+
+    def test_scales_count(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        """Scales turned by one place make another model."""
+        tensors = load_file(checkpoint.path / "model.safetensors")
+        for name in tensors:
+            if name.endswith(f"down_proj.{self.scales}"):
+                tensors[name] = tensors[name].flatten().roll(1).view(tensors[name].shape)
+        for file in checkpoint.path.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        prompt = self.prompt(12)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        error = torch.log_softmax(logits, -1) - checkpoint.logprobs(prompt)
+        assert float(error.abs().max()) > 10 * self.tolerance
+
+
+class Dense:
+    def hf_class(self) -> Any:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import LlamaConfig
+
+        return LlamaConfig(**{**DENSE, **overrides})
+
+
+class Mixture:
+    flips_ties = False
+
+    def hf_class(self) -> Any:
+        from transformers import Qwen3MoeForCausalLM
+
+        return Qwen3MoeForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Qwen3MoeConfig
+
+        return Qwen3MoeConfig(**{**MIXTURE, **overrides})
