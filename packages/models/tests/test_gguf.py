@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import test_families as families
 import torch
@@ -25,9 +24,9 @@ from torch import Tensor
 from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError, ModelError, UnsupportedModel, WeightsError
 from headrace_models.formats.contents import stated_config
-from headrace_models.formats.gguf.blocks import KINDS, dequantize
 from headrace_models.formats.gguf.format import GGUFFormat
 from headrace_models.formats.gguf.header import BLOCK_TYPES, MAX_VALUES, read_gguf
+from headrace_models.quantization import quant_method_name
 from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context
 
 LLAMA = families.TestLlama()
@@ -113,49 +112,129 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return LLAMA.make_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_blocks_become_numbers_while_the_model_is_filled(
-    kind: str, wide: Checkpoint, tmp_path: Path
-) -> None:
-    """Layers of different types, as in mixtures: q in one, k and v in another, norms in float32."""
-    types = dict.fromkeys(("attn_q", "ffn_down", "token_embd"), GGMLQuantizationType[kind])
-
-    def choose(name: str, tensor: Tensor) -> GGMLQuantizationType:
-        stem = name.rpartition(".")[0].rpartition(".")[2]
-        return types.get(stem, GGMLQuantizationType.Q8_0)
-
-    file = write(wide.path, tmp_path / "m.gguf", "llama", choose)
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_floats_of_16_bits(kind: str, wide: Checkpoint, tmp_path: Path) -> None:
+    type_ = GGMLQuantizationType[kind]
+    file = write(wide.path, tmp_path / "m.gguf", "llama", lambda *_: type_)
     rounded = tmp_path / "rounded"
     rounded.mkdir()
     (rounded / "config.json").write_text((wide.path / "config.json").read_text())
     tensors = load_file(wide.path / "model.safetensors")
-    stems = {"q_proj": "attn_q", "down_proj": "ffn_down", "embed_tokens": "token_embd"}
     for name, tensor in tensors.items():
-        stem = name.split(".")[-2]
         if tensor.dim() == 2:
-            type_ = types.get(stems.get(stem, ""), GGMLQuantizationType.Q8_0)
-            blocks = gguf.quants.quantize(tensor.numpy(), type_)
-            tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, type_))
+            stored = gguf.quants.quantize(tensor.numpy(), type_)
+            tensors[name] = torch.from_numpy(gguf.quants.dequantize(stored, type_))
     save_file(tensors, rounded / "model.safetensors")
     info = LLAMA.resolve(file)
-    assert info.dtype in ("float16", "bfloat16", "float32")
+    assert info.dtype == {"F16": "float16", "BF16": "bfloat16"}[kind]
+    assert "quantization_config" not in info.config
     got = PagedDriver(LLAMA.open(file, dtype="float32")).step({"a": PROMPT})
     torch.testing.assert_close(got, logits_of(LLAMA, rounded), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("number", BLOCK_TYPES)
-def test_every_type_of_block_against_the_formats_own_package(number: int) -> None:
-    kind = BLOCK_TYPES[number]
-    theirs = GGMLQuantizationType(number)
+def test_sizes_of_blocks_are_those_of_the_formats_own_package(number: int) -> None:
+    kind, theirs = BLOCK_TYPES[number], GGMLQuantizationType(number)
     assert theirs.name == kind.name
     assert gguf.GGML_QUANT_SIZES[theirs] == (kind.elements, kind.num_bytes)
-    if kind.name not in KINDS:
-        return
-    blocks = np.random.default_rng(number).integers(0, 256, (300, kind.num_bytes), dtype=np.uint8)
-    with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(blocks, theirs)
-    found = dequantize(kind.name, torch.from_numpy(blocks)).numpy()
-    np.testing.assert_array_equal(found, expected)
+
+
+class TestBlocks:
+    """Weights in blocks come as their bytes, and the config says of which types they are."""
+
+    @staticmethod
+    def mixture(name: str, tensor: Tensor) -> GGMLQuantizationType:
+        """Of two types, as in Q4_K_M; the router is in floats."""
+        if "gate_inp" in name:
+            return GGMLQuantizationType.F32
+        eight = "attn_v" in name or "ffn_down" in name or name.startswith("output")
+        return GGMLQuantizationType.Q8_0 if eight else GGMLQuantizationType.Q4_0
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def file(cls, wide: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        path = tmp_path_factory.mktemp("blocks") / "m.gguf"
+        return write(wide.path, path, "llama", cls.mixture)
+
+    def test_bytes_of_rows(self, file: Path, wide: Checkpoint) -> None:
+        floats = load_file(wide.path / "model.safetensors")
+        found = {name: tensor for name, tensor, _ in GGUFFormat(LoadConfig()).tensors(file)}
+        assert set(found) == set(floats)
+        for name, tensor in floats.items():
+            if tensor.dim() < 2:
+                assert found[name].dtype == torch.float32
+                continue
+            eight = "v_proj" in name or "down_proj" in name or "lm_head" in name
+            kind = GGMLQuantizationType.Q8_0 if eight else GGMLQuantizationType.Q4_0
+            blocks = torch.from_numpy(gguf.quants.quantize(tensor.numpy(), kind))
+            assert torch.equal(found[name], blocks), name
+
+    def test_the_config_says_the_types(self, file: Path) -> None:
+        block = LLAMA.resolve(file).config["quantization_config"]
+        assert block["quant_method"] == "gguf"
+        types = block["types"]
+        assert types["model.embed_tokens"] == types["model.layers.1.self_attn.q_proj"] == "Q4_0"
+        assert types["lm_head"] == types["model.layers.0.mlp.down_proj"] == "Q8_0"
+        assert len(types) == 16
+        assert not any("norm" in name for name in types)
+
+    def test_another_config_has_the_same_types(
+        self, file: Path, wide: Checkpoint, tmp_path: Path
+    ) -> None:
+        """What the original checkpoint says of its own quantization does not hold for the file."""
+        own = stated_config(file)["quantization_config"]
+        stated = json.loads((wide.path / "config.json").read_text())
+        stated["quantization_config"] = {"quant_method": "mxfp4"}
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        assert stated_config(file, config_folder=str(tmp_path))["quantization_config"] == own
+        (tmp_path / "m.gguf").symlink_to(file)
+        assert stated_config(tmp_path)["quantization_config"] == own
+        (tmp_path / "model.safetensors").symlink_to(wide.path / "model.safetensors")
+        assert stated_config(tmp_path)["quantization_config"] == {"quant_method": "mxfp4"}
+        assert stated_config(tmp_path, load_format="gguf")["quantization_config"] == own
+
+    def test_experts_come_one_by_one(self, tmp_path: Path) -> None:
+        suite = families.TestQwen3Moe()
+        sizes = {
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 64,
+            "head_dim": 16,
+        }
+        checkpoint = suite.make_checkpoint(
+            tmp_path / "hf", **FAMILIES["qwen3moe"][2], **sizes, num_hidden_layers=1
+        )
+        file = write(checkpoint.path, tmp_path / "m.gguf", "qwen3moe", self.mixture)
+        types = suite.resolve(file).config["quantization_config"]["types"]
+        assert types["model.layers.0.mlp.experts.*.down_proj"] == "Q8_0"
+        found = {name: tensor for name, tensor, _ in GGUFFormat(LoadConfig()).tensors(file)}
+        for name, tensor in load_file(checkpoint.path / "model.safetensors").items():
+            if name.endswith("experts.1.down_proj.weight"):
+                blocks = gguf.quants.quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)
+                assert torch.equal(found[name], torch.from_numpy(blocks))
+
+    def test_without_the_method_blocks_are_refused(self, file: Path) -> None:
+        with pytest.raises(WeightsError, match=r"m\.gguf: tensor '\S+' has shape"):
+            LLAMA.open(file)
+
+    def test_norms_in_blocks_are_refused_where_the_converter_changed_them(
+        self, tmp_path: Path
+    ) -> None:
+        suite = families.TestGemma()
+        checkpoint = suite.make_checkpoint(tmp_path / "hf", hidden_act="gelu_pytorch_tanh")
+        file = write(checkpoint.path, tmp_path / "m.gguf", "gemma")
+        content = bytearray(file.read_bytes())
+        place = content.index(b"output_norm.weight") + len("output_norm.weight") + 4
+        content[place : place + 12] = struct.pack("<QI", 32, 8)
+        file.write_bytes(content)
+        with pytest.raises(WeightsError, match=r"'model\.norm\.weight' is stored in blocks: norms"):
+            list(GGUFFormat(LoadConfig()).tensors(file))
+
+    @pytest.mark.parametrize(
+        ("wanted", "name"), [(None, "gguf"), ("gguf", "gguf"), ("int8", "gguf"), ("none", "gguf")]
+    )
+    def test_the_method_is_the_files_own(self, wanted: str | None, name: str, file: Path) -> None:
+        assert quant_method_name(LLAMA.resolve(file), wanted) == name
 
 
 class TestFiles:
@@ -244,9 +323,9 @@ class TestFiles:
         file = write(checkpoint.path, tmp_path / "m.gguf", "llama")
         place = file.read_bytes().index(b"token_embd.weight") + len("token_embd.weight") + 20
         content = bytearray(file.read_bytes())
-        content[place : place + 4] = struct.pack("<I", 16)
+        content[place : place + 4] = struct.pack("<I", 9)
         file.write_bytes(content)
-        with pytest.raises(WeightsError, match=r"'token_embd\.weight'.*IQ2_XXS are not read.*Q4_K"):
+        with pytest.raises(WeightsError, match=r"'token_embd\.weight'.*Q8_1 are not read.*Q4_K"):
             LLAMA.resolve(file)
 
     def test_extra_config_has_no_keys(self, small: Path) -> None:

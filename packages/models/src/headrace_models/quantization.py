@@ -13,6 +13,8 @@ from headrace_core.ops import OpTable
 
 GROUP = "headrace.quantization"
 PLAIN = "none"
+BLOCKS = "gguf"
+"""Method of GGUF files, whose blocks may also be made floats, and these be rounded by another method."""
 
 
 def quantization_config(info: ModelInfo) -> Mapping[str, Any] | None:
@@ -34,7 +36,8 @@ def quantization_config(info: ModelInfo) -> Mapping[str, Any] | None:
 
 def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     """Name of the method: what the checkpoint says, which the user's choice must equal or be another name
-    of; else the user's choice; else ``none``.
+    of (or, of a GGUF file, take its floats: the method itself refuses others); else the user's choice; else
+    ``none``.
 
     Raises:
         ConfigError: the two differ; names both.
@@ -43,7 +46,7 @@ def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     if block is None:
         return wanted or PLAIN
     stored = str(block["quant_method"])
-    if wanted is not None and wanted != stored and not _is_same(wanted, stored):
+    if wanted not in (None, stored) and stored != BLOCKS and not _is_same(wanted, stored):
         raise ConfigError(
             f"model.quantization = {wanted!r}: the checkpoint {info.name!r} is quantized with "
             f"{stored!r}; leave the setting out or give that name",
@@ -52,11 +55,11 @@ def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     return stored
 
 
-def _is_same(wanted: str, stored: str) -> bool:
+def _is_same(wanted: str | None, stored: str) -> bool:
     """True if both names lead to one class: names that other engines have for one format's kernels
     (``gptq_marlin``)."""
     installed = plugins.installed(GROUP)
-    if wanted not in installed or stored not in installed:
+    if wanted is None or wanted not in installed or stored not in installed:
         return False
     return plugins.load(GROUP, wanted) is plugins.load(GROUP, stored)
 
@@ -84,4 +87,7 @@ def quant_method(
             f"quantization {name!r} cannot serve {need}: {'; '.join(reasons)}",
             field="model.quantization",
         )
-    return method.from_config(quantization_config(info), ops)
+    block = quantization_config(info)
+    if block is not None and name == BLOCKS and wanted not in (None, name):
+        block = {**block, "requantize": wanted}
+    return method.from_config(block, ops)

@@ -7,8 +7,13 @@ from typing import Any
 
 from headrace_core.config import LoadConfig
 from headrace_core.errors import UnsupportedModel
+from headrace_models.checkpoint.quantization_files import KEYS
 from headrace_models.config.json_object import read_object
-from headrace_models.formats.gguf.config import gguf_config, gguf_generation_config
+from headrace_models.formats.gguf.config import (
+    gguf_config,
+    gguf_generation_config,
+    gguf_quantization,
+)
 from headrace_models.formats.gguf.files import SUFFIX, gguf_file
 from headrace_models.formats.gguf.header import read_gguf, read_parts
 from headrace_models.formats.header import TensorEntry
@@ -28,17 +33,19 @@ def stated_config(
     path: Path, *, config_folder: str | None = None, load_format: str = "auto"
 ) -> dict[str, Any]:
     """``config.json``: of another folder, of the checkpoint's, or made of Mistral's ``params.json`` or
-    of a GGUF file's metadata.
+    of a GGUF file's metadata. Of a GGUF file's weights its ``quantization_config`` is told by the file.
 
     Raises:
         UnsupportedModel: there is none, or it cannot be read. WeightsError: the GGUF file is damaged.
     """
     if config_folder is not None:
-        return read_object(Path(config_folder).expanduser() / "config.json", required=True)
+        stated = read_object(Path(config_folder).expanduser() / "config.json", required=True)
+        return _with_blocks(stated, path, load_format)
     if has_params(path, load_format):
         return mistral_config(path)
     if path.is_dir() and (path / "config.json").is_file():
-        return read_object(path / "config.json", required=True)
+        stated = read_object(path / "config.json", required=True)
+        return _with_blocks(stated, path, load_format)
     file = gguf_file(path)
     if file is not None:
         return gguf_config(read_parts(file))
@@ -48,6 +55,19 @@ def stated_config(
             f"{path}: holds several GGUF files ({', '.join(several[:5])}): name one as the model"
         )
     return read_object(path / "config.json", required=True)
+
+
+def _with_blocks(stated: dict[str, Any], path: Path, load_format: str) -> dict[str, Any]:
+    """Another checkpoint's config, with the ``quantization_config`` of the GGUF file whose weights are read;
+    as it is where none is read."""
+    if gguf_file(path) is None:
+        return stated
+    files = weight_files(path, LoadConfig(load_format=load_format))
+    if not files or files[0].suffix.lower() != SUFFIX:
+        return stated
+    kept = {key: value for key, value in stated.items() if key not in KEYS}
+    blocks = gguf_quantization(read_parts(files[0]))
+    return kept if blocks is None else {**kept, "quantization_config": blocks}
 
 
 def stated_generation_config(path: Path) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def dummy_tensors(
 def _random(tensor: Wanted, kind: torch.dtype, generator: torch.Generator) -> Tensor:
     if not kind.is_floating_point:
         info = torch.iinfo(kind)
-        low, high = max(info.min, -127), min(info.max, 127)
+        # Bytes may be those of float16 scales: larger ones would be large numbers, or none.
+        low, high = max(info.min, -127), 15 if kind == torch.uint8 else min(info.max, 127)
         return torch.randint(low, high + 1, tensor.shape, generator=generator).to(kind)
     if "scale" in tensor.source.rpartition(".")[2]:
         return torch.full(tensor.shape, 1e-3, dtype=kind)

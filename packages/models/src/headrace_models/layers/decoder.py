@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from headrace_core.errors import UnsupportedModel
@@ -14,7 +15,14 @@ from headrace_models.architectures import is_bidirectional
 from headrace_models.config.settings import MAX_LAYERS, Settings, Spelling
 from headrace_models.layers.attention.self_attention import Attention, CachedLayer
 from headrace_models.layers.base import Layer, Part, walk
-from headrace_models.layers.embedding import Embedding, PackedEmbedding
+from headrace_models.layers.embedding import (
+    Embedding,
+    PackedEmbedding,
+    QuantizedEmbedding,
+    QuantizedTableHead,
+    Table,
+    table_method,
+)
 from headrace_models.layers.linear import (
     Linear,
     QuantizedTiedLinear,
@@ -85,7 +93,7 @@ class Decoder(Layer, ABC):
                 "config.json: the model attends in both directions, so it generates nothing: set "
                 "--runner pooling"
             )
-        self.embed: Embedding | PackedEmbedding = self.make_embedding(context, prefix)
+        self.embed: Table = self.make_embedding(context, prefix)
         self.prepare(context, prefix)
         self.layers = [
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
@@ -113,9 +121,13 @@ class Decoder(Layer, ABC):
             if layer.spec.kv_sharing_target is not None:
                 layer.share(layers[layer.spec.kv_sharing_target])
 
-    def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
+    def make_embedding(self, context: BuildContext, prefix: str) -> Table:
         """The table of input vectors; packed for the head if that multiplies with it."""
         spec = self.head_spec(prefix)
+        stored = replace(spec, name=f"{prefix}{self.embedding_name}", bias=False)
+        method = table_method(context.quant, stored)
+        if method is not None:
+            return QuantizedEmbedding(stored, method)
         shared = self.is_tied() and not quantizes_floats(context.quant.for_layer(spec), spec)
         return (PackedEmbedding if shared else Embedding)(
             context,
@@ -127,10 +139,12 @@ class Decoder(Layer, ABC):
     def make_head(self, context: BuildContext, prefix: str) -> None:
         """Make what stands behind the final norm: ``head``, from hidden states to logits."""
         spec, table = self.head_spec(prefix), self.embed
-        self.head: Linear | TiedLinear | QuantizedTiedLinear
+        self.head: Linear | TiedLinear | QuantizedTiedLinear | QuantizedTableHead
         if isinstance(table, PackedEmbedding):
             self.head = TiedLinear(context, spec, table.weight)
-        elif self.is_tied():
+        elif isinstance(table, QuantizedEmbedding) and self.is_tied():
+            self.head = QuantizedTableHead(spec, table.method, lambda: table.state)
+        elif isinstance(table, Embedding) and self.is_tied():
             method = context.quant.for_layer(spec)
             self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:

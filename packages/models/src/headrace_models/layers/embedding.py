@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.layers.base import Part, Slot, WeightLayer, slot_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from headrace_core.linear import LinearSpec, QuantMethod, TensorSpec
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
 
@@ -72,3 +75,82 @@ class PackedEmbedding(WeightLayer):
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, size]."""
         return self.ops.linear.rows(ids, self.weight())
+
+
+class TableMethod(Protocol):
+    """Storage of a table [num_rows, size] that is quantized: a :class:`headrace_core.linear.LinearMethod`
+    that also looks up rows."""
+
+    takes_views: bool
+
+    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]: ...
+
+    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any: ...
+
+    def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def rows(self, state: Any, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> [T, size], in the activations' dtype."""
+        ...
+
+
+@runtime_checkable
+class QuantizesTables(Protocol):
+    """A :class:`headrace_core.linear.QuantMethod` whose checkpoints may have tables that are quantized."""
+
+    def for_table(self, spec: LinearSpec) -> TableMethod | None:
+        """The method of the table of a name; None: it is plain."""
+        ...
+
+
+def table_method(quant: QuantMethod, spec: LinearSpec) -> TableMethod | None:
+    """The method of a table [out_features, in_features] that is quantized; None: it is plain."""
+    asked = cast(object, quant)
+    return asked.for_table(spec) if isinstance(asked, QuantizesTables) else None
+
+
+class QuantizedEmbedding(WeightLayer):
+    """A table that stays as the checkpoint has quantized it; rows become numbers when they are looked up."""
+
+    def __init__(self, spec: LinearSpec, method: TableMethod) -> None:
+        self.name = spec.name
+        self.spec, self.method = spec, method
+        self.takes_views = method.takes_views
+        self.state: Any = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        whole = [Part(self.spec.out_features)]
+        return {key: slot_of(one, whole) for key, one in self.method.create(self.spec).items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.state = self.method.finish(self.spec, tensors)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> [T, size]."""
+        return self.method.rows(self.state, ids)
+
+
+Table = Embedding | PackedEmbedding | QuantizedEmbedding
+
+
+class QuantizedTableHead(WeightLayer):
+    """A head that multiplies with a :class:`QuantizedEmbedding`, which is held once; a bias is its own.
+
+    Args:
+        state: gives the table's state once that is loaded.
+    """
+
+    def __init__(self, spec: LinearSpec, method: TableMethod, state: Callable[[], Any]) -> None:
+        self.name = spec.name
+        self.spec, self.method, self.state = spec, method, state
+        self.bias: Tensor | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        return {"bias": Slot((self.spec.out_features,))} if self.spec.bias else {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.bias = tensors.get("bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, size] -> [T, num_rows]."""
+        return self.method.apply(self.state(), x, self.bias)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.formats.gguf.header import GGUFHeader, GGUFTensor
-from headrace_models.formats.gguf.names import DIALECTS
+from headrace_models.formats.gguf.header import PLAIN, GGUFHeader, GGUFTensor
+from headrace_models.formats.gguf.names import DIALECTS, checkpoint_name
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 _MAX_FACTORS = 4096
 
 
 def gguf_config(header: GGUFHeader) -> dict[str, Any]:
-    """Content of ``config.json``, from a file's metadata.
+    """Content of ``config.json``, from a file's metadata and the types of its tensors.
 
     Raises:
         UnsupportedModel: the architecture is not read, or a key is missing or no number.
@@ -34,8 +34,30 @@ def gguf_config(header: GGUFHeader) -> dict[str, Any]:
             f"{header.path}: general.architecture = {architecture!r}: must be one of "
             f"{', '.join(_FAMILIES)}"
         )
-    config = {**_common(said), **make(said)}
+    config = {
+        **_common(said), **make(said), "quantization_config": gguf_quantization(header)
+    }  # fmt: skip
     return {key: value for key, value in config.items() if value is not None}
+
+
+def gguf_quantization(header: GGUFHeader) -> dict[str, Any] | None:
+    """A ``quantization_config`` that says which weights are stored in blocks: ``types`` has the type of each
+    by its module's name in the checkpoint's words (``*``: any expert); None: all are plain."""
+    dialect = DIALECTS.get(str(header.metadata.get("general.architecture")))
+    if dialect is None:
+        return None
+    types: dict[str, str] = {}
+    for tensor in header.tensors:
+        if tensor.type.name in PLAIN:
+            continue
+        try:
+            named = checkpoint_name(dialect, tensor.name)
+        except UnsupportedModel:  # reading the weights refuses it, with its file's name
+            continue
+        if named is not None and named.name.endswith(".weight"):
+            module = named.name.removesuffix(".weight").replace("{}", "*")
+            types[module] = tensor.type.name
+    return {"quant_method": "gguf", "types": types} if types else None
 
 
 def gguf_generation_config(header: GGUFHeader) -> dict[str, Any]:

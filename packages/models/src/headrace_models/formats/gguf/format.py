@@ -1,9 +1,8 @@
-"""The weights of GGUF files: blocks become numbers while the model is filled."""
+"""The weights of GGUF files, in blocks as they are stored."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,21 +14,20 @@ from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
 from headrace_models.formats.content import Content
 from headrace_models.formats.extra_config import extra_config
-from headrace_models.formats.gguf.blocks import KINDS, dequantize
 from headrace_models.formats.gguf.config import Metadata
 from headrace_models.formats.gguf.files import gguf_file
-from headrace_models.formats.gguf.header import GGUFTensor, read_parts
+from headrace_models.formats.gguf.header import PLAIN, GGUFTensor, read_parts
 from headrace_models.formats.gguf.names import DIALECTS, Dialect, Named, checkpoint_name
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NUMBERS_AT_ONCE = 1 << 20
-"""Blocks are made numbers in slices, so that float32 never exists of a whole tensor."""
+_DTYPES = dict(zip(PLAIN, (torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 
 class GGUFFormat:
     """See :class:`headrace_core.model.WeightFormat`.
 
-    Tensors of blocks come in the dtype of :meth:`convert_to`, the others in the file's.
+    A weight in blocks comes as uint8 [..., bytes of a row]: the quantization method ``gguf`` knows what they
+    mean, from the ``quantization_config`` of :func:`~headrace_models.formats.gguf.config.gguf_quantization`.
+    Other tensors come in the file's dtype.
 
     Args:
         load: ``safetensors_load_strategy`` decides between mapping files and reading them whole.
@@ -40,14 +38,9 @@ class GGUFFormat:
     def __init__(self, load: LoadConfig) -> None:
         extra_config(load, {})
         self.eager = load.safetensors_load_strategy == "eager"
-        self.dtype = torch.float32
 
     def recognises(self, path: Path) -> bool:
         return gguf_file(path) is not None
-
-    def convert_to(self, dtype: str) -> None:
-        """See :class:`headrace_core.model.ConvertsTensors`."""
-        self.dtype = getattr(torch, dtype)
 
     def tensors(
         self, path: Path, progress: ProgressCallback = ignore_progress
@@ -61,7 +54,7 @@ class GGUFFormat:
         dialect = DIALECTS.get(said.architecture)
         if dialect is None:
             raise UnsupportedModel(f"{file}: GGUF files of {said.architecture!r} are not supported")
-        reader = _Reader(said, dialect, self.dtype)
+        reader = _Reader(said, dialect)
         total, done = sum(tensor.num_bytes for tensor in header.tensors), 0
         for part, tensors in itertools.groupby(header.tensors, lambda tensor: tensor.file):
             content = Content(part, eager=self.eager)
@@ -76,9 +69,8 @@ class GGUFFormat:
 class _Reader:
     """Undoes what the converter did to each tensor."""
 
-    def __init__(self, said: Metadata, dialect: Dialect, dtype: torch.dtype) -> None:
+    def __init__(self, said: Metadata, dialect: Dialect) -> None:
         self.dialect = dialect
-        self.dtype = dtype
         heads = said.needed("attention.head_count")
         kv_heads = said.integer("attention.head_count_kv") or heads
         self.heads = {"attn_q": heads, "attn_k": kv_heads} if dialect.permuted else {}
@@ -91,7 +83,7 @@ class _Reader:
         if named is None:
             return
         if "{}" not in named.name:
-            yield named.name, self._restored(named, self._numbers(content, tensor), tensor.file)
+            yield named.name, self._restored(named, self._stored(content, tensor), tensor.file)
             return
         if len(tensor.shape) != 3:
             raise WeightsError(
@@ -103,26 +95,25 @@ class _Reader:
             own = tensor._replace(
                 shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size
             )
-            yield named.name.replace("{}", str(expert)), self._numbers(content, own)
+            yield named.name.replace("{}", str(expert)), self._stored(content, own)
 
-    def _numbers(self, content: Content, tensor: GGUFTensor) -> Tensor:
-        """The tensor as stored: a view of the file, or made of blocks."""
-        plain = _PLAIN.get(tensor.type.name)
-        if plain is not None:
-            flat = content.view(tensor.name, plain, tensor.offset, tensor.num_bytes)
+    @staticmethod
+    def _stored(content: Content, tensor: GGUFTensor) -> Tensor:
+        """The tensor as stored, a view of the file: of blocks its rows' bytes."""
+        dtype = _DTYPES.get(tensor.type.name, torch.uint8)
+        flat = content.view(tensor.name, dtype, tensor.offset, tensor.num_bytes)
+        if tensor.type.name in PLAIN:
             return flat.view(tensor.shape)
-        raw = content.view(tensor.name, torch.uint8, tensor.offset, tensor.num_bytes)
-        blocks = raw.view(-1, tensor.type.num_bytes)
-        assert tensor.type.name in KINDS
-        out = torch.empty(math.prod(tensor.shape), dtype=self.dtype)
-        slots = out.view(len(blocks), tensor.type.elements)
-        step = max(1, _NUMBERS_AT_ONCE // tensor.type.elements)
-        for start in range(0, len(blocks), step):
-            numbers = dequantize(tensor.type.name, blocks[start : start + step])
-            slots[start : start + step] = numbers
-        return out.view(tensor.shape)
+        row = tensor.shape[-1] // tensor.type.elements * tensor.type.num_bytes
+        return flat.view(*tensor.shape[:-1], row)
 
     def _restored(self, named: Named, value: Tensor, path: Path) -> Tensor:
+        is_shifted = named.stem.endswith("norm") and self.dialect.norm_offset
+        if value.dtype == torch.uint8 and (is_shifted or not named.name.endswith(".weight")):
+            raise WeightsError(
+                f"{path}: tensor {named.name!r} is stored in blocks: norms and biases must be F32, F16 or "
+                "BF16"
+            )
         heads = self.heads.get(named.stem)
         if heads is not None:
             if value.shape[0] % (2 * heads):
@@ -131,7 +122,7 @@ class _Reader:
                     f"number for each of {heads} heads"
                 )
             return _halves_apart(value, heads)
-        if named.stem.endswith("norm") and self.dialect.norm_offset:
+        if is_shifted:
             return value.float() - self.dialect.norm_offset
         if named.stem == "ffn_gate_inp_shexp" and value.dim() == 1:
             return value[None]

@@ -47,13 +47,18 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     11: BlockType("Q3_K", 256, 110), 12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176), 14: BlockType("Q6_K", 256, 210),
     20: BlockType("IQ4_NL", 32, 18), 23: BlockType("IQ4_XS", 256, 136),
-    39: BlockType("MXFP4", 32, 17),
+    16: BlockType("IQ2_XXS", 256, 66), 17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98), 19: BlockType("IQ1_S", 256, 50),
+    21: BlockType("IQ3_S", 256, 110), 22: BlockType("IQ2_S", 256, 82),
+    29: BlockType("IQ1_M", 256, 56), 34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66), 39: BlockType("MXFP4", 32, 17), 40: BlockType("NVFP4", 64, 36),
 }  # fmt: skip
 """The types that are read, by the number that stands for them."""
 
+PLAIN = ("F32", "F16", "BF16")
+"""Types whose numbers stand by themselves."""
 _UNREAD = {
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
