@@ -22,7 +22,7 @@ class SnakeProvider:
         if need.device != "cpu":
             reasons.append(f"device {need.device!r} is not served, only 'cpu'")
         if need.dtype not in DTYPES:
-            reasons.append(f"dtype {need.dtype!r} is not served, only {list(DTYPES)}")
+            reasons.append(f"dtype {need.dtype!r} is not supported, only {list(DTYPES)}")
         return reasons
 
     def priority(self, need: KernelNeed) -> int:

@@ -261,7 +261,7 @@ class BeamSequence:
     stop_reason: int | str | None = None
     """The end token."""
     lora_request: None = None
-    """Adapters are not served by this version."""
+    """LoRA adapters are not supported by this version."""
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -173,7 +173,7 @@ class UnknownSpec(KVCacheSpec):
     [
         (8, [], "no layer groups"),
         (1, [FullAttentionSpec(2, 1, 1, "int8")], r"pools\[0\] = 1 blocks: must be at least 2"),
-        (8, [UnknownSpec(2, 1, 1, "int8")], "UnknownSpec of layer 'l0' is not served"),
+        (8, [UnknownSpec(2, 1, 1, "int8")], "UnknownSpec of layer 'l0' is not supported"),
         (8, [SlidingWindowSpec(2, 1, 1, "int8")], "sliding_window = 0"),
         (8, [ChunkedLocalSpec(2, 1, 1, "int8")], "attention_chunk_size = 0"),
         (8, [CrossAttentionSpec(2, 1, 1, "int8")], "max_encoder_tokens = 0"),

@@ -27,7 +27,7 @@ CATALOGUE: tuple[ErrorEntry, ...] = (
         "The message names the field, its value and the accepted values.",
     ),
     ErrorEntry(
-        "HR-REQ-002", "A feature is not served",
+        "HR-REQ-002", "A feature is not supported",
         "The request asks for something that this model, device or configuration cannot do.",
         "The message says how to enable it, often with a flag of headrace serve. Or leave the field out.",
     ),

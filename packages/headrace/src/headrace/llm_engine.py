@@ -95,7 +95,7 @@ class LLMEngine(EngineControls):
 
         Args:
             params: of pooling, with their ``task``, for a model that pools.
-            lora_request: refused unless None; adapters are not served by this version.
+            lora_request: refused unless None; LoRA adapters are not supported by this version.
 
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.

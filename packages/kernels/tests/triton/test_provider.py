@@ -50,8 +50,8 @@ def test_refuses_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("need", "part"),
     [
-        (KernelNeed("xpu", "float16"), "device 'xpu' is not served"),
-        (KernelNeed("cuda", "float64"), "dtype 'float64' is not served"),
+        (KernelNeed("xpu", "float16"), "device 'xpu' is not supported"),
+        (KernelNeed("cuda", "float64"), "dtype 'float64' is not supported"),
     ],
 )
 def test_refuses_by_name(need: KernelNeed, part: str) -> None:

@@ -313,7 +313,7 @@ async def test_tools_reach_the_template(connect: Any) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0]: blocks of type 'image' are not served"),
+         "messages[0].content[0]: blocks of type 'image' are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
          "no tool_use of that id"),

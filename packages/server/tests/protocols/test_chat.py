@@ -393,4 +393,4 @@ async def test_parts_with_audio_reach_models_that_take_it(connect: Any) -> None:
     await post(connect(engine), messages=messages)
     assert engine.requests[0].prompt.messages == messages
     error = await refused(connect(FakeEngine("x")), messages=messages)
-    assert "'input_audio' are not served; this model takes text only" in error["message"]
+    assert "'input_audio' are not supported; this model takes text only" in error["message"]

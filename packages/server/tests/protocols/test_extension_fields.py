@@ -181,7 +181,7 @@ def test_sampling_fields_of_tokens_belong_into_their_object() -> None:
         (MESSAGES, {**CLAUDE, "n": 2}, "n", "one"),
         (MESSAGES, {**CLAUDE, "response_format": {"type": "text"}}, "response_format", "output_config"),
         (MESSAGES, {**CLAUDE, "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens"),
-        (MESSAGES, {**CLAUDE, "kv_transfer_params": {}}, "kv_transfer_params", "not served"),
+        (MESSAGES, {**CLAUDE, "kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
         (MESSAGES + "/count_tokens", {"model": "fake-model", "messages": HI,
                                       "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "whole"),
         (TEXT, {"prompt": "a", "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens"),

@@ -241,7 +241,7 @@ async def test_words(connect: Any) -> None:
         ({}, {"temperature[]": ["0", "x"]}, "temperature[]", "temperature[]: Input should be a valid"),
         ({}, {"timestamp_granularities[]": "words"}, "timestamp_granularities[]", "[]: Input should be"),
         ({}, {"model": ["ears", "ears"]}, "model", "sent twice"),
-        ({}, {"include[]": "logprobs"}, "include[]", "not served"),
+        ({}, {"include[]": "logprobs"}, "include[]", "not supported"),
         ({}, {"headrace_xargs": "{"}, "headrace_xargs", "must be JSON"),
         ({}, {"data": b"no audio"}, "file", "'speech.wav': damaged"),
         ({"max_file_bytes": 100}, {}, "file", "444 bytes; at most 100 bytes"),

@@ -214,7 +214,7 @@ class SamplingParams:
     """At most :data:`MAX_LOGPROB_TOKEN_IDS` tokens whose log-probabilities are reported with every
     output token, besides those that ``logprobs`` asks for."""
     logits_processors: list[Callable[..., Any]] | None = None
-    """Refused: per-request processors are not served; see ``ModelConfig`` for batch ones."""
+    """Refused: per-request processors are not supported; see ``ModelConfig`` for batch ones."""
     skip_clone: bool = False
     """:meth:`clone` returns the object itself; for objects dedicated to one request."""
 
@@ -274,7 +274,7 @@ class SamplingParams:
         self._check_pairs()
         if self.logits_processors:
             raise UnsupportedFeature(
-                "logits_processors: per-request callables are not served; they cannot be batched",
+                "logits_processors: per-request callables are not supported; they cannot be batched",
                 param="logits_processors",
             )
 

@@ -146,7 +146,7 @@ def policy_of(group: KVCacheGroup) -> CachePolicy:
         CrossAttentionSpec,
     )  # fmt: skip
     raise ConfigError(
-        f"KV cache: {type(spec).__name__} of layer {group.layer_names[0]!r} is not served; "
+        f"KV cache: {type(spec).__name__} of layer {group.layer_names[0]!r} is not supported; "
         f"{', '.join(each.__name__ for each in served)} are"
     )
 

@@ -279,12 +279,12 @@ def _conversation(
     chat: PairChat, introduction: str, query: str, document: str, salt: str | None
 ) -> ChatPrompt:
     """A pair as a checkpoint takes it that was trained with a chat template."""
-    told = {"system": introduction, "query": query, "document": document}
+    contents = {"system": introduction, "query": query, "document": document}
     arguments = dict(chat.arguments)
     return ChatPrompt(
         messages=[
             {"role": role, "content": text}
-            for role, text in told.items()
+            for role, text in contents.items()
             if text or role != "system"
         ],
         add_generation_prompt=bool(arguments.pop("add_generation_prompt", False)),

@@ -94,7 +94,7 @@ class Admission:
         source = source_of(params, self.config)
         fallback = not (self.config.disable_fallback or params.disable_fallback)
         errors: list[RequestError] = []
-        told: RequestError | None = None
+        reason: RequestError | None = None
         for name in backend_order(self.config, fallback=fallback):
             if name in self._unusable:
                 continue
@@ -104,7 +104,7 @@ class Admission:
                 if not (errors or isinstance(error, UnsupportedFeature)):
                     raise  # malformed: no other backend would take it
                 if name == "guidance" and not isinstance(error, UnsupportedFeature):
-                    told = error
+                    reason = error
                 errors.append(error)
             except (MissingDependency, PluginError) as error:
                 if name == self.config.backend:
@@ -112,7 +112,7 @@ class Admission:
                 self._unusable.add(name)
                 logger.warning("grammar backend %s cannot be used: %s", name, error)
         # What guidance calls malformed is refused in its words, whichever backend was asked first.
-        raise told or _summary(source, errors)
+        raise reason or _summary(source, errors)
 
     def close(self) -> None:
         """End the processes."""

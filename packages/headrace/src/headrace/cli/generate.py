@@ -299,8 +299,10 @@ def _status_of(
         return 0
     if len(failed) == len(prompts.every):
         raise failed[0][1]
-    told = [each for each in failed if each[0].fault is None]  # faulty lines were named at start
-    for prompt, error in told[:MOST_SHOWN]:
+    failures = [
+        each for each in failed if each[0].fault is None
+    ]  # faulty lines were named at start
+    for prompt, error in failures[:MOST_SHOWN]:
         _say(f"{prompt.place}: {error}")
     _say(f"{num_failed} of {len(prompts.every)} prompts failed")
     return SOME_FAILED

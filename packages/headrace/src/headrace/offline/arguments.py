@@ -160,7 +160,7 @@ def refuse_adapters(lora_request: object) -> None:
     """Raises: UnsupportedFeature, unless the argument is None."""
     if lora_request is not None:
         raise UnsupportedFeature(
-            "lora_request: adapters are not served by this version", param="lora_request"
+            "lora_request: LoRA adapters are not supported by this version", param="lora_request"
         )
 
 

@@ -64,7 +64,7 @@ class GenerationMixin(EngineMixin):
                 :mod:`headrace.inputs`; one or a list.
             sampling_params: None: the model's defaults; one for all; or one per prompt.
             use_tqdm: show a progress bar; or a callable that makes one (tqdm's signature).
-            lora_request: refused unless None; adapters are not served by this version.
+            lora_request: refused unless None; LoRA adapters are not supported by this version.
             priority: one per prompt, only under ``scheduling_policy="priority"``.
 
         Returns:

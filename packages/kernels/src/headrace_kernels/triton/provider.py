@@ -34,11 +34,11 @@ class TritonProvider:
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (pip install 'headrace-kernels[triton]')")
         if need.device not in ("cuda", "cpu"):
-            reasons.append(f"device {need.device!r} is not served, only 'cuda'")
+            reasons.append(f"device {need.device!r} is not supported, only 'cuda'")
         if need.device == "cpu" and not _interpreting():
             reasons.append("device 'cpu' is served only by the interpreter (TRITON_INTERPRET=1)")
         if need.dtype not in DTYPES:
-            reasons.append(f"dtype {need.dtype!r} is not served, only {list(DTYPES)}")
+            reasons.append(f"dtype {need.dtype!r} is not supported, only {list(DTYPES)}")
         return reasons
 
     def priority(self, need: KernelNeed) -> int:

@@ -78,7 +78,7 @@ class RequestBody(RequestObject):
             within: the field that holds this object, if it is a part of a body.
 
         Raises:
-            UnsupportedFeature: a known field asks for something that is not served.
+            UnsupportedFeature: a known field asks for something that is not supported.
             RequestError: an unknown field, under ``strict_requests``; or more of something than
                 ``request_limits`` allow.
         """

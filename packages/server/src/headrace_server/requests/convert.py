@@ -523,7 +523,7 @@ def text_part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
         kind = next((key for key in (*_TEXT_PARTS, *_MEDIA_KEYS) if key in part), None)
     if kind in _MEDIA_KEYS:
         raise UnsupportedFeature(
-            f"{where}: parts of type {kind!r} are not served; this model takes text only",
+            f"{where}: parts of type {kind!r} are not supported; this model takes text only",
             param=f"{where}.type" if "type" in part else where,
         )
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None

@@ -25,7 +25,7 @@ class SpeechRequest(RequestBody):
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "chunking_strategy": Refusal("long audio is always cut where it is quietest", "auto"),
-        "include[]": Refusal("log-probabilities of tokens are not served here"),
+        "include[]": Refusal("log-probabilities of tokens are not supported here"),
         "known_speaker_names[]": _SPEAKERS,
         "known_speaker_references[]": _SPEAKERS,
     }

@@ -26,7 +26,7 @@ def apply_edits(body: CountTokensRequest, max_model_len: int) -> None:
         max_model_len: the context, in tokens.
 
     Raises:
-        UnsupportedFeature: an edit might apply that is not served.
+        UnsupportedFeature: an edit might apply that is not supported.
         RequestError: an edit is malformed.
     """
     edits = (body.context_management or {}).get("edits") or []

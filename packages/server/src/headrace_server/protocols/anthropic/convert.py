@@ -359,5 +359,6 @@ def _required(where: str, name: str, value: str | None) -> str:
 def _refusal(where: str, kind: Any) -> UnsupportedFeature:
     media = ": this model takes text only" if kind in ("image", "document") else ""
     return UnsupportedFeature(
-        f"{where}: blocks of type {str(kind)[:64]!r} are not served here{media}", param="messages"
+        f"{where}: blocks of type {str(kind)[:64]!r} are not supported here{media}",
+        param="messages",
     )

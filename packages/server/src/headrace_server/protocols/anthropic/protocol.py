@@ -28,7 +28,7 @@ ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
     **REPORTED_OTHERWISE,
     "container": Refusal("this server has no containers"),
     "mcp_servers": Refusal("tool servers are the operator's; they serve /v1/responses", []),
-    "diagnostics": Refusal("is not served"),
+    "diagnostics": Refusal("is not supported"),
     "inference_geo": Refusal("this server has no regions"),
     "speed": Refusal("there is one speed here", "standard"),
     "workspace_id": Refusal("this server has no workspaces"),

@@ -160,7 +160,7 @@ def _prompt_name(input_type: str | None, info: PoolingInfo) -> str | None:
         return None
     if input_type == "image":
         raise UnsupportedFeature(
-            "input_type = 'image': embeddings of images are not served", param="input_type"
+            "input_type = 'image': embeddings of images are not supported", param="input_type"
         )
     known = [*_WITHOUT_PROMPT, *info.prompts] if info.prompts else [*PROMPT_NAMES]
     raise RequestError(

@@ -18,7 +18,7 @@ class CohereEmbedRequest(RequestBody):
     """A vector for each text, in one or several forms."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "images": Refusal("embeddings of images are not served; send texts", []),
+        "images": Refusal("embeddings of images are not supported; send texts", []),
     }
     request_id: ClassVar[None] = None
     return_token_ids: ClassVar[None] = None

@@ -174,7 +174,7 @@ def _add(
             pass  # its result is in the answer that followed; the item holds none
         case OtherItem():
             raise UnsupportedFeature(
-                f"{where}: items of type {str(item.type)[:64]!r} are not served",
+                f"{where}: items of type {str(item.type)[:64]!r} are not supported",
                 param=f"{where}.type",
             )
 
@@ -223,7 +223,7 @@ def _text(where: str, part: dict[str, Any]) -> str:
     kind = part.get("type")
     if kind in _MEDIA:
         raise UnsupportedFeature(
-            f"{where}: parts of type {kind!r} are not served; this model takes text only",
+            f"{where}: parts of type {kind!r} are not supported; this model takes text only",
             param=f"{where}.type",
         )
     key = _TEXTS.get(kind) if isinstance(kind, str) else None

@@ -50,12 +50,12 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
     **REPORTED_OTHERWISE,
     "prompt": Refusal("this server stores no prompt templates; send input and instructions"),
     "conversation": Refusal("this server stores no conversations; use previous_response_id"),
-    "context_management": Refusal("is not served; use truncation", []),
+    "context_management": Refusal("is not supported; use truncation", []),
     "moderation": Refusal("nothing is moderated here"),
     "access_programs": Refusal("are OpenAI's own"),
     "image": Refusal("images are not made here", {}),
-    "previous_input_messages": Refusal("is not served; send the messages as items of input", []),
-    "background_options": Refusal("is not served"),
+    "previous_input_messages": Refusal("is not supported; send the messages as items of input", []),
+    "background_options": Refusal("is not supported"),
     "n": Refusal("a response is one answer", 1),
     "logprobs": Refusal(f"is asked for by include: [{LOGPROBS!r}]", False),
     "include_reasoning": Refusal("reasoning is an item of the output", True),
@@ -71,7 +71,7 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
     "messages": Refusal("is called input here"),
     "reasoning_effort": Refusal("is called reasoning.effort here"),
     "verbosity": Refusal("is called text.verbosity here"),
-    "functions": Refusal("is the old form of tools, which is not served"),
+    "functions": Refusal("is the old form of tools, which is not supported"),
 }
 
 ItemId = Annotated[str, Field(max_length=256)]
@@ -97,7 +97,7 @@ _TOOLS = KnownFields(
 )
 _FORMAT = known("type name description schema strict")
 _CALL = known("namespace caller name async").fields
-"""Fields of calls, and of their outputs, for features that are not served here."""
+"""Fields of calls, and of their outputs, for features that are not supported here."""
 
 
 class BaseItem(RequestObject):
@@ -217,7 +217,7 @@ class LocalShellCallItem(BaseItem):
 
 
 class OtherItem(BaseModel):
-    """An item of a type that is not served; refused by its name."""
+    """An item of a type that is not supported; refused by its name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -294,7 +294,7 @@ class ResponseStreamOptions(RequestObject):
         if not value:
             raise PydanticCustomError(
                 "usage_is_always_there",
-                "false is not served, only true: the last event of every response has its usage; leave "
+                "false is not supported, only true: the last event of every response has its usage; leave "
                 "the field out",
             )
         return value

@@ -155,7 +155,7 @@ class ResponseRun:
         self._turn = self._make_turn()
         if self.body.include and self._turn.body.logprobs and self._turn.plan.is_parsed:
             raise UnsupportedFeature(
-                "include: log-probabilities of texts are not served where reasoning or calls are "
+                "include: log-probabilities of texts are not supported where reasoning or calls are "
                 "parsed out of them",
                 param="include",
             )

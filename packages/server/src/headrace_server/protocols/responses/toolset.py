@@ -104,7 +104,7 @@ async def resolve_tools(
             wanted.append((where, space, _FAMILIES.get(label, "mcp_call")))
         else:
             raise UnsupportedFeature(
-                f"{where}: tools of type {str(kind)[:64]!r} are not served; served: function, mcp, "
+                f"{where}: tools of type {str(kind)[:64]!r} are not supported; supported: function, mcp, "
                 + ", ".join(sorted(BUILTIN_TOOLS)),
                 param=f"{where}.type",
             )

@@ -28,8 +28,8 @@ from headrace_server.state import ServerState
 
 CHAT_REFUSALS: Mapping[str, Refusal] = {
     **SAMPLING_REFUSALS,
-    "functions": Refusal("is the old form of tools, which is not served"),
-    "function_call": Refusal("is the old form of tool_choice, which is not served", "none"),
+    "functions": Refusal("is the old form of tools, which is not supported"),
+    "function_call": Refusal("is the old form of tool_choice, which is not supported", "none"),
     "modalities": Refusal("only text is produced", ["text"]),
     "audio": Refusal("only text is produced"),
     "moderation": Refusal("nothing is moderated here"),
@@ -101,7 +101,7 @@ REPORTED_OTHERWISE: Mapping[str, Refusal] = {
     "n": Refusal("an answer is one here", 1),
     "best_of": Refusal("an answer is one here", 1),
     "use_beam_search": Refusal("is served by /v1/chat/completions and /v1/completions", False),
-    "length_penalty": Refusal("belongs to use_beam_search, which is not served here", 1, 1.0),
+    "length_penalty": Refusal("belongs to use_beam_search, which is not supported here", 1, 1.0),
     "echo": Refusal("the answer of this route has no prompt", False),
     "prompt_logprobs": Refusal("the answer has no field for it; use /v1/chat/completions"),
     "return_token_ids": Refusal("the answer has no place for it", False),

@@ -26,7 +26,7 @@ class TokenSampling(SamplingFields):
         "flat_logprobs": Refusal("the answer has one form", False),
         "logprob_token_ids": Refusal("the answer has only the likeliest tokens"),
         "skip_clone": Refusal("belongs to the Python object", False, True),
-        "logits_processors": Refusal("per-request logits processors are not served"),
+        "logits_processors": Refusal("per-request logits processors are not supported"),
     }
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -43,8 +43,8 @@ class GenerateRequest(RequestBody):
     """Continue token ids with token ids."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "features": Refusal("media input is not served by this version; leave it out"),
-        "kv_transfer_params": Refusal("KV transfer is not served by this version; leave it out"),
+        "features": Refusal("media input is not supported by this version; leave it out"),
+        "kv_transfer_params": Refusal("KV transfer is not supported by this version; leave it out"),
         **{name: Refusal("belongs into sampling_params") for name in TokenSampling.model_fields},
     }
 

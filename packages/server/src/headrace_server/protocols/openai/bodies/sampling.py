@@ -26,11 +26,11 @@ from headrace_server.protocols.openai.bodies.structured import (
     StructuredOutputs,
 )
 
-_LATER = "is not served by this version; leave it out"
+_LATER = "is not supported by this version; leave it out"
 
 
 SAMPLING_REFUSALS: Mapping[str, Refusal] = {
-    "logits_processors": Refusal("per-request logits processors are not served"),
+    "logits_processors": Refusal("per-request logits processors are not supported"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
     "stop_sequences": Refusal("is called stop here", []),

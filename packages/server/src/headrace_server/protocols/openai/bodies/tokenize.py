@@ -21,7 +21,7 @@ from headrace_server.protocols.openai.bodies.chat import TOOLS, Messages
 
 _MODEL = Annotated[str, Field(max_length=1024)] | None
 _REFUSED: Mapping[str, Refusal] = {
-    "mm_processor_kwargs": Refusal("media input is not served by this version; leave it out"),
+    "mm_processor_kwargs": Refusal("media input is not supported by this version; leave it out"),
 }
 
 
