@@ -2,79 +2,147 @@
 
 from __future__ import annotations
 
+import math
+from typing import ClassVar
+
 import pytest
 import torch
+from torch import Tensor
 
-from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
-from headrace_core.linear import LinearSpec, QuantNeed
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.linear import LinearSpec
 from headrace_core.ops import KernelNeed, bind_ops
-from headrace_quant.mxfp4 import BLOCK, Mxfp4, Mxfp4Weight, dequantize
+from headrace_quant.fp4_weight import Fp4Weight
+from headrace_quant.mxfp4 import STORED, Mxfp4
 from headrace_quant.none import PlainWeight
+from headrace_reference.quantized import dequantized
+from headrace_testing.model.quant_methods import QuantConformance
 
 OPS = bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"})
 NAME = "model.layers.0.mlp.experts.3.down_proj"
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def spec(name: str = NAME, inputs: int = 64, dtype: str = "float32") -> LinearSpec:
-    return LinearSpec(name, inputs, (2,), dtype)
+def meant(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [N, B, 16], scales [N, B] -> [N, 32 B] float64; code by code."""
+    rows = []
+    for octets, exponents in zip(blocks.tolist(), scales.tolist(), strict=True):
+        row: list[float] = []
+        for block, exponent in zip(octets, exponents, strict=True):
+            for octet in block:
+                for code in (octet % 16, octet // 16):
+                    sign = -1.0 if code >= 8 else 1.0
+                    row.append(sign * VALUES[code % 8] * 2.0 ** (exponent - 127))
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def tensors(scale: int = 127) -> dict[str, torch.Tensor]:
-    blocks = torch.arange(2 * 2 * 16, dtype=torch.uint8).view(2, 2, 16) * 4
-    return {"weight_blocks": blocks, "weight_scales": torch.full((2, 2), scale, dtype=torch.uint8)}
-
-
-def test_values_of_all_codes() -> None:
-    codes = torch.tensor([[[low | (low + 8) << 4 for low in range(8)] * 2]], dtype=torch.uint8)
-    out = dequantize(codes, torch.tensor([[128]], dtype=torch.uint8), torch.float32)
-    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    assert out[0, :16].tolist() == [sign * 2 * v for v in values for sign in (1, -1)]
-    assert out.shape == (1, BLOCK)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("scale", [0, 100, 127, 140])
-def test_bfloat16_loses_nothing(scale: int, dtype: str) -> None:
-    given = tensors(scale)
-    exact = dequantize(given["weight_blocks"], given["weight_scales"], torch.float64)
-    out = dequantize(given["weight_blocks"], given["weight_scales"], getattr(torch, dtype))
-    assert torch.equal(out.double(), exact)
-
-
-def test_a_layer_multiplies_with_the_floats() -> None:
-    method, given = Mxfp4Weight(OPS), tensors()
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    weight = dequantize(given["weight_blocks"], given["weight_scales"], torch.float32)
-    out = method.apply(method.finish(spec(), given), x)
-    torch.testing.assert_close(out, x @ weight.T)
-    assert {k: t.shape for k, t in method.create(spec()).items()} == {
-        "weight_blocks": (2, 2, 16), "weight_scales": (2, 2),
+class TestStored(QuantConformance):
+    name = "mxfp4"
+    config: ClassVar = {
+        "quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
     }  # fmt: skip
+    ignores = "lm_head"
+    in_features = 96
+    refused: ClassVar = {"modules_to_not_convert": "x"}
+
+    def spec(self, dtype: str = "float32", name: str = f"{NAME}s.gate_up_proj") -> LinearSpec:
+        return super().spec(dtype, "model.layers.0.mlp.experts.1.gate_up_proj")
+
+    def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, groups = spec.out_features, spec.in_features // 32
+        generator = torch.Generator().manual_seed(int(weight[2].abs().sum() * 100))
+        blocks = torch.randint(0, 256, (rows, groups, 16), generator=generator).byte()
+        scales = torch.randint(120, 124, (rows, groups), generator=generator).byte()
+        blocks[1] = 0
+        scales[0] += 6
+        tensors = {"weight_blocks": blocks, "weight_scales": scales}
+        return tensors, meant(blocks, scales).float()
+
+    def test_kept_bytes_are_the_files(self) -> None:
+        assert self.method().for_layer(self.spec()).kept_bytes(self.spec()) is None
+
+    def test_swapped_halves_show(self) -> None:
+        spec = self.spec()
+        tensors, real = self.make_tensors(spec, self.weight(spec))
+        blocks = tensors["weight_blocks"]
+        tensors["weight_blocks"] = (blocks >> 4) | (blocks << 4)
+        state = self.method().for_layer(spec).finish(spec, tensors)
+        assert float((dequantized(state.data[0]) - real).abs().max()) > 1
+
+
+class TestOnline(QuantConformance):
+    name = "mxfp4"
+    config = None
+    ignores = "lm_head"
+    in_features = 72
+
+    def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Rounded number by number."""
+        weight = weight.bfloat16().float()
+        rounded = torch.zeros_like(weight)
+        for row in range(len(weight)):
+            for start in range(0, weight.shape[1], 32):
+                block = weight[row, start : start + 32].tolist()
+                rounded[row, start : start + 32] = torch.tensor(by_hand(block))
+        return {"weight": weight}, rounded
+
+
+def by_hand(block: list[float]) -> list[float]:
+    largest = max(map(abs, block))
+    scale = 2.0 ** (math.frexp(largest)[1] - 3) if largest else 1.0
+    found = []
+    for value in block:
+        size = min(abs(value) / scale, 6.0)
+        best = min(range(8), key=lambda code: (abs(VALUES[code] - size), code % 2))
+        found.append(math.copysign(VALUES[best] * scale, value))
+    return found
+
+
+def test_ties_go_to_the_even_code() -> None:
+    block = [4.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -2.5, -5.0, 7.0, -7.9]
+    weight = torch.tensor([block])
+    spec = LinearSpec("m.o", len(block), (1,), "float32")
+    layer = Mxfp4.from_config(None, OPS).for_layer(spec)
+    found = dequantized(layer.finish(spec, {"weight": weight}).data[0])
+    assert found.tolist() == [
+        [4.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -1.0, -2.0, -4.0, 6.0, -6.0]
+    ]
+    assert layer.kept_bytes(spec) == 7 + 1
+
+
+@pytest.mark.parametrize("scale", [0, 1, 100, 127, 140, 254])
+def test_every_scale_is_exact(scale: int) -> None:
+    blocks = torch.arange(64, dtype=torch.uint8).view(2, 2, 16) * 4
+    scales = torch.full((2, 2), scale, dtype=torch.uint8)
+    spec = LinearSpec(NAME, 64, (2,), "float32")
+    tensors = {"weight_blocks": blocks, "weight_scales": scales}
+    state = Fp4Weight(OPS, STORED).finish(spec, tensors)
+    exact = meant(blocks, scales)
+    found = dequantized(state.data[0], torch.float64)
+    assert torch.equal(found, exact)
 
 
 def test_only_experts_are_blocks() -> None:
-    method = Mxfp4.from_config(
-        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, OPS
-    )
-    assert isinstance(method.for_layer(spec()), Mxfp4Weight)
+    method = Mxfp4.from_config(TestStored.config, OPS)
+    assert isinstance(method.for_layer(LinearSpec(NAME, 64, (2,), "float32")), Fp4Weight)
     for name in (
         "lm_head",
         "model.layers.0.self_attn.experts.0.q_proj",
         "model.layers.0.mlp.router",
     ):
-        assert type(method.for_layer(spec(name))) is PlainWeight, name
+        assert type(method.for_layer(LinearSpec(name, 64, (2,), "float32"))) is PlainWeight, name
 
 
 def test_refusals() -> None:
-    with pytest.raises(UnsupportedModel, match="blocks of 32 inputs; this rank has 40"):
-        Mxfp4Weight(OPS).create(spec(inputs=40))
-    with pytest.raises(WeightsError, match=r"experts\.3\.down_proj: a scale"):
-        Mxfp4Weight(OPS).weight(spec(), tensors(255))
-    with pytest.raises(ConfigError, match="needs a checkpoint"):
-        Mxfp4.from_config(None, OPS)
+    layer = Fp4Weight(OPS, STORED)
+    with pytest.raises(ConfigError, match=r"3\.down_proj': in_features = 40 .* the 32 inputs"):
+        layer.create(LinearSpec(NAME, 40, (2,), "float32"))
+    tensors = {
+        "weight_blocks": torch.zeros(2, 2, 16, dtype=torch.uint8),
+        "weight_scales": torch.full((2, 2), 255, dtype=torch.uint8),
+    }
+    with pytest.raises(WeightsError, match=r"experts\.3\.down_proj': a scale \(E8M0\) is 255"):
+        layer.finish(LinearSpec(NAME, 64, (2,), "float32"), tensors)
     with pytest.raises(ConfigError, match="group_size"):
         Mxfp4.from_config({"quant_method": "mxfp4", "group_size": 32}, OPS)
-    with pytest.raises(ConfigError, match="modules_to_not_convert"):
-        Mxfp4.from_config({"quant_method": "mxfp4", "modules_to_not_convert": "x"}, OPS)
-    assert Mxfp4.refuse(QuantNeed("float16", "cpu"))
-    assert not Mxfp4.refuse(QuantNeed("bfloat16", "cpu"))

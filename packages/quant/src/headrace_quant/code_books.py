@@ -28,6 +28,8 @@ NF4 = (
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = tuple(sign * value / 12 for sign in (1.0, -1.0) for value in _FP4)
 E8M0_BIAS, _E8M0_NAN = 127, 255
+_MANTISSA = 23
+"""Bits of float32's."""
 
 
 def table(values: Sequence[float], like: Tensor) -> Tensor:
@@ -59,5 +61,10 @@ def e8m0_scales(name: str, exponents: Tensor) -> Tensor:
     """
     if bool((exponents == _E8M0_NAN).any()):
         raise WeightsError(f"layer {name!r}: a scale (E8M0) is 255, which is not a number")
-    ones = torch.ones((), dtype=torch.float32, device=exponents.device)
-    return torch.ldexp(ones, exponents.int() - E8M0_BIAS)
+    return powers_of_two(exponents)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """exponents plus 127, integers in [0, 254] -> float32: they are float32's own, but for a subnormal."""
+    bits = exponents.int() << _MANTISSA
+    return torch.where(bits == 0, 1 << (_MANTISSA - 1), bits).view(torch.float32)

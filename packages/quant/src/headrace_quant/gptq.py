@@ -24,16 +24,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-
-from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import WIDTHS, held_bits, signed, unpack_rows, words_for
 from headrace_quant.config_checks import refusal
-from headrace_quant.int_linear_methods import IntegerMethod, checked_scales, scale_spec
+from headrace_quant.int_linear_methods import checked_scales, scale_spec
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
+from headrace_quant.sorted_inputs import Sorted, SortedMethod, sorted_order
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,15 +54,7 @@ class GPTQFormat:
     """The format ``gptq``; else ``gptq_v2``."""
 
 
-class Sorted(NamedTuple):
-    """A weight whose inputs are in another order than the activations'."""
-
-    order: Tensor
-    """[K] int64: place among the activations of each input of the weight."""
-    weight: PackedLinear
-
-
-class GPTQWeight(IntegerMethod):
+class GPTQWeight(SortedMethod):
     """The layer of the module's table.
 
     Raises (from ``create``):
@@ -112,7 +103,9 @@ class GPTQWeight(IntegerMethod):
         zeros = unpack_rows(tensors["qzeros"], bits)
         if self.form.zeros_less_one:
             zeros = (zeros + 1) & ((1 << bits) - 1)
-        order = self._order(spec, tensors.get("g_idx"))
+        order, groups, size = None, tensors.get("g_idx"), self.form.group_size
+        if groups is not None and size is not None:
+            order = sorted_order(spec, groups, size, "g_idx")
         if order is not None:
             values = values[:, order]
         weight = QuantizedWeight(
@@ -124,48 +117,6 @@ class GPTQWeight(IntegerMethod):
         )
         packed = self.pack(spec, weight)
         return packed if order is None else Sorted(order, packed)
-
-    def _order(self, spec: LinearSpec, groups: Tensor | None) -> Tensor | None:
-        """The inputs sorted by group; None: they are.
-
-        Raises:
-            WeightsError: groups of unequal size.
-        """
-        if groups is None or self.form.group_size is None:
-            return None
-        groups = groups.long() - int(groups.min())  # a rank's first group is not 0
-        inputs, size = spec.in_features, self.form.group_size
-        expected = torch.arange(inputs, device=groups.device) // size
-        if torch.equal(groups, expected):
-            return None
-        order = torch.argsort(groups, stable=True)
-        if not torch.equal(groups[order], expected):
-            raise WeightsError(
-                f"layer {spec.name!r}: g_idx has groups of other sizes than group_size = {size}"
-            )
-        return order
-
-    def apply(self, state: PackedLinear | Sorted, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if isinstance(state, Sorted):
-            return super().apply(state.weight, x.index_select(-1, state.order), bias)
-        return super().apply(state, x, bias)
-
-    def apply_gated(
-        self,
-        ops: OpTable,
-        state: PackedLinear | Sorted,
-        x: Tensor,
-        kind: str,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        if isinstance(state, Sorted):
-            x, state = x.index_select(-1, state.order), state.weight
-        return super().apply_gated(ops, state, x, kind, bias)
-
-    def join(self, states: Any) -> PackedLinear | None:
-        if any(isinstance(state, Sorted) for state in states):
-            return None  # each has an order of its own
-        return super().join(states)
 
 
 class Rule(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from headrace_core.errors import WeightsError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
-from headrace_quant.code_books import table
+from headrace_quant.code_books import E8M0_BIAS, powers_of_two, table
 from headrace_quant.int_linear_methods import IntegerMethod
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class CodeBook:
             return largest / top
         # The largest power of two in a group over the largest in the table.
         exponents = torch.frexp(largest).exponent - int(torch.frexp(torch.tensor(top)).exponent)
-        ones = torch.ones((), dtype=torch.float32, device=largest.device)
-        return torch.where(largest > 0, torch.ldexp(ones, exponents.clamp(-127, 127)), ones)
+        stored = torch.where(largest > 0, exponents + E8M0_BIAS, E8M0_BIAS)
+        return powers_of_two(stored.clamp(0, 2 * E8M0_BIAS))
 
     def codes(self, scaled: Tensor) -> Tensor:
         """scaled, of any shape -> int8 codes less half their number; of two that are as near, the lower
