@@ -1,4 +1,4 @@
-"""Paired caches: the same numbers in another order."""
+"""VNNI-packed caches: the same numbers in another order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import torch
 
 import headrace_reference as reference
 from headrace_core.attention import KVViews
-from headrace_core.ops.vnni import (
-    can_pack_vnni,
-    is_vnni_packed,
-    plain_keys,
-    plain_values,
-    vnni_packed,
-)
+from headrace_core.ops.vnni import can_pack_vnni, is_vnni_packed, vnni_packed
+from headrace_reference.vnni import plain_keys, plain_values
 
 BLOCKS, SIZE, HEADS, DIM = 3, 32, 2, 48
 

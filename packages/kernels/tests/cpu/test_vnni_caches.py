@@ -14,7 +14,8 @@ import headrace_reference as reference
 from headrace_core.attention import KVViews
 from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm
-from headrace_core.ops.vnni import can_pack_vnni, plain_keys, plain_values, vnni_packed
+from headrace_core.ops.vnni import can_pack_vnni, vnni_packed
+from headrace_reference.vnni import plain_keys, plain_values
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.library import VNNI_ISAS
 from headrace_kernels.cpu.ops import native_ops
