@@ -15,10 +15,10 @@ from headrace_core.attention import KVViews
 from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm
 from headrace_core.ops.vnni import can_pack_vnni, vnni_packed
-from headrace_reference.vnni import plain_keys, plain_values
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.library import VNNI_ISAS
 from headrace_kernels.cpu.ops import native_ops
+from headrace_reference.vnni import plain_keys, plain_values
 
 pytestmark = pytest.mark.skipif(
     not set(VNNI_ISAS) & set(library.levels()), reason=f"this machine has none of {VNNI_ISAS}"

@@ -10,9 +10,9 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_core.ops.vnni import is_vnni_packed
-from headrace_reference.vnni import plain_keys, plain_values
 from headrace_reference.cache import as_bytes
 from headrace_reference.dtypes import unset_like, widened
+from headrace_reference.vnni import plain_keys, plain_values
 
 
 def paged_attention(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from headrace_core.ops import ONE_BYTE_CACHES, HeadNorm
 from headrace_core.ops.vnni import is_vnni_packed
-from headrace_reference.vnni import write_keys, write_values
 from headrace_reference.dtypes import widened
 from headrace_reference.norms import rms_norm
 from headrace_reference.rotary import rotary
+from headrace_reference.vnni import write_keys, write_values
 
 
 def cache_write(
