@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_pr
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 Choose = Callable[[str, Tensor], gguf.GGMLQuantizationType]
+Encode = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
 
 
 def plain(name: str, tensor: Tensor) -> gguf.GGMLQuantizationType:
@@ -46,6 +47,8 @@ def write(
     choose: Choose = plain,
     extra: Mapping[str, Any] | None = None,
     splits: int = 0,
+    encode: Encode = gguf.quants.quantize,
+    omit: Sequence[str] = (),
 ) -> Path:
     """A GGUF file of a safetensors checkpoint.
 
@@ -54,6 +57,8 @@ def write(
         choose: type of a tensor's blocks.
         extra: further metadata.
         splits: tensors of each part; 0: one file.
+        encode: makes blocks of floats [..., K], row by row.
+        omit: GGUF's names of tensors that are left out.
     """
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=splits)
@@ -70,11 +75,13 @@ def write(
         else:
             writer.add_array(full, value)
     for name, tensor in _tensors(load_file(folder / "model.safetensors"), config, architecture):
+        if name in omit:
+            continue
         array = tensor.float().numpy()
         kind = choose(name, tensor)
         if array.ndim < 2 or "norm" in name or "rope" in name:
             kind = gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, encode(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

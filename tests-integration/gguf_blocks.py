@@ -1,0 +1,107 @@
+"""Blocks of every GGUF type, for tests: the format's own package quantizes to some types and dequantizes all,
+so blocks of the others are random bytes with scales that make weights as large as those they stand for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+_QUANTIZED = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "TQ1_0",
+    "TQ2_0",
+    "MXFP4",
+)
+"""Types that gguf's package quantizes to."""
+_HALVES: dict[str, tuple[tuple[int, float], ...]] = {
+    "Q2_K": ((80, 1.0), (82, 1.5)), "Q3_K": ((108, 1.0),), "Q4_K": ((0, 1.0), (2, 7.5)),
+    "Q5_K": ((0, 1.0), (2, 15.5)), "Q6_K": ((208, 1.0),),
+}  # fmt: skip
+"""Places of a block's float16 scales, and their sizes, which make the weights' mean zero; others: 0."""
+
+
+def encode(array: np.ndarray, kind: Type) -> np.ndarray:
+    """Rows [..., K] float32 as blocks, uint8 [..., bytes of a row]; a row's depend on the row alone."""
+    if kind.name in _QUANTIZED:
+        return gguf.quants.quantize(array, kind)
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = array.reshape(-1, array.shape[-1])
+    blocks = [_blocks(row, kind, row.size // elements).reshape(-1) for row in rows]
+    return np.stack(blocks).reshape(*array.shape[:-1], array.shape[-1] // elements * num_bytes)
+
+
+def decoded(array: np.ndarray, kind: Type) -> np.ndarray:
+    """The weights [..., K] float32 that :func:`encode`'s blocks are, as gguf's package says."""
+    return gguf.quants.dequantize(encode(array, kind), kind)
+
+
+def random_blocks(kind: Type, count: int, seed: int, size: float = 0.01) -> np.ndarray:
+    """[count, bytes of a block], of numbers about ``size`` times the codes."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (count, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    scales = size * generator.uniform(0.5, 1.5, count)
+    _put_scales(blocks, kind, scales)
+    return blocks
+
+
+def _blocks(row: np.ndarray, kind: Type, count: int) -> np.ndarray:
+    seed = int.from_bytes(hashlib.sha256(row.tobytes()).digest()[:8], "little")
+    return random_blocks(kind, count, seed, size=float(row.std()) / _spread(kind.name))
+
+
+@functools.cache
+def _spread(name: str) -> float:
+    """Standard deviation of random blocks' numbers with scales about 1."""
+    blocks = random_blocks(Type[name], 500, seed=0, size=1.0)
+    return float(gguf.quants.dequantize(blocks, Type[name]).std())
+
+
+def _put_scales(blocks: np.ndarray, kind: Type, scales: np.ndarray) -> None:
+    if kind.name == "IQ1_M":  # in the highest 4 bits of four words
+        bits = scales.astype(np.float16).view(np.uint16)
+        for word in range(4):
+            high = (bits >> 4 * word & 15).astype(np.uint8) << 4
+            blocks[:, 49 + 2 * word] = blocks[:, 49 + 2 * word] & 15 | high
+        return
+    if kind.name == "NVFP4":  # 8-bit floats: 4 bits of exponent
+        exponents = np.clip(np.round(np.log2(scales)) + 7, 0, 14).astype(np.uint8)
+        blocks[:, :4] = exponents[:, None] << 3 | blocks[:, :4] & 7
+        return
+    if kind.name == "MXFP4":
+        blocks[:, 0] = np.round(np.log2(scales)) + 128
+        return
+    for place, factor in _HALVES.get(kind.name, _plain_halves(kind)):
+        halves = (scales * factor).astype(np.float16)
+        blocks[:, place : place + 2] = halves.view(np.uint8).reshape(-1, 2)
+
+
+def _plain_halves(kind: Type) -> tuple[tuple[int, float], ...]:
+    return {
+        "Q4_1": ((0, 1.0), (2, -7.5)), "Q5_1": ((0, 1.0), (2, -15.5)), "TQ1_0": ((52, 1.0),),
+        "TQ2_0": ((64, 1.0),),
+    }.get(kind.name, ((0, 1.0),))  # fmt: skip
+
+
+def gguf_writing() -> ModuleType:
+    """The writer of the tests of headrace-models."""
+    path = Path(__file__).parent.parent / "packages/models/tests/gguf_writing.py"
+    spec = importlib.util.spec_from_file_location("gguf_writing", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
