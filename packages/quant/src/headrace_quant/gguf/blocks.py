@@ -193,7 +193,7 @@ def _tq1_0(blocks: Tensor) -> Codes:
 
 def _tq2_0(blocks: Tensor) -> Codes:
     numbers = _shifted(blocks[:, :64].reshape(-1, 2, 1, 32), _PAIRS, 3).flatten(1)
-    return Codes(_centred(numbers, 1), _halves(blocks, 64))
+    return Codes(_centred(numbers, 2), _halves(blocks, 64))
 
 
 def _mxfp4(blocks: Tensor) -> Codes:
@@ -269,7 +269,7 @@ KINDS: Mapping[str, CodeKind | VectorKind] = {
     "IQ4_NL": CodeKind(32, 18, 4, 32, _iq4_nl, table=_IQ4),
     "IQ4_XS": CodeKind(256, 136, 4, 32, _iq4_xs, table=_IQ4),
     "TQ1_0": CodeKind(256, 54, 2, 256, _tq1_0),
-    "TQ2_0": CodeKind(256, 66, 2, 256, _tq2_0),
+    "TQ2_0": CodeKind(256, 66, 2, 256, _tq2_0, zero_point=-1),
     "MXFP4": CodeKind(32, 17, 4, 32, _mxfp4, table=_E2M1),
     "NVFP4": CodeKind(64, 36, 4, 16, _nvfp4, table=_E2M1),
     "IQ1_S": VectorKind(256, 50, vectors.iq1_s),
