@@ -108,6 +108,13 @@ class IntegerConformance(ModelConformance):
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
 
+    def test_tensor_of_wrong_dtype(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        def change(tensors: dict[str, Tensor], name: str) -> None:
+            tensors[name] = tensors[name].short()
+
+        name = self._rewrite(checkpoint, tmp_path, change)
+        self._assert_refused(tmp_path, name, "model.safetensors", "int16")
+
     def test_scales_count(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         """Scales turned by one place make another model."""
         tensors = load_file(checkpoint.path / "model.safetensors")

@@ -98,13 +98,6 @@ class TestInt8(Dense, IntegerConformance):
         tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0).byte()}
         return tensors, codes * largest[:, None] / 127
 
-    def test_tensor_of_wrong_dtype(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
-        def change(tensors: dict[str, Tensor], name: str) -> None:
-            tensors[name] = tensors[name].short()
-
-        name = self._rewrite(checkpoint, tmp_path, change)
-        self._assert_refused(tmp_path, name, "model.safetensors", "int16")
-
 
 class TestOfTwoRanks:
     """Rows that a rank cannot have."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearSpec
 from headrace_core.ops import KernelNeed, bind_ops
-from headrace_quant.fp4_weight import Fp4Weight
 from headrace_quant.mxfp4 import STORED, Mxfp4
 from headrace_quant.none import PlainWeight
+from headrace_quant.small_floats import SmallFloatWeight
 from headrace_reference.quantized import dequantized
 from headrace_testing.model.quant_methods import QuantConformance
 
@@ -117,7 +117,7 @@ def test_every_scale_is_exact(scale: int) -> None:
     scales = torch.full((2, 2), scale, dtype=torch.uint8)
     spec = LinearSpec(NAME, 64, (2,), "float32")
     tensors = {"weight_blocks": blocks, "weight_scales": scales}
-    state = Fp4Weight(OPS, STORED).finish(spec, tensors)
+    state = SmallFloatWeight(OPS, STORED).finish(spec, tensors)
     exact = meant(blocks, scales)
     found = dequantized(state.data[0], torch.float64)
     assert torch.equal(found, exact)
@@ -125,7 +125,7 @@ def test_every_scale_is_exact(scale: int) -> None:
 
 def test_only_experts_are_blocks() -> None:
     method = Mxfp4.from_config(TestStored.config, OPS)
-    assert isinstance(method.for_layer(LinearSpec(NAME, 64, (2,), "float32")), Fp4Weight)
+    assert isinstance(method.for_layer(LinearSpec(NAME, 64, (2,), "float32")), SmallFloatWeight)
     for name in (
         "lm_head",
         "model.layers.0.self_attn.experts.0.q_proj",
@@ -135,7 +135,7 @@ def test_only_experts_are_blocks() -> None:
 
 
 def test_refusals() -> None:
-    layer = Fp4Weight(OPS, STORED)
+    layer = SmallFloatWeight(OPS, STORED)
     with pytest.raises(ConfigError, match=r"3\.down_proj': in_features = 40 .* the 32 inputs"):
         layer.create(LinearSpec(NAME, 40, (2,), "float32"))
     tensors = {

@@ -19,15 +19,18 @@ WIDTHS = (2, 3, 4, 8)
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
     """words [R, W] int32 -> values [R, 32 W / bits] uint8."""
-    octets = words.contiguous().view(torch.uint8)
-    rows = octets.shape[0]
+    return unpack_octets(words.contiguous().view(torch.uint8), bits)
+
+
+def unpack_octets(octets: Tensor, bits: int) -> Tensor:
+    """octets [R, C] uint8 -> values [R, 8 C / bits] uint8, of any width up to 8."""
+    rows, mask = octets.shape[0], (1 << bits) - 1
     if bits == 8:
         return octets
-    if bits == 3:
-        low, middle, high = octets.view(rows, -1, 3).int().unbind(-1)
-        run = low | (middle << 8) | (high << 16)  # eight values
-        return torch.stack([(run >> 3 * i) & 7 for i in range(8)], -1).view(rows, -1).byte()
-    mask = (1 << bits) - 1
+    if 8 % bits:
+        runs = octets.reshape(rows, -1, bits).long()  # eight values each
+        run = sum((runs[..., i] << 8 * i for i in range(bits)), torch.zeros_like(runs[..., 0]))
+        return torch.stack([(run >> bits * i) & mask for i in range(8)], -1).view(rows, -1).byte()
     return torch.stack([(octets >> s) & mask for s in range(0, 8, bits)], -1).view(rows, -1)
 
 

@@ -18,7 +18,19 @@ from headrace_core.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+def _signed(magnitudes: Sequence[float]) -> tuple[float, ...]:
+    """Codes of a sign, which is the topmost bit, and a magnitude."""
+    return (*magnitudes, *(-value for value in magnitudes))
+
+
+E2M1 = _signed([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M3 = _signed(
+    [*(m / 8 for m in range(8)), *((8 + m) / 8 * 2.0**e for e in range(3) for m in range(8))]
+)
+E3M2 = _signed(
+    [*(m / 16 for m in range(4)), *((4 + m) / 16 * 2.0**e for e in range(7) for m in range(4))]
+)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,

@@ -1,24 +1,35 @@
-"""``compressed-tensors``: the container that llm-compressor writes; here its integers and its FP8.
+"""``compressed-tensors``: the container that llm-compressor writes.
 
-- ``int-quantized``: ``weight`` int8 [N, K], ``weight_scale`` [N, 1]; activations untouched (W8A16)
-  or in int8 with a scale per token that is found at run time (W8A8).
-- ``pack-quantized``: 4 or 8 bits in words, a scale per output or per group of inputs, with or
-  without zero points; activations untouched (W4A16, W8A16).
+A linear layer with K inputs and N outputs has
 
-- ``float-quantized``, ``naive-quantized``: ``weight`` float8_e4m3fn [N, K], ``weight_scale`` of one number,
-  [N, 1], or of blocks. Such weights become floats while they are loaded
-  (:mod:`headrace_quant.fp8_tensors`), and activations are never rounded, whatever the container says.
+========================================  ==========================================================
+``int-quantized``                         ``weight`` int8 [N, K], ``weight_scale`` of outputs [N, 1], of
+                                          groups [N, K / G] or of the module [1]; ``weight_zero_point``
+                                          int8
+``pack-quantized``                        ``weight_packed`` int32, 2 to 8 bits; zero points packed as well
+``float-quantized``, ``naive-quantized``  ``weight`` float8_e4m3fn [N, K], ``weight_scale`` [1], [N, 1], or
+                                          of blocks
+``nvfp4-pack-quantized``                  ``weight_packed`` uint8 [N, K / 2], ``weight_scale`` float8_e4m3fn
+                                          [N, K / 16], ``weight_global_scale`` [1], which divides
+``mxfp4-``, ``mxfp6-pack-quantized``      ``weight_packed`` uint8, ``weight_scale`` uint8 [N, K / 32] (E8M0)
+``mxfp8-quantized``                       ``weight`` float8_e4m3fn, ``weight_scale`` uint8 [N, K / 32]
+========================================  ==========================================================
+
+Activations of integers stay as they are or become int8 with a scale per token that is found at run
+time (W8A8, W4A8). Those of floats stay as they are, whatever the container says: only weights are
+small. FP8 with other scales than MXFP8's becomes floats while it is loaded
+(:mod:`headrace_quant.fp8_tensors`).
 
 Everything else that the container can say is refused by key and value.
-Source: github.com/vllm-project/compressed-tensors (documentation of the formats).
+Source: github.com/vllm-project/compressed-tensors (its compressors).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,42 +39,73 @@ from headrace_core.ops import OpTable
 from headrace_quant.config_checks import listed_names, refusal
 from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import matches
-from headrace_quant.int_linear_methods import PackedWords, StoredInt8, WordFormat
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
+from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
+from headrace_quant.stored_integers import ByteFormat, PackedWords, StoredInt8, WordFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR_CLASS = "Linear"
+_REFUSED = {
+    "kv_cache_scheme": "scales of a checkpoint's cache are not read; --kv-cache-dtype fp8 has its own",
+    "sparsity_config": "sparse weights (2:4, bitmasks) are not read; decompress them first",
+    "transform_config": "transforms of activations (Hadamard rotations) are not applied",
+}
+"""Key -> why it must be absent."""
+_ACTIVATION_SCALES = ("input_global_scale", "input_scale", "input_zero_point")
 
 _DEFAULTS: Mapping[str, object] = {"type": "int", "symmetric": True, "dynamic": False}
 
 _COMMON: Mapping[str, tuple[object, ...]] = {
     "type": ("int",),
+    "symmetric": (True, False),
     "block_structure": (None,),
     "dynamic": (False,),
-    "actorder": (None, False, "weight", "static"),
 }
 """Key of a group's ``weights`` -> values that are served, in both formats. Keys not listed do not
 change the numbers (observers, dtypes of scales). An ``actorder`` other than ``group`` is how the
 weights were found, and leaves no trace in them."""
+_NO_TRACE = (None, False, "weight", "static")
 
 _WEIGHTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "int-quantized": {
         **_COMMON,
-        "num_bits": (8,),
-        "symmetric": (True,),
-        "strategy": ("channel",),
-        "group_size": (None, -1),
+        "num_bits": (4, 8),
+        "strategy": ("tensor", "channel", "group"),
+        "actorder": _NO_TRACE,
     },
     "pack-quantized": {
         **_COMMON,
-        "num_bits": (4, 8),
-        "symmetric": (True, False),
+        "num_bits": (2, 3, 4, 5, 6, 7, 8),
         "strategy": ("channel", "group"),
+        "actorder": (*_NO_TRACE, "group"),
     },
 }
+
+
+class _SmallFloats(NamedTuple):
+    """A format of floats with scales for groups."""
+
+    layout: FloatLayout
+    bits: int
+    strategy: str = "group"
+
+
+_FLOATS: Mapping[str, _SmallFloats] = {
+    "nvfp4-pack-quantized": _SmallFloats(
+        FloatLayout(
+            scale_kind="e4m3", group_size=16, outer="weight_global_scale", outer_divides=True
+        ),
+        4,
+        "tensor_group",
+    ),
+    "mxfp4-pack-quantized": _SmallFloats(FloatLayout(), 4),
+    "mxfp6-pack-quantized": _SmallFloats(FloatLayout("e2m3"), 6),
+    "mxfp8-quantized": _SmallFloats(FloatLayout("e4m3", "weight"), 8),
+}
+"""Format -> its layout."""
 
 _FP8: Mapping[str, tuple[object, ...]] = {
     "type": ("float",),
@@ -95,21 +137,27 @@ _ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
 class Scheme:
     """Storage and multiplication of the layers of a group."""
 
-    activations: str
-    words: WordFormat | None = None
-    """None: ``int-quantized``, or FP8."""
-    fp8: Fp8Layout | None = None
+    storage: ByteFormat | WordFormat | FloatLayout | Fp8Layout
+    activations: str = "float"
 
     def method(self, ops: OpTable) -> LinearMethod:
-        if self.fp8 is not None:
-            return PlainWeight(ops)
-        if self.words is None:
-            return StoredInt8(ops, activations=self.activations)
-        return PackedWords(ops, self.words, activations=self.activations)
+        match self.storage:
+            case ByteFormat():
+                return StoredInt8(ops, self.storage, activations=self.activations)
+            case WordFormat():
+                return PackedWords(ops, self.storage, activations=self.activations)
+            case FloatLayout():
+                return SmallFloatWeight(ops, self.storage)
+        return PlainWeight(ops)
+
+    @property
+    def fp8(self) -> Fp8Layout | None:
+        """The layout of weights that become floats."""
+        return self.storage if isinstance(self.storage, Fp8Layout) else None
 
 
 class CompressedTensors(QuantMethod):
-    """The container that llm-compressor writes: integers with scales.
+    """The container that llm-compressor writes.
 
     Args:
         groups: (targets, scheme) in the checkpoint's order.
@@ -136,9 +184,9 @@ class CompressedTensors(QuantMethod):
                 "quantizes while loading",
                 field="model.quantization",
             )
-        for key in ("kv_cache_scheme", "sparsity_config"):
+        for key, why in _REFUSED.items():
             if config.get(key):
-                raise refusal(key, config[key], "absent")
+                raise refusal(key, config[key], f"absent: {why}")
         status = config.get("quantization_status", "compressed")
         if status != "compressed":
             raise refusal("quantization_status", status, "'compressed'")
@@ -167,11 +215,24 @@ class CompressedTensors(QuantMethod):
         dtype: str,
         passes_over: Callable[[str], bool],
     ) -> Iterable[tuple[str, Tensor, Path]]:
-        """See :meth:`headrace_core.linear.QuantMethod.decode`: of modules in FP8."""
-        if all(scheme.fp8 is None for _, scheme in self.groups):
-            return tensors
-        kind = getattr(torch, dtype)
-        return decode_fp8(tensors, kind, self._fp8_of, passes_over=passes_over)
+        """See :meth:`headrace_core.linear.QuantMethod.decode`: of modules in FP8. Scales of the
+        activations of modules in other floats are passed over."""
+        schemes = [scheme for _, scheme in self.groups]
+        if any(isinstance(scheme.storage, FloatLayout) for scheme in schemes):
+            tensors = self._without_activation_scales(tensors)
+        if any(scheme.fp8 is not None for scheme in schemes):
+            kind = getattr(torch, dtype)
+            return decode_fp8(tensors, kind, self._fp8_of, passes_over=passes_over)
+        return tensors
+
+    def _without_activation_scales(
+        self, tensors: Iterable[tuple[str, Tensor, Path]]
+    ) -> Iterator[tuple[str, Tensor, Path]]:
+        for name, tensor, file in tensors:
+            module, _, last = name.rpartition(".")
+            scheme = self._scheme_of(module) if last in _ACTIVATION_SCALES else None
+            if scheme is None or not isinstance(scheme.storage, FloatLayout):
+                yield name, tensor, file
 
     def _fp8_of(self, name: str) -> Fp8Layout | None:
         scheme = self._scheme_of(name)
@@ -205,22 +266,35 @@ def _group(name: str, group: object, default_format: object) -> tuple[tuple[str,
     if not isinstance(group, Mapping):
         raise refusal(path, group, "an object")
     form = group.get("format") or default_format
-    if not isinstance(form, str) or form not in (*_WEIGHTS, *_FP8_FORMATS):
-        accepted = " or ".join(map(repr, (*_WEIGHTS, *_FP8_FORMATS)))
-        raise refusal(f"{path}.format", form, accepted)
+    served = (*_WEIGHTS, *_FP8_FORMATS, *_FLOATS)
+    if not isinstance(form, str) or form not in served:
+        raise refusal(f"{path}.format", form, " or ".join(map(repr, served)))
     if group.get("output_activations"):
         raise refusal(f"{path}.output_activations", group["output_activations"], "null")
     inputs = group.get("input_activations")
     targets = tuple(listed_names(f"{path}.targets", group.get("targets") or []))
     if form in _FP8_FORMATS:
-        return targets, Scheme("float", fp8=_fp8(path, group, inputs))
-    if inputs and form == "pack-quantized":
-        raise refusal(f"{path}.input_activations", inputs, "null in format 'pack-quantized'")
+        return targets, Scheme(_fp8(path, group, inputs))
+    if form in _FLOATS:
+        return targets, Scheme(_small_floats(path, form, group, inputs))
     if inputs:
         _check(f"{path}.input_activations", inputs, _ACTIVATIONS)
     weights = _check(f"{path}.weights", group.get("weights"), _WEIGHTS[form])
-    words = _words(f"{path}.weights", weights) if form == "pack-quantized" else None
-    return targets, Scheme("int8" if inputs else "float", words)
+    make = _words if form == "pack-quantized" else _octets
+    return targets, Scheme(make(f"{path}.weights", weights), "int8" if inputs else "float")
+
+
+def _small_floats(path: str, form: str, group: Mapping[str, Any], inputs: object) -> FloatLayout:
+    """The layout of a group's weights in a format of :data:`_FLOATS`."""
+    layout, bits, strategy = _FLOATS[form]
+    rules: dict[str, tuple[object, ...]] = {
+        "num_bits": (bits,), "type": ("float",), "symmetric": (True,), "dynamic": (False,),
+        "strategy": (strategy,), "group_size": (layout.group_size,), "actorder": _NO_TRACE,
+    }  # fmt: skip
+    _check(f"{path}.weights", group.get("weights"), rules)
+    if inputs:
+        _check(f"{path}.input_activations", inputs, {"type": ("float",)})
+    return layout
 
 
 def _fp8(path: str, group: Mapping[str, Any], inputs: object) -> Fp8Layout:
@@ -255,10 +329,24 @@ def _check(path: str, found: object, rules: Mapping[str, tuple[object, ...]]) ->
 
 
 def _words(path: str, weights: Mapping[str, Any]) -> WordFormat:
-    size, by_group = weights.get("group_size"), weights["strategy"] == "group"
-    if by_group and not (type(size) is int and size > 0 and size % 8 == 0):
-        raise refusal(f"{path}.group_size", size, "a multiple of 8 with strategy 'group'")
-    if not by_group and size not in (None, -1):
-        raise refusal(f"{path}.group_size", size, "null with strategy 'channel'")
+    size = _group_size(path, weights)
     has_zeros = not weights.get("symmetric", True)
-    return WordFormat(weights["num_bits"], size if by_group else None, has_zeros)
+    by_importance = weights.get("actorder") == "group" and size is not None
+    return WordFormat(weights["num_bits"], size, has_zeros, by_importance)
+
+
+def _octets(path: str, weights: Mapping[str, Any]) -> ByteFormat:
+    size = _group_size(path, weights)
+    of_module = weights["strategy"] == "tensor"
+    return ByteFormat(weights["num_bits"], size, of_module, not weights.get("symmetric", True))
+
+
+def _group_size(path: str, weights: Mapping[str, Any]) -> int | None:
+    size, strategy = weights.get("group_size"), weights["strategy"]
+    if strategy == "group":
+        if not (type(size) is int and size > 0 and size % 8 == 0):
+            raise refusal(f"{path}.group_size", size, "a multiple of 8 with strategy 'group'")
+        return size
+    if size not in (None, -1):
+        raise refusal(f"{path}.group_size", size, f"null with strategy {strategy!r}")
+    return None

@@ -1,14 +1,11 @@
-"""Linear layers of integers: rounded while loading, or stored in one of two layouts."""
+"""Linear layers of packed weights; and of integers that are rounded while loading."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-
-from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.errors import WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight, Rounding
 
@@ -84,95 +81,6 @@ class RoundedWeight(IntegerMethod):
             raise WeightsError(f"layer {spec.name!r}: {error}") from None
 
 
-class StoredInt8(IntegerMethod):
-    """``weight`` int8 [N, K] and ``weight_scale`` [N, 1]."""
-
-    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        return {
-            "weight": TensorSpec((spec.out_features, spec.in_features), "int8", in_dim=1),
-            "weight_scale": scale_spec((spec.out_features, 1), None),
-        }
-
-    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        scales = checked_scales(spec, tensors["weight_scale"])
-        return self.pack(spec, QuantizedWeight(tensors["weight"], scales))
-
-
-@dataclass(frozen=True, slots=True)
-class WordFormat:
-    """Format of a ``pack-quantized`` layer."""
-
-    bits: int
-    group_size: int | None
-    """None: one scale per output."""
-    has_zeros: bool
-
-    @property
-    def codes(self) -> int:
-        """In a word."""
-        return 32 // self.bits
-
-
-class PackedWords(IntegerMethod):
-    """``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, groups] and, if the codes
-    have zero points, ``weight_zero_point`` int32 [N * bits / 32, groups].
-
-    A word holds 32 / bits codes, value + 2^(bits - 1), the first in its lowest bits; weights are
-    packed along the inputs, zero points along the outputs. Served where words end with rows, parts
-    and groups.
-    """
-
-    optional: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, ops: OpTable, form: WordFormat, *, activations: str) -> None:
-        super().__init__(ops, activations=activations)
-        self.form = form
-
-    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        codes, size = self.form.codes, self.form.group_size
-        _must_divide(spec, "in_features", spec.in_features, codes, "format 'pack-quantized'")
-        if size is not None:
-            _must_divide(spec, "in_features", spec.in_features, size, f"group_size {size}")
-        groups = 1 if size is None else spec.in_features // size
-        in_dim = None if size is None else 1
-        wanted = {
-            "weight_packed": TensorSpec(
-                (spec.out_features, spec.in_features // codes), "int32", in_dim=1
-            ),
-            "weight_scale": scale_spec((spec.out_features, groups), in_dim),
-        }
-        if self.form.has_zeros:
-            for part in spec.out_parts:
-                _must_divide(spec, "out_features", part, codes, "zero points in words")
-            wanted["weight_zero_point"] = TensorSpec(
-                (spec.out_features // codes, groups), "int32", in_dim=in_dim
-            )
-        return wanted
-
-    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        bits, zeros = self.form.bits, None
-        if self.form.has_zeros:
-            words = tensors["weight_zero_point"].T.contiguous()
-            zeros = unpack_words(words, bits).T.contiguous()
-        weight = QuantizedWeight(
-            unpack_words(tensors["weight_packed"].contiguous(), bits),
-            checked_scales(spec, tensors["weight_scale"]),
-            zeros,
-            bits=bits,
-            group_size=self.form.group_size,
-        )
-        return self.pack(spec, weight)
-
-
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """words [R, C] int32, contiguous -> signed codes [R, C * 32 / bits] int8."""
-    bytes_ = words.view(torch.uint8)
-    if bits == 8:
-        return (bytes_ ^ 128).view(torch.int8)
-    both = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)
-    return both.view(words.shape[0], -1).view(torch.int8) - 8
-
-
 def scale_spec(shape: tuple[int, ...], in_dim: int | None) -> TensorSpec:
     """Scales of any floating dtype, kept exact."""
     return TensorSpec(shape, "float32", in_dim=in_dim, any_float=True)
@@ -187,10 +95,3 @@ def checked_scales(spec: LinearSpec, scales: Tensor) -> Tensor:
     if not bool((scales.isfinite() & (scales >= 0)).all()):
         raise WeightsError(f"layer {spec.name!r}: weight_scale holds values that are not scales")
     return scales.float().contiguous()
-
-
-def _must_divide(spec: LinearSpec, what: str, size: int, by: int, why: str) -> None:
-    if size % by:
-        raise ConfigError(
-            f"layer {spec.name!r}: {what} = {size}: {why} is served for multiples of {by} only"
-        )

@@ -23,15 +23,15 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNee
 from headrace_core.ops import OpTable
 from headrace_quant.code_books import E2M1
 from headrace_quant.config_checks import listed_names
-from headrace_quant.fp4_weight import Fp4Layout, Fp4Weight
 from headrace_quant.ignored_layers import module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.rounded_floats import CodeBook, RoundedFloats
+from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
 
 HEAD = "lm_head"
 BLOCK = 32
 """Values that share a scale."""
-STORED = Fp4Layout("weight_blocks", "weight_scales", BLOCK, in_blocks=True)
+STORED = FloatLayout("e2m1", "weight_blocks", "weight_scales", in_blocks=True)
 BOOK = CodeBook(E2M1, BLOCK, in_powers=True)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _KNOWN = ("quant_method", "modules_to_not_convert")
@@ -73,7 +73,7 @@ class Mxfp4(QuantMethod):
         ignored = any(entry.match(name) for entry in self.ignore for name in names)
         if ignored or not all(_EXPERT.search(name) for name in names):
             return PlainWeight(self.ops)
-        return Fp4Weight(self.ops, STORED)
+        return SmallFloatWeight(self.ops, STORED)
 
 
 def _pattern(entry: str) -> re.Pattern[str]:

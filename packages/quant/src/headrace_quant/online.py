@@ -26,8 +26,9 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNee
 from headrace_core.ops import OpTable, Rounding
 from headrace_quant.config_checks import listed_names
 from headrace_quant.ignored_layers import is_ignored
-from headrace_quant.int_linear_methods import RoundedWeight, StoredInt8
+from headrace_quant.int_linear_methods import RoundedWeight
 from headrace_quant.none import PlainWeight
+from headrace_quant.stored_integers import StoredInt8
 
 HEAD = "lm_head"
 INT8 = Rounding(8)

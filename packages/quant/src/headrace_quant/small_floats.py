@@ -1,7 +1,8 @@
-"""Linear layers in 4-bit floats (E2M1) that stay packed: MXFP4 and NVFP4, in every published layout.
+"""Linear layers in floats of 4, 6 or 8 bits that stay packed: MXFP4, MXFP6, MXFP8, NVFP4 and FP8.
 
-Sources: OCP Microscaling Formats (MX) specification 1.0 (E2M1, E8M0); NVIDIA 2025, arXiv:2509.25149 (NVFP4:
-an E4M3 scale for 16 inputs, and one float32 for all).
+Sources: OCP Microscaling Formats (MX) specification 1.0 (the elements and E8M0); NVIDIA 2025,
+arXiv:2509.25149 (NVFP4: an E4M3 scale for 16 inputs, and one float32 for all); Micikevicius et al. 2022,
+arXiv:2209.05433 (FP8).
 """
 
 from __future__ import annotations
@@ -15,99 +16,143 @@ import torch
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
-from headrace_quant.code_books import E2M1, e8m0_scales, nibble_codes, table
+from headrace_quant.bits import unpack_octets
+from headrace_quant.code_books import (
+    E2M1,
+    E2M3,
+    E3M2,
+    e8m0_scales,
+    float8_table,
+    nibble_codes,
+    octet_codes,
+    table,
+)
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BITS = {"e2m1": 4, "e2m3": 6, "e3m2": 6, "e4m3": 8}
+_SIX_BITS = {"e2m3": E2M3, "e3m2": E3M2}
+
 
 @dataclass(frozen=True, slots=True)
-class Fp4Layout:
+class FloatLayout:
     """Tensors of a layer of N outputs and K inputs, and what they mean.
 
-    Codes are uint8 [N, K / 2], a byte's lower half first.
+    Codes are uint8 [N, K * bits / 8], the first of a byte or of three bytes in the lowest bits; of E4M3
+    float8_e4m3fn [N, K].
     """
 
+    element: str = "e2m1"
+    """``e2m1``, ``e2m3``, ``e3m2`` or ``e4m3``."""
     codes: str = "weight_packed"
-    scales: str = "weight_scale"
-    """[N, K / g]: uint8 (E8M0, exponents of 2 plus 127) or, with :attr:`outer`, float8_e4m3fn."""
-    group_size: int = 32
+    scales: str | None = "weight_scale"
+    """[N, groups], or [N, 1] without groups; None: there is the outer one only."""
+    scale_kind: str = "e8m0"
+    """``e8m0``: uint8, exponents of 2 plus 127; ``e4m3``: float8_e4m3fn; ``float``."""
+    group_size: int | None = 32
+    """Inputs that share a scale; None: all."""
     outer: str | None = None
     """Name of a scale float32 [1] of the whole module."""
     outer_divides: bool = False
     """The outer scale divides, and does not multiply."""
     in_blocks: bool = False
-    """Codes have shape [N, K / g, g / 2]."""
+    """Codes have shape [N, K / 32, 16]."""
 
 
-MXFP4 = Fp4Layout()
-
-
-class Fp4Weight(IntegerMethod):
-    """A layer in E2M1; activations are floats, whatever the checkpoint says of them."""
+class SmallFloatWeight(IntegerMethod):
+    """A layer in small floats; activations are floats, whatever the checkpoint says of them."""
 
     takes_views = True
 
-    def __init__(self, ops: OpTable, layout: Fp4Layout) -> None:
+    def __init__(self, ops: OpTable, layout: FloatLayout) -> None:
         super().__init__(ops, activations="float")
         self.layout = layout
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         layout, rows, inputs = self.layout, spec.out_features, spec.in_features
-        size = layout.group_size
-        if inputs % size:
+        bits = _BITS[layout.element]
+        size = layout.group_size or inputs
+        if inputs % size or inputs * bits % 8:
             raise ConfigError(
                 f"layer {spec.name!r}: in_features = {inputs} is not a multiple of the {size} inputs that "
                 "share a scale; fewer ranks (tensor_parallel_size) may help"
             )
         groups = inputs // size
-        shape = (rows, groups, size // 2) if layout.in_blocks else (rows, inputs // 2)
-        of_scales = "uint8" if layout.outer is None else "float8_e4m3fn"
-        wanted = {
-            layout.codes: TensorSpec(shape, "uint8", in_dim=1),
-            layout.scales: TensorSpec((rows, groups), of_scales, in_dim=1),
-        }
+        octets = inputs * bits // 8
+        shape = (rows, groups, octets // groups) if layout.in_blocks else (rows, octets)
+        of_codes = "float8_e4m3fn" if bits == 8 else "uint8"
+        wanted = {layout.codes: TensorSpec(shape, of_codes, in_dim=1)}
+        if layout.scales is not None:
+            in_dim = None if layout.group_size is None else 1
+            kind = {"e8m0": "uint8", "e4m3": "float8_e4m3fn"}.get(layout.scale_kind, "float32")
+            wanted[layout.scales] = TensorSpec(
+                (rows, groups), kind, in_dim=in_dim, any_float=kind == "float32"
+            )
         if layout.outer is not None:
-            wanted[layout.outer] = outer_spec(spec)
+            wanted[layout.outer] = TensorSpec(
+                (max(1, len(spec.out_parts)),), "float32", by_part=True, any_float=True
+            )
         return wanted
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        layout, scales = self.layout, tensors[self.layout.scales]
-        codes = tensors[layout.codes]
-        outer = None
+        layout, stored = self.layout, tensors[self.layout.codes]
+        codes, book = _codes(spec, layout.element, stored)
+        outer, scales = None, None
         if layout.outer is not None:
-            outer = outer_scales(spec, layout.outer, tensors, divides=layout.outer_divides)
+            outer = _outer_scales(spec, layout, tensors[layout.outer])
+        if layout.scales is not None:
+            found = tensors[layout.scales]
+            scales = (
+                e8m0_scales(spec.name, found)
+                if layout.scale_kind == "e8m0"
+                else checked_scales(spec, found.float()).clone()
+            )
+        elif outer is not None:
+            scales, outer = outer, None
+        assert scales is not None
         weight = QuantizedWeight(
-            nibble_codes(codes.flatten(1)),
-            e8m0_scales(spec.name, scales)
-            if outer is None
-            else checked_scales(spec, scales.float()),
-            bits=4,
+            codes,
+            scales,
+            bits=_BITS[layout.element],
             group_size=layout.group_size,
-            table=table(E2M1, codes),
+            table=book,
             block_scales=outer,
         )
         return self.pack(spec, weight)
 
 
-def outer_spec(spec: LinearSpec) -> TensorSpec:
-    """A scale [1] of each fused module."""
-    return TensorSpec((max(1, len(spec.out_parts)),), "float32", by_part=True, any_float=True)
+def _codes(spec: LinearSpec, element: str, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [N, K] int8, less half of their number, and their table.
+
+    Raises:
+        WeightsError: a code of E4M3 is no number; names the layer.
+    """
+    stored = stored.flatten(1)
+    if element == "e2m1":
+        return nibble_codes(stored), table(E2M1, stored)
+    if element in _SIX_BITS:
+        codes = unpack_octets(stored, _BITS[element]).view(torch.int8) - 32
+        return codes, table(_SIX_BITS[element], stored)
+    octets = stored.contiguous().view(torch.uint8)
+    if octets.numel() and int((octets & 127).amax()) == 127:
+        raise WeightsError(f"layer {spec.name!r}: the weight (E4M3) has NaN")
+    return octet_codes(octets), float8_table(torch.float8_e4m3fn, stored)
 
 
-def outer_scales(
-    spec: LinearSpec, name: str, tensors: Mapping[str, Tensor], *, divides: bool = False
-) -> Tensor:
+def _outer_scales(spec: LinearSpec, layout: FloatLayout, scales: Tensor) -> Tensor:
     """The scales [parts] of fused modules as one of each row [N, 1] float32.
 
     Raises:
         WeightsError: one is no positive number; names the layer.
     """
-    scales = tensors[name].float()
+    scales = scales.float()
     if not bool((scales.isfinite() & (scales > 0)).all()):
         raise WeightsError(
-            f"layer {spec.name!r}: {name} = {scales.tolist()}: must be positive numbers"
+            f"layer {spec.name!r}: {layout.outer} = {scales.tolist()}: must be positive numbers"
         )
     sizes = torch.tensor(spec.out_parts, device=scales.device)
-    return (1 / scales if divides else scales).repeat_interleave(sizes)[:, None].contiguous()
+    if layout.outer_divides:
+        scales = 1 / scales
+    return scales.repeat_interleave(sizes)[:, None].contiguous()

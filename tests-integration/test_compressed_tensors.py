@@ -1,0 +1,111 @@
+"""Checkpoints of llm-compressor in floats of 4, 6 and 8 bits, and in integers with zero points, are
+transformers' models with what they mean."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from quantized_checkpoints import Dense, IntegerConformance, Mixture
+from torch import Tensor
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1])
+
+
+def container(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head", "model.layers.0.self_attn.v_proj"], "kv_cache_scheme": None,
+        "config_groups": {"group_0": {
+            "targets": ["Linear"], "input_activations": activations, "output_activations": None,
+            "weights": {"symmetric": True, "dynamic": False, "type": "float", **weights},
+        }},
+    }  # fmt: skip
+
+
+def fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K], scales [N, groups] -> codes uint8 [N, K / 2] and what they mean."""
+    wide = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    codes = torch.cat([
+        (rows[..., None] / own[..., None] - E2M1).abs().argmin(-1)
+        for rows, own in zip(weight.split(16), wide.split(16), strict=True)
+    ])  # fmt: skip
+    return (codes[:, ::2] | codes[:, 1::2] << 4).byte(), E2M1[codes] * wide
+
+
+class Compressed(IntegerConformance):
+    scales = "weight_scale"
+    plain: ClassVar[str] = "0.self_attn.v_proj"
+
+    def module(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return ({"weight": weight}, weight) if name.endswith(self.plain) else self.packed(weight)
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        raise NotImplementedError
+
+
+class Nvfp4(Compressed):
+    quantization = container(
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "dynamic": "local"},
+        num_bits=4,
+        strategy="tensor_group",
+        group_size=16,
+    )
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        outer = 448 * 6 / weight.abs().max().reshape(1)
+        largest = weight.reshape(len(weight), -1, 16).abs().amax(-1)
+        scales = (largest / 6 * outer).to(torch.float8_e4m3fn)
+        codes, meant = fp4(weight, scales.float() / outer)
+        return {
+            "weight_packed": codes, "weight_scale": scales, "weight_global_scale": outer,
+            "input_global_scale": torch.ones(1),
+        }, meant  # fmt: skip
+
+
+class TestNvfp4(Dense, Nvfp4):
+    """A value of one layer in floats; scales of activations are passed over."""
+
+
+class TestNvfp4Mixture(Mixture, Nvfp4):
+    pass
+
+
+class TestMxfp4(Dense, Compressed):
+    quantization = container("mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32)
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        largest = weight.reshape(len(weight), -1, 32).abs().amax(-1)
+        exponents = (largest / 6).log2().ceil()
+        codes, meant = fp4(weight, exponents.exp2())
+        return {"weight_packed": codes, "weight_scale": (exponents + 127).byte()}, meant
+
+
+class TestMxfp8(Dense, Compressed):
+    quantization = container("mxfp8-quantized", num_bits=8, strategy="group", group_size=32)
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        groups = weight.reshape(len(weight), -1, 32)
+        exponents = (groups.abs().amax(-1) / 448).log2().ceil()
+        codes = (groups / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
+        meant = (codes.float() * exponents.exp2()[..., None]).view(weight.shape)
+        return {"weight": codes.view(weight.shape), "weight_scale": (exponents + 127).byte()}, meant
+
+
+class TestInt8Zeros(Dense, Compressed):
+    """W8A16 asymmetric, a scale and a zero point for each output."""
+
+    quantization = container(
+        "int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False
+    )
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        least, most = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        scales = (most - least) / 255
+        zeros = (-128 - least / scales).round()
+        codes = (weight / scales + zeros).round().clamp(-128, 127)
+        tensors = {"weight": codes, "weight_zero_point": zeros}
+        stored = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
+        return {**stored, "weight_scale": scales}, (codes - zeros) * scales
