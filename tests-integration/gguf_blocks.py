@@ -6,12 +6,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+
+from headrace import demo
 
 _QUANTIZED = (
     "F32",
@@ -47,6 +52,50 @@ def encode(array: np.ndarray, kind: Type) -> np.ndarray:
 def decoded(array: np.ndarray, kind: Type) -> np.ndarray:
     """The weights [..., K] float32 that :func:`encode`'s blocks are, as gguf's package says."""
     return gguf.quants.dequantize(encode(array, kind), kind)
+
+
+def rounded(array: np.ndarray, kind: Type) -> np.ndarray:
+    """Rows [..., K] float32 in the nearest blocks of Q4_K or Q6_K, by a simple search; of other types as
+    :func:`encode`."""
+    if kind.name not in ("Q4_K", "Q6_K"):
+        return encode(array, kind)
+    blocks = array.reshape(-1, 256)
+    packed = _q4_k(blocks) if kind.name == "Q4_K" else _q6_k(blocks)
+    return packed.reshape(*array.shape[:-1], -1)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 8, 32)
+    least = -groups.min(2).clip(max=0)
+    steps = (groups.max(2).clip(min=0) + least) / 15
+    d, m = (np.maximum(each.max(1, keepdims=True), 1e-8) / 63 for each in (steps, least))
+    d, m = d.astype(np.float16), m.astype(np.float16)
+    scales, minimums = (
+        np.round(each / by.astype(np.float32)).clip(0, 63).astype(np.uint8)
+        for each, by in ((steps, d), (least, m))
+    )
+    step = np.maximum(d.astype(np.float32) * scales, 1e-12)[:, :, None]
+    real = (groups + (m.astype(np.float32) * minimums)[:, :, None]) / step
+    values = np.round(real).clip(0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    high = (scales[:, 4:] >> 4 << 6, minimums[:, 4:] >> 4 << 6)
+    fields = [
+        scales[:, :4] | high[0], minimums[:, :4] | high[1],
+        scales[:, 4:] & 15 | (minimums[:, 4:] & 15) << 4,
+    ]  # fmt: skip
+    nibbles = (values[:, :, 0] | values[:, :, 1] << 4).reshape(-1, 128)
+    return np.concatenate([d.view(np.uint8), m.view(np.uint8), *fields, nibbles], axis=1)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    groups = blocks.reshape(-1, 16, 16)
+    steps = abs(groups).max(2) / 31
+    d = (np.maximum(steps.max(1, keepdims=True), 1e-8) / 127).astype(np.float16)
+    scales = np.round(steps / d.astype(np.float32)).clip(1, 127).astype(np.int8)
+    step = (d.astype(np.float32) * scales)[:, :, None]
+    values = (np.round(groups / step).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = (values[:, :, :2] & 15 | (values[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    high = sum(values[:, :, at] >> 4 << 2 * at for at in range(4)).reshape(-1, 64)
+    return np.concatenate([low, high, scales.view(np.uint8), d.view(np.uint8)], axis=1)
 
 
 def random_blocks(kind: Type, count: int, seed: int, size: float = 0.01) -> np.ndarray:
@@ -105,3 +154,41 @@ def gguf_writing() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def write_demo(
+    file: Path, kind_of: Callable[[str], Type] = lambda name: Type.F32, **options: Any
+) -> Path:
+    """The demo model as llama.cpp's converter would write it, tokenizer and template included.
+
+    Args:
+        kind_of: GGUF's name of a matrix -> type of its blocks.
+        options: of the writer.
+    """
+    source = demo.path()
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = dict(tokenizer["model"]["vocab"])
+    special = {}
+    for token in tokenizer["added_tokens"]:
+        vocabulary[token["content"]] = token["id"]
+        special[token["content"]] = token["special"]
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    merges = [pair if isinstance(pair, str) else " ".join(pair)
+              for pair in tokenizer["model"]["merges"]]  # fmt: skip
+    generation = json.loads((source / "generation_config.json").read_text())
+    end = generation["eos_token_id"]
+    extra = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [
+            1 if token not in special else 3 if special[token] else 4 for token in tokens
+        ],
+        "tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end,
+        "tokenizer.chat_template": (source / "chat_template.jinja").read_text(),
+    }
+    path: Path = gguf_writing().write(
+        source, file, "llama", lambda name, _: kind_of(name), extra=extra, **options
+    )
+    return path

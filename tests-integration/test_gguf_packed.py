@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace_core.errors import HeadraceError, WeightsError
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, QuantizedWeight, bind_ops
+from headrace_core.parallel import Communicator
 from headrace_models.layers.base import walk
 from headrace_models.layers.embedding import QuantizedEmbedding
 from headrace_models.layers.moe.experts import Experts
@@ -293,3 +294,29 @@ TestOtherBlocksOf256Native = _native(TestOtherBlocksOf256)
 TestTernaryAndFloatBlocksNative = _native(TestTernaryAndFloatBlocks)
 TestVectorsNative = _native(TestVectors)
 TestExpertsNative = _native(TestExperts)
+
+
+def test_ranks_whose_inputs_end_within_a_block_are_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    """Blocks that become floats may be cut anywhere."""
+    suite = TestMixtureOf4And6Bits()
+    checkpoint = suite.make_checkpoint(tmp_path, intermediate_size=256)
+    info = suite.resolve(checkpoint.path, max_model_len=64)
+    prompt = suite.prompt(9)
+
+    def work(wanted: str | None, group: Communicator) -> Tensor:
+        context = build_context(info, communicator=group)
+        method = quant_method(info, wanted, context.ops, device="cpu")
+        return PagedDriver(load_model(info, dataclasses.replace(context, quant=method))).step(
+            {"a": prompt}
+        )
+
+    words = (
+        r"layer 'model\.layers\.0\.mlp\.down_proj'.*\[256, 128\].*blocks of 256 \(Q6_K\)"
+        r".*tensor_parallel_size.*none"
+    )
+    with pytest.raises(ConfigError, match=words):
+        run_ranks(2, functools.partial(work, None))
+    for logits in run_ranks(2, functools.partial(work, "none")):
+        suite.assert_close(logits, checkpoint.logprobs(prompt))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -42,42 +41,11 @@ def expected() -> tuple[list[int], str]:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as llama.cpp's converter would write it, tokenizer and template included."""
+    """The demo model in floats as llama.cpp's converter would write it."""
     pytest.importorskip("gguf")
-    spec = importlib.util.spec_from_file_location(
-        "gguf_writing", ROOT / "packages/models/tests/gguf_writing.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    writing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(writing)
-    source = demo.path()
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    vocabulary = dict(tokenizer["model"]["vocab"])
-    special = {}
-    for token in tokenizer["added_tokens"]:
-        vocabulary[token["content"]] = token["id"]
-        special[token["content"]] = token["special"]
-    tokens = sorted(vocabulary, key=vocabulary.get)
-    merges = [pair if isinstance(pair, str) else " ".join(pair)
-              for pair in tokenizer["model"]["merges"]]  # fmt: skip
-    generation = json.loads((source / "generation_config.json").read_text())
-    end = generation["eos_token_id"]
-    extra = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.token_type": [
-            1 if token not in special else 3 if special[token] else 4 for token in tokens
-        ],
-        "tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end,
-        "tokenizer.chat_template": (source / "chat_template.jinja").read_text(),
-    }
-    file: Path = writing.write(
-        source, tmp_path_factory.mktemp("gguf") / "demo.gguf", "llama", extra=extra
-    )
-    return file
+    from gguf_blocks import write_demo
+
+    return write_demo(tmp_path_factory.mktemp("gguf") / "demo.gguf")
 
 
 class TestGGUF:
