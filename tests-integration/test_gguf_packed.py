@@ -18,14 +18,14 @@ from quantized_checkpoints import IntegerConformance
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace_core.errors import HeadraceError, WeightsError
+from headrace_core.errors import ConfigError, HeadraceError, WeightsError
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, QuantizedWeight, bind_ops
 from headrace_core.parallel import Communicator
 from headrace_models.layers.base import walk
 from headrace_models.layers.embedding import QuantizedEmbedding
 from headrace_models.layers.moe.experts import Experts
-from headrace_models.loading.loader import Built
+from headrace_models.loading.loader import Built, load_model
 from headrace_models.quantization import quant_method
 from headrace_models.weight_bytes import kept_bytes
 from headrace_quant.gguf import method as gguf_method
@@ -36,6 +36,7 @@ from headrace_testing.model.decoders import (
     ModelConformance,
     PagedDriver,
     build_context,
+    run_ranks,
 )
 
 writing = gguf_blocks.gguf_writing()
