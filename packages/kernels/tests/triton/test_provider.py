@@ -83,7 +83,6 @@ def test_offers_known_ops_only() -> None:
         "index_tokens",
         "linear",
         "mlstm",
-        "quant_linear",
         "sample",
         "scale",
         "to_float32",

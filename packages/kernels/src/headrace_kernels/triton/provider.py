@@ -23,8 +23,9 @@ class TritonProvider:
         TRITON_INTERPRET: ``1`` = triton's own switch to interpret kernels with numpy; what makes
             ``cpu`` possible. It is hundreds of times slower than the reference, so the priority
             is below the reference's and only ``choose={...: "triton"}`` selects it.
-        HEADRACE_BATCH_INVARIANT: ``1`` = attention and experts use one tile shape, and attention
-            never splits the context, so that a row's result does not depend on the other rows.
+        HEADRACE_BATCH_INVARIANT: ``1`` = attention, experts and packed weights use one tile shape,
+            attention never splits the context and packed weights never split their inputs, so that a
+            row's result does not depend on the other rows.
     """
 
     name = "triton"
@@ -55,6 +56,7 @@ class TritonProvider:
             mla_attention,
             moe,
             norms,
+            quant_linear,
             recurrent,
             rotary,
             routing,
@@ -76,6 +78,7 @@ class TritonProvider:
             "gate": elementwise.gate,
             "mix": elementwise.mix,
             "head_linear": head_linear.HeadLinear(),
+            "quant_linear": quant_linear.QuantLinear(batch_invariant=invariant),
             "route_experts": routing.route_experts,
             "moe": moe.MoE(batch_invariant=invariant),
             "expert_linear": moe.ExpertLinear(batch_invariant=invariant),
@@ -100,7 +103,8 @@ class TritonProvider:
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
-        """True under HEADRACE_BATCH_INVARIANT=1; only paged attention and experts look at the batch."""
+        """True under HEADRACE_BATCH_INVARIANT=1; only attention, experts and packed weights look at the
+        batch."""
         return os.environ.get("HEADRACE_BATCH_INVARIANT") == "1"
 
 
