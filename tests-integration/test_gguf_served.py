@@ -107,6 +107,22 @@ def test_dummy_weights(file: Path) -> None:
     assert found
 
 
+def test_inspect_tells_types_and_memory(file: Path) -> None:
+    command = [sys.executable, "-m", "headrace", "inspect", str(file)]
+    done, plain = (
+        subprocess.run(
+            [*command, *words], capture_output=True, text=True, timeout=PATIENCE, check=True
+        ).stdout
+        for words in (["--json"], [])
+    )
+    found = json.loads(done)
+    assert found["quantization"] == "gguf"
+    assert found["block_types"] == {"Q4_K": 25, "Q6_K": 6, "Q8_0": 5}
+    tables = 1 << 20  # of rotary angles
+    assert found["memory"]["weights"] < 1.15 * file.stat().st_size + tables
+    assert "quantization     gguf (Q" in plain
+
+
 def test_a_server_answers(file: Path, expected: tuple[list[int], str]) -> None:
     words = ["--dtype", "float32", "--max-model-len", "512", "--kernels", json.dumps(KERNELS)]
     with serving(str(file), *words, "--served-model-name", "m") as server:

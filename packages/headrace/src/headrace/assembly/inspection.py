@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,16 +31,28 @@ class Inspection(NamedTuple):
     interfaces: tuple[str, ...]
     routes: tuple[str, ...]
     memory: Footprint | UnknownFootprint | None = None
+    quantization: str = "none"
+    """Method that the weights are loaded with."""
 
     def facts(self) -> dict[str, Any]:
         """Plain data."""
         found = model_description.facts(self.model, routes=self.routes, interfaces=self.interfaces)
+        found["quantization"] = self.quantization
+        if blocks := self.blocks():
+            found["block_types"] = blocks
         return found if self.memory is None else {**found, "memory": self.memory.facts()}
+
+    def blocks(self) -> dict[str, int]:
+        """Type of a GGUF file's blocks -> tensors of that type; {} of other checkpoints."""
+        block = self.info.config.get("quantization_config") or {}
+        return dict(Counter(block["types"].values())) if self.quantization == "gguf" else {}
 
     def __str__(self) -> str:
         text = model_description.describe(
             self.model, routes=self.routes, interfaces=self.interfaces
         )
+        blocks = ", ".join(f"{kind}: {count}" for kind, count in self.blocks().items())
+        text += f"\n{'quantization':<17}{self.quantization}" + (f" ({blocks})" if blocks else "")
         return text if self.memory is None else f"{text}\n{self.memory}"
 
 
@@ -52,6 +65,8 @@ def inspect_model(config: EngineConfig, *, memory: bool = False) -> Inspection:
     Raises:
         HeadraceError: whatever would keep an engine from starting before weights are read.
     """
+    from headrace_models.quantization import quant_method_name
+
     resolved = resolve_engine(config)
     warn_of_revision(resolved)
     info = resolved.info
@@ -62,7 +77,9 @@ def inspect_model(config: EngineConfig, *, memory: bool = False) -> Inspection:
     if TASK in info.tasks and (lacking := missing_libraries()):
         model = dataclasses.replace(model, unmet={**model.unmet, TASK: lacking})
     found = footprint(resolved) if memory else None
-    return Inspection(info, model, interfaces_of(model_class(info)), routes_of(model), found)
+    method = quant_method_name(info, resolved.config.model.quantization)
+    interfaces = interfaces_of(model_class(info))
+    return Inspection(info, model, interfaces, routes_of(model), found, method)
 
 
 def routes_of(model: ServedModel) -> tuple[str, ...]:
