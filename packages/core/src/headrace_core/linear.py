@@ -197,3 +197,20 @@ class QuantMethod(ABC):
         Raises: WeightsError naming file and tensor: it stands for no floats.
         """
         return tensors
+
+
+class WeightEncoder(ABC):
+    """A format that ``headrace quantize --to NAME`` writes; the class behind an entry point of
+    ``headrace.weight_encoders``, made without arguments."""
+
+    @abstractmethod
+    def encode(self, weight: Tensor) -> Mapping[str, Tensor] | None:
+        """weight [N, K] of any floating dtype -> the tensors that stand for it, by their name's suffix
+        after the layer's; None: the format does not take such a shape, and the layer stays in floats.
+
+        Raises: WeightsError: it holds infinities or NaN.
+        """
+
+    @abstractmethod
+    def config(self, encoded: Sequence[str], left: Sequence[str]) -> Mapping[str, Any]:
+        """The checkpoint's ``quantization_config``: of linear layers that are encoded, and left in floats."""

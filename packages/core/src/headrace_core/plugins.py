@@ -41,6 +41,7 @@ GROUPS: Mapping[str, str] = {
     "headrace.attention_backends": "attention backends",
     "headrace.kernels": "op implementations (kernel providers)",
     "headrace.quantization": "quantization methods",
+    "headrace.weight_encoders": "quantized formats that headrace quantize writes",
     "headrace.weight_formats": "checkpoint formats",
     "headrace.communicators": "collective communication",
     "headrace.executors": "how workers are run",

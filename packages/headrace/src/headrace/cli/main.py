@@ -23,6 +23,7 @@ COMMANDS = {
     "run-batch": "Answer a file of requests (JSON lines), resumable after a crash.",
     "bench": "Measure latency, throughput, serving and start-up.",
     "models": "List the supported architectures and their features.",
+    "quantize": "Write a checkpoint again in fewer bits, and measure what that costs.",
     "inspect": "Show how a model would be served, and what is missing.",
     "collect-env": "Print the facts about this machine for a bug report.",
     "schema": "Show which grammar backends can serve a JSON schema, regex or grammar.",

@@ -70,7 +70,7 @@ def save_sharded_state(
     for rank in range(world_size):
         ranked = dataclasses.replace(context, communicator=_Rank(rank, world_size))
         files += _save_rank(info, ranked, folder, load, pattern, max_file_bytes, progress)
-    _copy_others(info.path, folder)
+    copy_others(info.path, folder)
     return files
 
 
@@ -108,8 +108,8 @@ def _save_rank(
     return writer.files
 
 
-def _copy_others(source: Path, folder: Path) -> None:
-    """Configs, tokenizer, and the folders beside them."""
+def copy_others(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's files without weights: configs, tokenizer, and the folders beside them."""
     for path in sorted(source.iterdir()):
         if path.is_dir():
             ignored = shutil.ignore_patterns(*(f"*{suffix}" for suffix in _WEIGHTS))

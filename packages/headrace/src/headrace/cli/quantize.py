@@ -1,0 +1,111 @@
+"""``headrace quantize``: a checkpoint written again in fewer bits, with a report of size and quality."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.arguments import Parser
+from headrace.engine_args import EngineArgs
+from headrace.interrupts import ending_at_once
+from headrace.logs import configure
+from headrace_core import plugins
+from headrace_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace_models.loading.quantized_copy import Copied
+
+EPILOG = """\
+examples:
+  headrace quantize ./Qwen3-0.6B --to q4_k --out ./Qwen3-0.6B-q4_k
+  headrace quantize ./Qwen3-0.6B --to int4 --out ./Qwen3-0.6B-int4 --text sample.txt   # and measure it
+  headrace serve ./Qwen3-0.6B-q4_k
+
+No calibration data is used: each weight is rounded by itself. An interrupted run goes on where it stopped.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(
+        prog="headrace quantize",
+        description="Write a checkpoint again with its linear layers in fewer bits.",
+        epilog=EPILOG,
+    )
+    formats = sorted(plugins.installed("headrace.weight_encoders"))
+    parser.add_model("folder or hub name of a checkpoint in floats")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help=f"of {', '.join(formats)}")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the new checkpoint")
+    parser.add_argument(
+        "--with-head", action="store_true",
+        help="quantize lm_head too (default: it stays in floats, and a tied one always does)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--text", metavar="FILE",
+        help="text to measure the quality with: perplexity, and divergence from the original",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="most tokens of it (default: 4096)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    EngineArgs.add_cli_args(parser)
+    args = parser.parse_args(argv)
+    configure()
+    text = None if args.text is None else _text(args.text)
+    if args.tokens < 2:
+        raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
+    original = EngineArgs.from_cli_args(args)
+    with ending_at_once():
+        print(_run(args, original, text))
+    return 0
+
+
+def _text(name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {name!r}: is not UTF-8 text: {error}") from error
+
+
+def _run(args: Namespace, original: EngineArgs, text: str | None) -> str:
+    from headrace.quantizing import compare_quality, quantize_checkpoint
+
+    copied = quantize_checkpoint(original, args.to, args.out, with_head=args.with_head)
+    facts: dict[str, Any] = {
+        "folder": str(copied.folder),
+        "format": args.to,
+        "quantized_layers": len(copied.encoded),
+        "layers_in_floats": copied.left,
+        "bytes_before": copied.source_bytes,
+        "bytes_after": copied.written_bytes,
+    }
+    if text is not None:
+        quantized = EngineArgs(**{**original.settings, "model": str(copied.folder)})
+        before, after = compare_quality(original, quantized, text, args.tokens)
+        facts |= {"before": before._asdict(), "after": after._asdict()}
+    return json.dumps(facts, indent=2) if args.json else _report(copied, facts)
+
+
+def _report(copied: Copied, facts: dict[str, Any]) -> str:
+    share = copied.written_bytes / max(1, copied.source_bytes)
+    lines = [
+        f"{facts['quantized_layers']} linear layers in {facts['format']}, {len(copied.left)} in floats",
+        f"size          {_mib(copied.source_bytes)} -> {_mib(copied.written_bytes)} ({share:.0%})",
+    ]
+    if copied.resumed_files:
+        lines.append(f"resumed       {copied.resumed_files} files were there from an earlier run")
+    if "after" in facts:
+        before, after = facts["before"], facts["after"]
+        perplexities = f"{before['perplexity']:.4f} -> {after['perplexity']:.4f}"
+        lines += [
+            f"perplexity    {perplexities} over {after['tokens']} tokens",
+            f"divergence    {after['divergence']:.5f} nats a token, at least",
+            f"same token    {after['same_likeliest']:.1%} of the positions",
+        ]
+    return "\n".join([*lines, f"next: headrace serve {copied.folder}"])
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

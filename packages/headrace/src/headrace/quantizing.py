@@ -1,0 +1,146 @@
+"""Models in fewer bits: :func:`quantize_checkpoint` writes one, :func:`compare_quality` measures it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace.assembly import starting
+from headrace.assembly.resolved import resolve_engine
+from headrace.engine_args import EngineArgs
+from headrace_core import plugins
+from headrace_core.errors import ConfigError, EngineError
+from headrace_core.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.llm import LLM
+    from headrace_core.output import PositionLogprobs
+    from headrace_models.loading.quantized_copy import Copied
+
+GROUP = "headrace.weight_encoders"
+WINDOW = 256
+"""Tokens of the text that are read together; each window begins anew."""
+LIKELIEST = 128
+"""Tokens of each position whose probabilities are compared one by one; all others count as one."""
+
+
+def quantize_checkpoint(
+    args: EngineArgs, to: str, folder: str | Path, *, with_head: bool = False
+) -> Copied:
+    """Write a checkpoint with its linear layers in another format.
+
+    Args:
+        args: name the model, a checkpoint in floats.
+        to: name of a format (``headrace plugins`` lists them).
+        folder: created if need be. An unfinished run of the same settings goes on.
+        with_head: quantize ``lm_head`` too.
+
+    Raises:
+        PluginNotFound: the format is unknown; names the nearest.
+        HeadraceError: the model cannot be read, is quantized already, or has no layer that fits.
+    """
+    encoder = plugins.load(GROUP, to)()
+    config = args.create_engine_config()
+    with starting() as timeline:
+        resolved = resolve_engine(config)
+        from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
+        from headrace.progress import progress_bars
+        from headrace_models.loading.quantized_copy import write_quantized
+
+        ops = choose_ops(resolved, timeline, cpu_threads(resolved))
+        context = build_context(resolved, ops, backend_chooser(resolved, ops))
+    with progress_bars(config.load.use_tqdm_on_load) as progress:
+        return write_quantized(
+            resolved.info, context, encoder, Path(folder), with_head=with_head, load=config.load,
+            progress=progress,
+        )  # fmt: skip
+
+
+class Quality(NamedTuple):
+    """How a model reads a text."""
+
+    tokens: int
+    """Positions that count."""
+    perplexity: float
+    divergence: float
+    """Kullback-Leibler divergence from the original's next-token distributions in nats, mean over the
+    positions: of the :data:`LIKELIEST` tokens of both and of all others together, so it is a lower bound."""
+    same_likeliest: float
+    """Share of the positions where both find the same token likeliest."""
+
+
+def compare_quality(
+    original: EngineArgs, quantized: EngineArgs, text: str, most_tokens: int
+) -> list[Quality]:
+    """The quality of the original and of the quantized model.
+
+    One model after the other is loaded; the text is read in windows of :data:`WINDOW` tokens.
+
+    Raises:
+        ConfigError: the text has fewer than two tokens. HeadraceError: a model cannot be loaded.
+    """
+    ids, before = _read(original, text, most_tokens)
+    _, after = _read(quantized, ids, most_tokens)
+    return [_quality(before, before), _quality(before, after)]
+
+
+def _read(
+    args: EngineArgs, text: str | list[int], most_tokens: int
+) -> tuple[list[int], list[PositionLogprobs]]:
+    from headrace.llm import LLM
+
+    settings: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("model", "tokenizer", "dtype", "trust_remote_code", "quantization")
+    }
+    with LLM(**settings, max_model_len=WINDOW + 1, max_logprobs=LIKELIEST) as llm:
+        ids = llm.get_tokenizer().encode(text) if isinstance(text, str) else text
+        ids = ids[:most_tokens]
+        if len(ids) < 2:
+            raise ConfigError(
+                "the text to measure with has fewer than two tokens: name a longer one"
+            )
+        return ids, list(_positions(llm, ids))
+
+
+def _positions(llm: LLM, ids: Sequence[int]) -> Iterator[PositionLogprobs]:
+    params = SamplingParams(
+        max_tokens=1, prompt_logprobs=LIKELIEST, temperature=0.0, detokenize=False
+    )
+    windows = [list(ids[start : start + WINDOW]) for start in range(0, len(ids), WINDOW)]
+    prompts: list[Any] = [{"prompt_token_ids": window} for window in windows if len(window) > 1]
+    for output in llm.generate(prompts, params):
+        if output.prompt_logprobs is None:
+            raise EngineError(f"the model could not read the text: {output.outputs[0].error}")
+        for position in output.prompt_logprobs:
+            if position is not None:
+                yield position
+
+
+def _quality(before: Sequence[PositionLogprobs], after: Sequence[PositionLogprobs]) -> Quality:
+    nats = divergence = 0.0
+    same = 0
+    for p, q in zip(before, after, strict=True):
+        token = next(iter(q))
+        nats -= q[token].logprob
+        divergence += _divergence(p, q)
+        same += _likeliest(p) == _likeliest(q)
+    count = len(after)
+    return Quality(count, math.exp(nats / count), divergence / count, same / count)
+
+
+def _likeliest(position: PositionLogprobs) -> int:
+    return max(position, key=lambda token: position[token].logprob)
+
+
+def _divergence(p: PositionLogprobs, q: PositionLogprobs) -> float:
+    total = p_rest = q_rest = 0.0
+    for token in p.keys() & q.keys():
+        ours, theirs = p[token].logprob, q[token].logprob
+        share = math.exp(ours)
+        total += share * (ours - theirs)
+        p_rest, q_rest = p_rest + share, q_rest + math.exp(theirs)
+    p_rest, q_rest = max(1e-12, 1 - p_rest), max(1e-12, 1 - q_rest)
+    return max(0.0, total + p_rest * math.log(p_rest / q_rest))

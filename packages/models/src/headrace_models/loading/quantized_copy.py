@@ -1,0 +1,247 @@
+"""A checkpoint written again with its linear layers in another format: ``headrace quantize``."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace_core.config import LoadConfig
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, WeightEncoder
+from headrace_core.model import BuildContext, ModelInfo, ProgressCallback, ignore_progress
+from headrace_models.formats.writer import SafetensorsWriter
+from headrace_models.loading.loader import Built, choose_format
+from headrace_models.loading.sharded_state import copy_others
+from headrace_models.quantization import quantization_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+PATTERN = "model-{number:05d}.safetensors"
+JOURNAL = "headrace-quantize.json"
+"""What an unfinished run has written."""
+FILE_BYTES = 2 << 30
+"""Bytes of the source's tensors that go into one file: what an interrupted run does again at most."""
+_ROOM = 1 << 10
+"""Bytes of a file's header besides its tensors' entries."""
+_ENTRY = 160
+"""Bytes of a tensor's entry besides its name."""
+_MOST_TENSORS = 8
+"""Tensors that an encoder makes of one."""
+HEAD = "lm_head"
+
+
+@dataclass
+class _File:
+    """What one written file holds."""
+
+    source_bytes: int = 0
+    written_bytes: int = 0
+    tensors: list[str] = field(default_factory=list)
+    encoded: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Copied:
+    """What was written."""
+
+    folder: Path
+    source_bytes: int = 0
+    """Bytes of the source's tensors."""
+    written_bytes: int = 0
+    """Bytes of the tensors written."""
+    encoded: list[str] = field(default_factory=list)
+    """Names of the linear layers in the new format."""
+    left: list[str] = field(default_factory=list)
+    """Names of those that stayed in floats."""
+    resumed_files: int = 0
+    """Files that an earlier run had written."""
+
+    def add(self, file: _File) -> None:
+        """Count a file in."""
+        self.source_bytes += file.source_bytes
+        self.written_bytes += file.written_bytes
+        self.encoded += file.encoded
+        self.left += file.left
+
+
+class _Recorder(QuantMethod):
+    """Notes for which modules a model asks a linear method; all else is another method's."""
+
+    name = "recorder"
+
+    def __init__(self, method: QuantMethod) -> None:
+        self._method = method
+        self.modules: set[str] = set()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None, ops: Any) -> QuantMethod:
+        raise NotImplementedError
+
+    @classmethod
+    def refuse(cls, need: Any) -> list[str]:
+        return []
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        self.modules.update(spec.part_names or (spec.name,))
+        return self._method.for_layer(spec)
+
+
+def write_quantized(
+    info: ModelInfo,
+    context: BuildContext,
+    encoder: WeightEncoder,
+    folder: Path,
+    *,
+    with_head: bool = False,
+    load: LoadConfig | None = None,
+    file_bytes: int = FILE_BYTES,
+    progress: ProgressCallback = ignore_progress,
+) -> Copied:
+    """Write the checkpoint with every linear layer that the format takes encoded, the rest unchanged.
+
+    One tensor is in memory at a time. Files that an interrupted run has completed are kept.
+
+    Args:
+        context: of the plain checkpoint, on one rank.
+        folder: created if need be; may not be the checkpoint's own.
+        with_head: encode ``lm_head`` too.
+        file_bytes: bytes of the source's tensors that go into one file.
+
+    Raises:
+        ConfigError: the model is quantized already; the folder is the model's, or holds another checkpoint.
+        WeightsError: see :func:`headrace_models.loading.loader.load_model`; or no layer fits the format.
+    """
+    load = load or LoadConfig()
+    if (block := quantization_config(info)) is not None:
+        raise ConfigError(
+            f"model.model = {info.name!r}: is quantized with {block['quant_method']!r} already; name the "
+            "checkpoint in floats", field="model.model",
+        )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    if info.path.is_dir() and folder.samefile(info.path):
+        raise ConfigError(f"{folder}: must be another folder than the model's")
+    recorder = _Recorder(context.quant)
+    built = Built.of(info, dataclasses.replace(context, quant=recorder))
+    copied = Copied(folder)
+    stamp = _stamp(info, encoder, with_head, file_bytes)
+    copy = _Copy(copied, encoder, recorder.modules, with_head, stamp)
+    stored = choose_format(info.path, load).tensors(info.path, progress)
+    wanted = ((name, tensor) for name, tensor, _ in stored if not built.passes_over(name))
+    with torch.no_grad():
+        copy.run(wanted, file_bytes)
+    if not copied.encoded:
+        raise WeightsError(f"{info.path}: no linear layer has a shape that the format takes")
+    if info.path.is_dir():
+        copy_others(info.path, folder)
+    config = {**info.whole_config} if info.whole_config else {**info.config}
+    config["quantization_config"] = dict(encoder.config(copied.encoded, copied.left))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy.journal.unlink()
+    return copied
+
+
+def _stamp(info: ModelInfo, encoder: WeightEncoder, with_head: bool, file_bytes: int) -> str:
+    """Tells an unfinished run of the same model, format and settings from others."""
+    kind = type(encoder)
+    facts = (
+        str(info.path.resolve()), info.weight_bytes, kind.__module__, kind.__qualname__, with_head,
+        file_bytes,
+    )  # fmt: skip
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+class _Copy:
+    """The files of one run. What is complete stands in a journal, which goes with the end."""
+
+    def __init__(
+        self, copied: Copied, encoder: WeightEncoder, modules: set[str], with_head: bool, stamp: str
+    ) -> None:
+        self.copied, self.encoder, self.modules, self.with_head = (
+            copied,
+            encoder,
+            modules,
+            with_head,
+        )
+        self.stamp = stamp
+        self.journal = copied.folder / JOURNAL
+        self.files = self._files_before()
+
+    def _files_before(self) -> dict[str, _File]:
+        """Raises: ConfigError: the folder holds something else."""
+        if self.journal.is_file():
+            found = json.loads(self.journal.read_text(encoding="utf-8"))
+            if found.get("stamp") == self.stamp:
+                return {name: _File(**each) for name, each in found["files"].items()}
+        elif not any(self.copied.folder.glob("*.safetensors")):
+            return {}
+        raise ConfigError(
+            f"{self.copied.folder}: holds another checkpoint, or one of another model, format or setting: "
+            "name an empty folder"
+        )
+
+    def run(self, stored: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
+        """Write all files and their index."""
+        pending: list[tuple[str, Tensor]] = []
+        size = number = 0
+        for name, tensor in stored:
+            pending.append((name, tensor))
+            size += tensor.nbytes
+            if size >= file_bytes:
+                number += 1
+                self._file(number, pending)
+                pending, size = [], 0
+        if pending:
+            self._file(number + 1, pending)
+        index = {
+            "metadata": {"total_size": self.copied.written_bytes},
+            "weight_map": {name: path for path, f in self.files.items() for name in f.tensors},
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        (self.copied.folder / INDEX).write_text(text, encoding="utf-8")
+
+    def _file(self, number: int, tensors: list[tuple[str, Tensor]]) -> None:
+        path = self.copied.folder / PATTERN.format(number=number)
+        if path.name in self.files and path.is_file():
+            self.copied.resumed_files += 1
+        else:
+            self.files[path.name] = self._write(path, tensors)
+            state = {"stamp": self.stamp, "files": {n: asdict(f) for n, f in self.files.items()}}
+            self.journal.write_text(json.dumps(state), encoding="utf-8")
+        self.copied.add(self.files[path.name])
+
+    def _write(self, path: Path, tensors: list[tuple[str, Tensor]]) -> _File:
+        room = _ROOM + sum(_MOST_TENSORS * (len(name) + _ENTRY) for name, _ in tensors)
+        file = _File(source_bytes=sum(tensor.nbytes for _, tensor in tensors))
+        with SafetensorsWriter(path, room=room, metadata={"format": "pt"}) as writer:
+            for name, tensor in tensors:
+                for own, value in self._encoded(name, tensor, file).items():
+                    writer.add(own, value)
+                    file.tensors.append(own)
+            file.written_bytes = writer.num_bytes
+        return file
+
+    def _encoded(self, name: str, tensor: Tensor, file: _File) -> Mapping[str, Tensor]:
+        module = name.removesuffix(".weight")
+        if module == name or module not in self.modules or tensor.dim() != 2:
+            return {name: tensor}
+        found = None
+        if self.with_head or module.rpartition(".")[2] != HEAD:
+            try:
+                found = self.encoder.encode(tensor)
+            except WeightsError as error:
+                raise WeightsError(f"tensor {name!r}: {error}") from None
+        if found is None:
+            file.left.append(module)
+            return {name: tensor}
+        file.encoded.append(module)
+        return {f"{module}.{suffix}": value for suffix, value in found.items()}
