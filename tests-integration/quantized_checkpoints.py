@@ -36,6 +36,20 @@ MIXTURE: dict[str, Any] = {
 }  # fmt: skip
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1])
+
+
+def fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K], scales [N, groups] -> codes uint8 [N, K / 2] and what they mean."""
+    wide = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+    codes = torch.cat([
+        (rows[..., None] / own[..., None] - E2M1).abs().argmin(-1)
+        for rows, own in zip(weight.split(16), wide.split(16), strict=True)
+    ])  # fmt: skip
+    return (codes[:, ::2] | codes[:, 1::2] << 4).byte(), E2M1[codes] * wide
+
+
 class IntegerConformance(ModelConformance):
     """The suite of every family, with integers and what they mean."""
 
@@ -128,6 +142,20 @@ class IntegerConformance(ModelConformance):
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         error = torch.log_softmax(logits, -1) - checkpoint.logprobs(prompt)
         assert float(error.abs().max()) > 10 * self.tolerance
+
+
+class PackedCheckpoint(IntegerConformance):
+    """All layers but one in one format."""
+
+    scales = "weight_scale"
+    plain: ClassVar[str] = "0.self_attn.v_proj"
+    """End of the name of the layer in floats."""
+
+    def module(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return ({"weight": weight}, weight) if name.endswith(self.plain) else self.packed(weight)
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        raise NotImplementedError
 
 
 class Dense:

@@ -3,14 +3,11 @@ transformers' models with what they mean."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from quantized_checkpoints import Dense, IntegerConformance, Mixture
+from quantized_checkpoints import Dense, Mixture, PackedCheckpoint, fp4
 from torch import Tensor
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-E2M1 = torch.cat([E2M1, -E2M1])
 
 
 def container(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
@@ -24,28 +21,7 @@ def container(form: str, activations: Any = None, **weights: Any) -> dict[str, A
     }  # fmt: skip
 
 
-def fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K], scales [N, groups] -> codes uint8 [N, K / 2] and what they mean."""
-    wide = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)
-    codes = torch.cat([
-        (rows[..., None] / own[..., None] - E2M1).abs().argmin(-1)
-        for rows, own in zip(weight.split(16), wide.split(16), strict=True)
-    ])  # fmt: skip
-    return (codes[:, ::2] | codes[:, 1::2] << 4).byte(), E2M1[codes] * wide
-
-
-class Compressed(IntegerConformance):
-    scales = "weight_scale"
-    plain: ClassVar[str] = "0.self_attn.v_proj"
-
-    def module(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        return ({"weight": weight}, weight) if name.endswith(self.plain) else self.packed(weight)
-
-    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        raise NotImplementedError
-
-
-class Nvfp4(Compressed):
+class Nvfp4(PackedCheckpoint):
     quantization = container(
         "nvfp4-pack-quantized",
         {"num_bits": 4, "type": "float", "dynamic": "local"},
@@ -73,7 +49,7 @@ class TestNvfp4Mixture(Mixture, Nvfp4):
     pass
 
 
-class TestMxfp4(Dense, Compressed):
+class TestMxfp4(Dense, PackedCheckpoint):
     quantization = container("mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32)
 
     def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -83,7 +59,7 @@ class TestMxfp4(Dense, Compressed):
         return {"weight_packed": codes, "weight_scale": (exponents + 127).byte()}, meant
 
 
-class TestMxfp8(Dense, Compressed):
+class TestMxfp8(Dense, PackedCheckpoint):
     quantization = container("mxfp8-quantized", num_bits=8, strategy="group", group_size=32)
 
     def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -94,7 +70,7 @@ class TestMxfp8(Dense, Compressed):
         return {"weight": codes.view(weight.shape), "weight_scale": (exponents + 127).byte()}, meant
 
 
-class TestInt8Zeros(Dense, Compressed):
+class TestInt8Zeros(Dense, PackedCheckpoint):
     """W8A16 asymmetric, a scale and a zero point for each output."""
 
     quantization = container(

@@ -8,7 +8,7 @@ for by their name (latent attention's ``kv_b_proj``, experts in one tensor) beco
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,17 +95,20 @@ class Fp8Layers:
             for suffix, found in stand_in(tensor, packing).items():
                 yield f"{module}.{suffix}", found, file
 
-    def method(self, spec: LinearSpec, name: str | None, layout: Fp8Layout) -> LinearMethod:
-        """The method of a layer, or of the part of a name."""
-        names = module_names(spec) if name is None else (name,)
+    def method(
+        self, spec: LinearSpec, parts: Sequence[str] | None, layout: Fp8Layout
+    ) -> LinearMethod:
+        """The method of a layer, or of those of its parts that are named."""
+        names = module_names(spec) if parts is None else parts
         form = packed_layout(layout.block, spec.in_features)
         is_stacked = ".experts." in spec.name and spec.name.endswith(_STACKED)
         if form is None or (is_stacked and not spec.part_names):
             return PlainWeight(self.ops)
-        parts = 1 if name is not None or spec.part_names else max(1, len(spec.out_parts))
-        for each in names:
-            self._packings[each] = Packing(form, parts, self.may_be_floats and name is None)
-        if self.may_be_floats and name is None:
+        num_parts = 1 if spec.part_names else max(1, len(spec.out_parts))
+        may_be_floats = self.may_be_floats and parts is None
+        for name in names:
+            self._packings[name] = Packing(form, num_parts, may_be_floats)
+        if may_be_floats:
             return EitherWeight(self.ops, form)
         return SmallFloatWeight(self.ops, form)
 

@@ -1,4 +1,5 @@
-"""Tensors in 8-bit floats (E4M3) and their scales, as they come from a checkpoint: made floats.
+"""Tensors in 8-bit floats (E4M3) and their scales, as they come from a checkpoint: brought together, and made
+floats where they are not kept.
 
 E4M3 is that of the OCP 8-bit Floating Point Specification: no infinities, one NaN for each sign.
 """
@@ -45,6 +46,9 @@ class StoredTensor(NamedTuple):
     file: Path
 
 
+Keep = Callable[[str, "Tensor", "Tensor", Fp8Layout], Mapping[str, "Tensor"] | None]
+
+
 def decode_fp8(
     tensors: Iterable[tuple[str, Tensor, Path]],
     dtype: torch.dtype,
@@ -52,6 +56,7 @@ def decode_fp8(
     *,
     passes_over: Callable[[str], bool],
     check: Callable[[StoredTensor], None] = lambda _: None,
+    keep: Keep = lambda *_: None,
 ) -> Iterator[tuple[str, Tensor, Path]]:
     """A checkpoint's tensors, those in FP8 as floats of ``dtype`` in place of codes and scales.
 
@@ -61,6 +66,8 @@ def decode_fp8(
         layout_of: of the module of a name; None: its tensors stay as they are.
         passes_over: whether the model does without the tensor of a name.
         check: is shown each weight in FP8, and may refuse it.
+        keep: of a module's name, weight, scale and layout: the tensors by suffix that stay in FP8; None:
+            it becomes floats.
 
     Raises:
         WeightsError: naming file and tensor: a weight without a scale, or the other way round; a scale that
@@ -89,14 +96,20 @@ def decode_fp8(
         if key in weights and key in scales:
             weight, scale = weights.pop(key), scales.pop(key)
             check(weight)
-            yield key, _floats(weight, scale, layout.block, dtype), weight.file
+            _check_scale(weight, scale, layout.block)
+            owner = key.rpartition(".")[0]
+            kept = keep(owner, weight.tensor, scale.tensor, layout)
+            if kept is None:
+                yield key, _floats(weight, scale, layout.block, dtype), weight.file
+                continue
+            for suffix, tensor in kept.items():
+                yield f"{owner}.{suffix}", tensor, weight.file
     _check_none_waits(weights, scales)
 
 
 def _floats(
     weight: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Tensor:
-    _check_scale(weight, scale, block)
     out = dequantize(weight.tensor, scale.tensor, block, dtype)
     if out.numel() and not (_are_numbers(weight.tensor) and _are_finite(out)):
         raise WeightsError(

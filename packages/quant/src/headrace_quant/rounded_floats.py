@@ -11,7 +11,7 @@ import torch
 from headrace_core.errors import WeightsError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
-from headrace_quant.code_books import E8M0_BIAS, powers_of_two, table
+from headrace_quant.code_books import E8M0_BIAS, float8_table, octet_codes, powers_of_two, table
 from headrace_quant.int_linear_methods import IntegerMethod
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1 << 22
 """Weights that are rounded at once."""
+_OCTETS = 256
 _LEAST = 1e-38
 """Least scale that weights are divided by."""
 
@@ -28,16 +29,21 @@ class CodeBook:
     """Rounding of a group of weights: to the nearest number of a table, times the group's scale."""
 
     values: tuple[float, ...]
-    """By code; 16 of them."""
-    group_size: int
-    """Inputs that share a scale."""
+    """By code; 16 of them, or 256 of E4M3."""
+    group_size: int | None
+    """Inputs that share a scale; None: all."""
     in_powers: bool = False
     """Scales are powers of two, as E8M0 has them (OCP MX 1.0, section 6.3); else the largest magnitude over
     the table's."""
 
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return len(self.values).bit_length() - 1
+
     def scales(self, largest: Tensor) -> Tensor:
         """largest [...], the magnitudes of groups -> scales float32."""
-        top = max(abs(value) for value in self.values)
+        top = max(abs(value) for value in self.values if value == value)
         if not self.in_powers:
             return largest / top
         # The largest power of two in a group over the largest in the table.
@@ -48,6 +54,9 @@ class CodeBook:
     def codes(self, scaled: Tensor) -> Tensor:
         """scaled, of any shape -> int8 codes less half their number; of two that are as near, the lower
         number; with :attr:`in_powers` the one whose code is even."""
+        if len(self.values) == _OCTETS:
+            top = torch.finfo(torch.float8_e4m3fn).max
+            return octet_codes(scaled.clamp(-top, top).to(torch.float8_e4m3fn))
         numbers, order = table(self.values, scaled).sort(stable=True)
         bounds = (numbers[1:] + numbers[:-1]) / 2
         places = torch.bucketize(scaled, bounds)
@@ -59,7 +68,7 @@ class CodeBook:
     def round(self, weight: Tensor) -> QuantizedWeight:
         """weight [N, K] of any floating dtype -> what is nearest to it."""
         rows, inputs = weight.shape
-        size = self.group_size
+        size = self.group_size or max(1, inputs)
         groups = max(1, -(-inputs // size))
         codes = torch.empty(rows, inputs, dtype=torch.int8, device=weight.device)
         scales = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
@@ -74,8 +83,16 @@ class CodeBook:
             found = self.codes(grouped * (1 / own.clamp(min=_LEAST))[..., None])
             codes[start : start + step] = found.flatten(1)[:, :inputs]
         return QuantizedWeight(
-            codes, scales, bits=4, group_size=size, table=table(self.values, weight)
+            codes,
+            scales,
+            bits=self.bits,
+            group_size=self.group_size,
+            table=table(self.values, weight),
         )
+
+
+FP8 = CodeBook(tuple(float8_table(torch.float8_e4m3fn, torch.empty(0)).tolist()), None)
+"""E4M3 with a scale for each output."""
 
 
 class RoundedFloats(IntegerMethod):
@@ -98,7 +115,8 @@ class RoundedFloats(IntegerMethod):
         """Codes, and scales of float32 or of a byte."""
         rows, inputs = spec.out_features, spec.in_features
         scale = 1 if self.book.in_powers else 4
-        return rows * -(-inputs // 2) + scale * rows * -(-inputs // self.book.group_size)
+        groups = -(-inputs // (self.book.group_size or max(1, inputs)))
+        return rows * -(-inputs * self.book.bits // 8) + scale * rows * groups
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         weight = self.book.round(tensors["weight"])

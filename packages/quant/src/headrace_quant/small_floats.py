@@ -148,7 +148,8 @@ def _outer_scales(spec: LinearSpec, layout: FloatLayout, scales: Tensor) -> Tens
         WeightsError: one is no positive number; names the layer.
     """
     scales = scales.float()
-    if not bool((scales.isfinite() & (scales > 0)).all()):
+    is_scale = scales.isfinite() & (scales > 0 if layout.outer_divides else scales >= 0)
+    if not bool(is_scale.all()):
         raise WeightsError(
             f"layer {spec.name!r}: {layout.outer} = {scales.tolist()}: must be positive numbers"
         )

@@ -1,0 +1,218 @@
+"""``modelopt``: FP8, NVFP4 and MXFP8 as NVIDIA's Model Optimizer exports them.
+
+``quant_algo`` says what a linear layer with K inputs and N outputs has:
+
+=============================  =====================================================================
+``FP8``                        ``weight`` float8_e4m3fn [N, K], ``weight_scale`` of one number
+``FP8_PER_CHANNEL_PER_TOKEN``  the same, ``weight_scale`` [N]
+``FP8_PB_WO``                  the same, ``weight_scale`` of blocks of 128 by 128, maybe with axes of 1
+``NVFP4``                      ``weight`` uint8 [N, K / 2], ``weight_scale`` float8_e4m3fn [N, K / 16],
+                               ``weight_scale_2`` of one number, which multiplies
+``MXFP8``                      ``weight`` float8_e4m3fn, ``weight_scale`` uint8 [N, K / 32] (E8M0)
+``MIXED_PRECISION``            one of these for each module of ``quantized_layers``
+=============================  =====================================================================
+
+It stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations are
+floats, whatever the export says of them; scales of activations and of the cache are passed over.
+
+Source: github.com/NVIDIA/TensorRT-Model-Optimizer (``modelopt.torch.export``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
+from headrace_core.ops import OpTable
+from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.fp8_layers import Fp8Layers
+from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
+from headrace_quant.ignored_layers import module_names
+from headrace_quant.none import PlainWeight
+from headrace_quant.parted import method_by_name
+from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ANY_COLUMNS = 1 << 62
+Storage = Fp8Layout | FloatLayout
+ALGORITHMS: Mapping[str, Storage] = {
+    "FP8": Fp8Layout(None, has_activation_scales=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Layout((1, _ANY_COLUMNS), has_activation_scales=True),
+    "FP8_PB_WO": Fp8Layout((128, 128), has_activation_scales=True),
+    "NVFP4": FloatLayout(
+        "e2m1", "weight", scale_kind="e4m3", group_size=16, outer="weight_scale_2"
+    ),
+    "MXFP8": FloatLayout("e4m3", "weight"),
+}
+"""``quant_algo`` -> storage."""
+MIXED = "MIXED_PRECISION"
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale")
+_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
+_CACHES = ("FP8",)
+_FREE = ("quant_method", "producer", "quantization", "config_groups", "kv_cache_scheme")
+
+
+class ModelOpt(QuantMethod):
+    """Floats of 4 and 8 bits as Model Optimizer exports them.
+
+    Args:
+        storage: of modules that ``by_module`` does not name; None: they are in floats.
+        by_module: storage by a module's name.
+        exclude: names of modules in floats, or their beginnings, with ``*`` for anything.
+    """
+
+    name: ClassVar[str] = "modelopt"
+
+    def __init__(
+        self,
+        ops: OpTable,
+        storage: Storage | None,
+        *,
+        by_module: Mapping[str, Storage] | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        self.ops, self.storage = ops, storage
+        self.by_module = dict(by_module or {})
+        self.exclude = [name_pattern(entry) for entry in exclude]
+        self.layers = Fp8Layers(ops)
+        self._num_parts: dict[str, int] = {}
+        """Of layers whose fused parts are one module in the checkpoint, by its name."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> ModelOpt:
+        if config is None:
+            raise ConfigError(
+                "quantization 'modelopt' needs a checkpoint made with it; 'fp8' and 'mxfp4' quantize while "
+                "loading",
+                field="model.quantization",
+            )
+        inner = config.get("quantization")
+        found = inner if isinstance(inner, Mapping) else config
+        for key in ("kv_cache_quant_algo",):
+            if found.get(key) not in (None, "", *_CACHES):
+                raise refusal(key, found[key], f"null or {' or '.join(map(repr, _CACHES))}")
+        cache = config.get("kv_cache_scheme")
+        if cache and not (isinstance(cache, Mapping) and cache.get("type") == "float"):
+            raise refusal("kv_cache_scheme", cache, "null, or floats of 8 bits")
+        algorithm, size = found.get("quant_algo"), found.get("group_size")
+        if isinstance(algorithm, str):
+            algorithm = algorithm.upper()
+        exclude = [
+            entry
+            for key in ("exclude_modules", "ignore")
+            for entry in listed_names(key, found.get(key) or [])
+        ]
+        if algorithm == MIXED:
+            layers = found.get("quantized_layers")
+            if not isinstance(layers, Mapping) or not layers:
+                raise refusal("quantized_layers", layers, "an object of modules")
+            by_module = {
+                name: _storage(f"quantized_layers[{name!r}].", fields)
+                for name, fields in layers.items()
+            }
+            return cls(ops, None, by_module=by_module, exclude=exclude)
+        storage = _storage("", {"quant_algo": algorithm, "group_size": size})
+        return cls(ops, storage, exclude=exclude)
+
+    @classmethod
+    def refuse(cls, need: QuantNeed) -> list[str]:
+        return []
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        names = module_names(spec)
+        if not spec.part_names:
+            self._num_parts[spec.name] = max(1, len(spec.out_parts))
+
+        def make(storage: Storage | None) -> LinearMethod:
+            if storage is None:
+                return PlainWeight(self.ops)
+            if isinstance(storage, FloatLayout):
+                return SmallFloatWeight(self.ops, storage)
+            ours = [name for name in names if self._storage_of(name) == storage]
+            return self.layers.method(spec, ours if len(ours) < len(names) else None, storage)
+
+        return method_by_name(spec, self._storage_of, make)
+
+    def _storage_of(self, name: str) -> Storage | None:
+        if any(entry.fullmatch(name) for entry in self.exclude):
+            return None
+        return self.by_module.get(name, self.storage)
+
+    def _fp8_of(self, name: str) -> Fp8Layout | None:
+        storage = self._storage_of(name)
+        return storage if isinstance(storage, Fp8Layout) else None
+
+    def decode(
+        self,
+        tensors: Iterable[tuple[str, Tensor, Path]],
+        dtype: str,
+        passes_over: Callable[[str], bool],
+    ) -> Iterator[tuple[str, Tensor, Path]]:
+        """The checkpoint's tensors with scales in the layers' shapes; see :class:`Fp8Layers` of FP8.
+
+        Raises: WeightsError naming file and tensor: a scale is missing, or does not fit.
+        """
+        return decode_fp8(
+            self._with_shapes(tensors),
+            getattr(torch, dtype),
+            self._fp8_of,
+            passes_over=passes_over,
+            keep=self.layers.kept,
+        )
+
+    def _with_shapes(
+        self, tensors: Iterable[tuple[str, Tensor, Path]]
+    ) -> Iterator[tuple[str, Tensor, Path]]:
+        for name, tensor, file in tensors:
+            module, _, last = name.rpartition(".")
+            storage = self._storage_of(module)
+            if last in _OF_CACHE or (storage is not None and last in _OF_ACTIVATIONS):
+                continue
+            if storage is not None and last == "pre_quant_scale":
+                raise WeightsError(
+                    f"{file}: tensor {name!r}: scales of activations that are divided out of weights (AWQ) "
+                    "are not applied"
+                )
+            if isinstance(storage, Fp8Layout) and last == "weight_scale":
+                tensor = _scale_of_fp8(tensor, storage)
+            elif isinstance(storage, FloatLayout) and last == storage.outer and tensor.numel() == 1:
+                tensor = tensor.reshape(1).expand(self._num_parts.get(module, 1))
+            yield name, tensor, file
+
+
+def _scale_of_fp8(scale: Tensor, layout: Fp8Layout) -> Tensor:
+    """Outputs [N] as [N, 1]; blocks without axes of 1 that stand between them."""
+    if layout.block is None:
+        return scale
+    if layout.block[1] == _ANY_COLUMNS:
+        return scale.reshape(-1, 1) if scale.dim() == 1 else scale
+    return (
+        scale[:, 0, :, 0] if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1 else scale
+    )
+
+
+def _storage(path: str, fields: object) -> Storage:
+    """Raises: ConfigError: an algorithm, or a size of groups, that is not served."""
+    if not isinstance(fields, Mapping):
+        raise refusal(path.rstrip("."), fields, "an object with quant_algo")
+    algorithm, size = fields.get("quant_algo"), fields.get("group_size")
+    if not isinstance(algorithm, str) or algorithm.upper() not in ALGORITHMS:
+        raise refusal(f"{path}quant_algo", algorithm, " or ".join(map(repr, (*ALGORITHMS, MIXED))))
+    storage = ALGORITHMS[algorithm.upper()]
+    wanted = storage.group_size if isinstance(storage, FloatLayout) else 128
+    if size not in (None, wanted):
+        raise refusal(f"{path}group_size", size, f"null or {wanted} with {algorithm!r}")
+    return storage
+
+
+def name_pattern(entry: str) -> re.Pattern[str]:
+    """A name or the beginning of one up to a dot, with ``*`` for anything."""
+    return re.compile(".*".join(map(re.escape, entry.split("*"))) + r"(\..*)?")
