@@ -42,6 +42,7 @@ from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.formats.mistral_config import PARAMS
 from headrace_models.layers.base import Slot, WeightLayer, walk
+from headrace_models.loading.cache_scales import CacheScales
 from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
@@ -303,9 +304,12 @@ class _Filling:
         self.left_over: list[str] = []
         """Tensors for nobody. From the first on names are compared, and nothing is loaded."""
         self.scratch = _Scratch()
+        self.cache_scales = CacheScales(built.model.attention_layers(), context.kv_cache_dtype)
 
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
+        if match is None and self.cache_scales.take(name, tensor, file):
+            return
         if match is None:
             if tensor.numel() and not self._is_harmless(name):
                 self.left_over.append(f"tensor {name!r} {list(tensor.shape)} of {file.name}")
@@ -357,6 +361,10 @@ class _Filling:
         for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
             if leaf not in self.loaded:
                 self._load(leaf)
+        if self.cache_scales.found:
+            logger.info(
+                "%d layers have cache scales of the checkpoint", len(self.cache_scales.found)
+            )
 
     def _has(self, place: Place, part: int) -> bool:
         return (place, part) in self.origin

@@ -1,0 +1,81 @@
+"""Scales of the key-value cache that stand in a checkpoint, beside the attention layers' weights.
+
+A stored x of an 8-bit float stands for ``x * scale``. llm-compressor, AutoFP8, ModelOpt and Quark write one
+number for a layer's keys and one for its values, or one for each head, under several names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace_core.errors import WeightsError
+from headrace_core.model import AttentionLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = re.compile(
+    r"(?P<layer>.+?)(?:\.attn)?\."
+    r"(?:(?P<own>[kv]|kv)_scale|(?P<proj>[kv])_proj\.(?:(?P<twice>[kv])_scale|output_scale))"
+)
+"""``self_attn.k_scale``, ``self_attn.attn.k_scale``, ``self_attn.k_proj.k_scale``,
+``self_attn.k_proj.output_scale``; ``self_attn.kv_scale`` is both."""
+_FLOATS = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Cache dtypes that the scales are made for."""
+
+
+class CacheScales:
+    """The scales of a model's layers, as they come.
+
+    Args:
+        layers: the model's, by name; their ``spec`` gets the scales.
+        kv_cache_dtype: other caches than of 8-bit floats leave the scales out.
+    """
+
+    def __init__(self, layers: Mapping[str, AttentionLayer], kv_cache_dtype: str) -> None:
+        self._layers = layers
+        self._is_used = kv_cache_dtype in _FLOATS
+        self.found: set[str] = set()
+        """Names of the layers that got a scale."""
+
+    def take(self, name: str, tensor: Tensor, file: Path) -> bool:
+        """True if the tensor is a scale of a layer, which then has it if its cache is made for it.
+
+        Raises:
+            WeightsError: it is no scale: not positive, not finite, or of another number of heads.
+        """
+        match = _NAME.fullmatch(name)
+        layer = None if match is None else self._layers.get(match["layer"])
+        if match is None or layer is None or match["proj"] != (match["twice"] or match["proj"]):
+            return False
+        if layer.kv_spec is None or not self._is_used:
+            return True
+        scale = self._scale(name, tensor, layer.spec.num_kv_heads, file)
+        which = match["own"] or match["proj"]
+        names = ("k_scale", "v_scale") if which == "kv" else (f"{which}_scale",)
+        scales: Any = dict.fromkeys(names, scale)
+        layer.spec = dataclasses.replace(layer.spec, **scales)
+        self.found.add(match["layer"])
+        return True
+
+    @staticmethod
+    def _scale(name: str, tensor: Tensor, heads: int, file: Path) -> Tensor:
+        """[heads] float32."""
+        if tensor.numel() not in (1, heads) or not tensor.is_floating_point():
+            raise WeightsError(
+                f"{file}: tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')} "
+                f"{list(tensor.shape)}: a scale of the cache is one float, or one for each of this rank's "
+                f"{heads} heads"
+            )
+        scale = tensor.detach().to(torch.float32).reshape(-1)
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise WeightsError(
+                f"{file}: tensor {name!r}: a scale of the cache must be a number above 0"
+            )
+        return scale.expand(heads).clone()
