@@ -52,8 +52,19 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         {"kind": "full attention", "layers": 4, "bytes_per_1000_tokens": 1000 * token,
          "bytes_per_request": 0, "kept_tokens": None},
     ]  # fmt: skip
+    linear = F32 * (4 * layer - 4 * 2 * 64 + 320 * 64)  # without norms; the head is a linear layer
+    [stored] = found["linear"]
+    assert (stored["bits"], stored["layers"], stored["num_bytes"]) == (32, 4 * 7 + 1, linear)
+    assert found["token_bytes"] == linear
+    assert found["read_speed"] > 1e8
+    estimate = 0.7 * found["read_speed"] / linear
+    assert found["tokens_per_second"] == pytest.approx(estimate, abs=0.1)
     assert found["fits"]
     assert found["longest"] == found["max_model_len"] == 256
+    assert run("inspect", [str(path), "--skip-tokenizer-init", "--quantization", "int4_g32"]) == 0
+    text = capsys.readouterr().out
+    assert "24 of 4.5 bits a weight" in text
+    assert "tokens a second for one request" in text
     halved = memory(path, capsys, "--dtype", "bfloat16")
     assert halved["weights"] == weights // 2 + TABLE
     assert halved["cache"][0]["bytes_per_1000_tokens"] == 500 * token

@@ -106,6 +106,11 @@ class LinearMethod(ABC):
     def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in_features] -> [T, out_features], x's dtype."""
 
+    def rows(self, state: Any, ids: Tensor) -> Tensor:
+        """Rows of the weight, of a method that :meth:`QuantMethod.for_table` gives: ids [T] int64 ->
+        [T, in_features], in the activations' dtype."""
+        raise NotImplementedError(f"{type(self).__name__} looks no rows up")
+
     def apply_activated(
         self, ops: OpTable, state: Any, x: Tensor, kind: str, bias: Tensor | None = None
     ) -> Tensor:
@@ -177,6 +182,11 @@ class QuantMethod(ABC):
     @abstractmethod
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         """The method for one layer, by its name."""
+
+    def for_table(self, spec: LinearSpec) -> LinearMethod | None:
+        """The method of a table of vectors [out_features, in_features], which may be the head's weight
+        too; None: it is plain."""
+        return None
 
     def decode(
         self,

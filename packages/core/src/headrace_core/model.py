@@ -441,20 +441,6 @@ class WeightFormat(Protocol):
 
 
 @runtime_checkable
-class ConvertsTensors(Protocol):
-    """A :class:`WeightFormat` that computes its tensors, and so may as well make them of the model's
-    dtype: a wider copy of the whole model never exists."""
-
-    def convert_to(self, dtype: str) -> None:
-        """Called before ``tensors``.
-
-        Args:
-            dtype: of the activations, as torch spells it.
-        """
-        ...
-
-
-@runtime_checkable
 class SharesByRank(WeightFormat, Protocol):
     """A format of tensors as one rank's model holds them: fused, cut, and named by the
     model's own layers. Its ``tensors`` yields those of rank 0 of 1."""

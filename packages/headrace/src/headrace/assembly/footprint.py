@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.assembly.read_speed import read_speed
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
 from headrace_core.config import LoadConfig
@@ -30,7 +31,12 @@ from headrace_core.platform import BringsWorker
 
 if TYPE_CHECKING:
     from headrace_core.model import CausalLM
+    from headrace_models.linear_storage import LinearStorage
 
+SHARE_OF_READS = 0.7
+"""Part of the machine's speed of reading that decoding reaches: docs/performance.md."""
+MOST_NAMES = 8
+"""Names of layers in a line."""
 UNIT = 1000
 """Tokens that a cache's cost is told for."""
 
@@ -79,23 +85,48 @@ class Footprint:
     """Why an engine would not start, or not with what it was told to use; empty: it would."""
     cannot_start: str = ""
     """Reason why a start is refused; empty: it is not."""
+    linear: tuple[LinearStorage, ...] = ()
+    """How linear layers are stored."""
+    token_bytes: int = 0
+    """Bytes of linear layers that a decode step of one token reads."""
+    read_speed: float = 0.0
+    """Bytes a second that this machine reads now; 0: nobody looked."""
 
     @property
     def fits(self) -> bool:
         return not self.why_not
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Estimate for one request of a short context: decoding reads its weights once a token."""
+        return SHARE_OF_READS * self.read_speed / max(1, self.token_bytes)
+
     def facts(self) -> dict[str, Any]:
         """Plain data."""
         cache = [kind._asdict() for kind in self.cache]
-        facts = {**dataclasses.asdict(self), "cache": cache, "fits": self.fits}
+        linear = [storage._asdict() for storage in self.linear]
+        facts = {**dataclasses.asdict(self), "cache": cache, "linear": linear, "fits": self.fits}
+        if self.read_speed:
+            facts["tokens_per_second"] = round(self.tokens_per_second, 1)
         del facts["cannot_start"]  # is part of why_not
         return facts
+
+    def _decoding(self) -> str:
+        from headrace_engine.execution.memory import readable
+
+        return (
+            f"about {_figures(self.tokens_per_second)} tokens a second for one request: a token reads "
+            f"{readable(self.token_bytes)} of weights, this machine {self.read_speed / 1e9:.0f} GB/s"
+        )
 
     def __str__(self) -> str:
         from headrace_engine.execution.memory import readable
 
         absent = "" if self.stored else "; no weight files are there"
         rows = [("weights", f"{readable(self.weights)} in {self.dtype}{absent}")]
+        rows += [("linear layers", _storage(storage)) for storage in self.linear]
+        if self.read_speed and self.token_bytes:
+            rows.append(("decoding", self._decoding()))
         rows += [("cache", str(kind)) for kind in self.cache] or [("cache", "none")]
         rows.append(("activations", f"at least {readable(self.activations)}; measured at start"))
         rows.append(("longest context", f"{self.longest} of {self.max_model_len} tokens"))
@@ -108,6 +139,19 @@ class Footprint:
             verdict = f"no: {self.why_not}"
         rows.append(("fits here", verdict))
         return "\n".join(["memory:", *(f"  {title:<16}{text}" for title, text in rows)])
+
+
+def _storage(storage: LinearStorage) -> str:
+    from headrace_engine.execution.memory import readable
+
+    names = ", ".join(storage.names[:MOST_NAMES])
+    more = ", ..." if len(storage.names) > MOST_NAMES else ""
+    return f"{storage.layers} of {storage.bits:g} bits a weight, {readable(storage.num_bytes)}: {names}{more}"
+
+
+def _figures(number: float) -> str:
+    """Two significant figures: the estimate is not better."""
+    return f"{float(f'{number:.2g}'):g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +177,23 @@ def footprint(resolved: ResolvedConfig) -> Footprint | UnknownFootprint:
     try:
         model, weights = _built(resolved)
         available = resolved.platform.available_memory()
-        return reckoned(resolved, weights, specs_of(model), available)
+        found = reckoned(resolved, weights, specs_of(model), available)
+        return found if resolved.info.source == "transformers" else _with_storage(found, model)
     except HeadraceError as error:
         return UnknownFootprint(str(error))
     except Exception as error:  # whatever a foreign class raises
         return UnknownFootprint(f"{type(error).__name__}: {error}")
+
+
+def _with_storage(found: Footprint, model: Any) -> Footprint:
+    from headrace_models.linear_storage import linear_storage, token_bytes
+
+    return dataclasses.replace(
+        found,
+        linear=linear_storage(model, found.dtype),
+        token_bytes=token_bytes(model, found.dtype),
+        read_speed=read_speed(),
+    )
 
 
 def _built(resolved: ResolvedConfig) -> tuple[CausalLM, int]:

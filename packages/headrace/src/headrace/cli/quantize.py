@@ -70,7 +70,8 @@ def _text(name: str) -> str:
 
 
 def _run(args: Namespace, original: EngineArgs, text: str | None) -> str:
-    from headrace.quantizing import compare_quality, quantize_checkpoint
+    from headrace.quantizing.checkpoint import quantize_checkpoint
+    from headrace.quantizing.quality import compare_quality
 
     copied = quantize_checkpoint(original, args.to, args.out, with_head=args.with_head)
     facts: dict[str, Any] = {

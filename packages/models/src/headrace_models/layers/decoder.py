@@ -21,7 +21,6 @@ from headrace_models.layers.embedding import (
     QuantizedEmbedding,
     QuantizedTableHead,
     Table,
-    table_method,
 )
 from headrace_models.layers.linear import (
     Linear,
@@ -125,7 +124,7 @@ class Decoder(Layer, ABC):
         """The table of input vectors; packed for the head if that multiplies with it."""
         spec = self.head_spec(prefix)
         stored = replace(spec, name=f"{prefix}{self.embedding_name}", bias=False)
-        method = table_method(context.quant, stored)
+        method = context.quant.for_table(stored)
         if method is not None:
             return QuantizedEmbedding(stored, method)
         shared = self.is_tied() and not quantizes_floats(context.quant.for_layer(spec), spec)

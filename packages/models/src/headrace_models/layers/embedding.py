@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.base import Part, Slot, WeightLayer, slot_of
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace_core.linear import LinearSpec, QuantMethod, TensorSpec
+    from headrace_core.linear import LinearMethod, LinearSpec
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
 
@@ -77,42 +77,10 @@ class PackedEmbedding(WeightLayer):
         return self.ops.linear.rows(ids, self.weight())
 
 
-class TableMethod(Protocol):
-    """Storage of a table [num_rows, size] that is quantized: a :class:`headrace_core.linear.LinearMethod`
-    that also looks up rows."""
-
-    takes_views: bool
-
-    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]: ...
-
-    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any: ...
-
-    def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
-
-    def rows(self, state: Any, ids: Tensor) -> Tensor:
-        """ids [T] int64 -> [T, size], in the activations' dtype."""
-        ...
-
-
-@runtime_checkable
-class QuantizesTables(Protocol):
-    """A :class:`headrace_core.linear.QuantMethod` whose checkpoints may have tables that are quantized."""
-
-    def for_table(self, spec: LinearSpec) -> TableMethod | None:
-        """The method of the table of a name; None: it is plain."""
-        ...
-
-
-def table_method(quant: QuantMethod, spec: LinearSpec) -> TableMethod | None:
-    """The method of a table [out_features, in_features] that is quantized; None: it is plain."""
-    asked = cast(object, quant)
-    return asked.for_table(spec) if isinstance(asked, QuantizesTables) else None
-
-
 class QuantizedEmbedding(WeightLayer):
     """A table that stays as the checkpoint has quantized it; rows become numbers when they are looked up."""
 
-    def __init__(self, spec: LinearSpec, method: TableMethod) -> None:
+    def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.name = spec.name
         self.spec, self.method = spec, method
         self.takes_views = method.takes_views
@@ -140,7 +108,7 @@ class QuantizedTableHead(WeightLayer):
         state: gives the table's state once that is loaded.
     """
 
-    def __init__(self, spec: LinearSpec, method: TableMethod, state: Callable[[], Any]) -> None:
+    def __init__(self, spec: LinearSpec, method: LinearMethod, state: Callable[[], Any]) -> None:
         self.name = spec.name
         self.spec, self.method, self.state = spec, method, state
         self.bias: Tensor | None = None

@@ -26,7 +26,6 @@ from headrace_core.model import (
     EACH_KV_HEAD,
     BuildContext,
     CausalLM,
-    ConvertsTensors,
     IgnoresWeights,
     ModelInfo,
     ProgressCallback,
@@ -179,8 +178,6 @@ def checkpoint_tensors(
     progress: ProgressCallback,
 ) -> Iterable[tuple[str, Tensor, Path]]:
     """All tensors of the folder, those of its Dense modules included, as the model's rules know them."""
-    if isinstance(chosen, ConvertsTensors):
-        chosen.convert_to(context.dtype)
     stored = context.quant.decode(
         chosen.tensors(built.info.path, progress), context.dtype, built.passes_over
     )

@@ -1,0 +1,1 @@
+"""``headrace quantize``: a checkpoint in fewer bits, and what that costs."""
