@@ -67,8 +67,8 @@ class Row(NamedTuple):
 
 BOTH = ("qwen06", "llama1b")
 PLAN = (
-    Row("decode", BOTH, ("bf16", "int8", "int4")),
-    Row("prefill", BOTH, ("bf16", "int8")),
+    Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
+    Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS)),
     Row("mixed", (*BOTH, "tiny"), ("bf16", "int8")),
     Row("prefix", BOTH, ("bf16",)),
     Row("memory", BOTH, ("bf16",)),
@@ -424,8 +424,9 @@ def _arguments() -> argparse.Namespace:
         help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
     add("--model", type=_listed(models), default=list(models), metavar="NAMES",
         help="(default: qwen06,llama1b,tiny)")  # fmt: skip
-    add("--precision", type=_listed(("bf16", "int8", "int4")), default=["bf16", "int8", "int4"],
-        metavar="NAMES", help="(default: bf16,int8,int4)")  # fmt: skip
+    precisions = ("bf16", "int8", "int4", *peers.BLOCKS)
+    add("--precision", type=_listed(precisions), default=list(precisions), metavar="NAMES",
+        help=f"(default: {','.join(precisions)}; those with q are GGUF files)")  # fmt: skip
     add("--rounds", type=int, default=3, help="(default: 3)")
     add("--threads", type=int, default=os.cpu_count(), help="of engines that must be told")
     add("--seed", type=int, default=0, help="of the prompts")

@@ -24,14 +24,21 @@ CACHE_GIB = 4
 """Key-value cache of every engine that has one."""
 MAX_MODEL_LEN = 4096
 
+BLOCKS: Mapping[str, float] = {
+    "q4_0": 4.5, "q4_k_m": 4.85, "q5_k_m": 5.7, "q6_k": 6.56, "q8_0": 8.5,
+}  # fmt: skip
+"""Precision of a GGUF file -> its bits a weight. llama.cpp and headrace read the same file."""
+_FILES = {precision: f"gguf/{{model}}-{precision}.gguf" for precision in BLOCKS}
+
 CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
-    "headrace": {"bf16": "{model}", "int8": "{model}", "int4": "{model}"},
+    "headrace": {"bf16": "{model}", "int8": "{model}", "int4": "{model}", **_FILES},
     "vllm": {"bf16": "{model}", "int8": "{model}-w8a8", "int4": "{model}-w4a16"},
     "openvino": {"bf16": "{model}-ov-fp16", "int8": "{model}-ov-int8", "int4": "{model}-ov-int4"},
     "llamacpp": {
         "bf16": "gguf/{model}-bf16.gguf",
         "int8": "gguf/{model}-q8_0.gguf",
         "int4": "gguf/{model}-q4_0.gguf",
+        **_FILES,
     },
     "transformers": {"bf16": "{model}"},
     "headrace-before": {"bf16": "{model}", "int8": "{model}", "int4": "{model}"},
@@ -265,7 +272,7 @@ def client() -> list[str]:
 
 
 def _quantized(precision: str) -> dict[str, str]:
-    return {} if precision == "bf16" else {"quantization": precision}
+    return {} if precision in ("bf16", *BLOCKS) else {"quantization": precision}
 
 
 def unset(engine: str) -> tuple[str, ...]:

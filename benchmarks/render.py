@@ -13,9 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peers import BLOCKS
+
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 OURS = "headrace"
 Line = Mapping[str, Any]
+BITS: Mapping[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **BLOCKS}
+"""Precision -> bits of a weight that a decode step reads."""
+HEAD_BITS = {precision: BLOCKS["q6_k"] for precision in BLOCKS if precision != "q8_0"}
+"""The same of the head, which llama-quantize writes as Q6_K."""
 
 
 class Measure(NamedTuple):
@@ -141,8 +147,8 @@ def limit(workload: str, precision: str, shape: Shape, machine: Line) -> float |
     Prefill multiplies 2,048 rows with every matrix of the layers, and attends causally in bf16.
     """
     if workload == "decode":
-        size = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}[precision]
-        num_bytes = size * (shape.linear + shape.head) + 192 * shape.cache_bytes
+        bits, head_bits = BITS[precision], HEAD_BITS.get(precision, BITS[precision])
+        num_bytes = (bits * shape.linear + head_bits * shape.head) / 8 + 192 * shape.cache_bytes
         return float(1e3 * num_bytes / (machine["read_gb_s"] * 1e9))
     if workload == "prefill":
         speed = machine["bf16_gflop_s"] if precision != "int8" else machine["int8_gop_s"]
