@@ -264,13 +264,15 @@ class TestInt4Groups(IntGroups):
     in_features = 48
     config = config("int-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False)
 
-    def test_integers_of_more_bits(self) -> None:
+    def test_integers_of_more_bits_are_held_in_eight(self) -> None:
         spec = self.spec()
-        for name in ("weight", "weight_zero_point"):
-            tensors, _ = self.make_tensors(spec, self.weight(spec))
-            tensors[name][0, 0] = 8
-            with pytest.raises(WeightsError, match=rf"gate_up_proj': {name} holds .* than 4 bits"):
-                self.method().for_layer(spec).finish(spec, tensors)
+        tensors, _ = self.make_tensors(spec, self.weight(spec))
+        zero, scale = (tensors[f"weight_{name}"][0, 0].item() for name in ("zero_point", "scale"))
+        for code, bits in ((7, 4), (12, 8)):
+            tensors["weight"][0, 0] = code
+            state = self.method().for_layer(spec).finish(spec, dict(tensors))
+            assert state.data[0].bits == bits
+            assert dequantized(state.data[0])[0, 0].item() == pytest.approx((code - zero) * scale)
 
 
 class TestIntTensor(QuantConformance):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import held_bits, unpack_rows, words_for
@@ -30,11 +30,17 @@ class ByteFormat:
     of_module: bool = False
     """Each fused module has one scale."""
     has_zeros: bool = False
+    codes: str = "weight"
+    scales: str = "weight_scale"
+    zeros: str = "weight_zero_point"
 
 
 class StoredInt8(IntegerMethod):
     """``weight`` int8 [N, K], ``weight_scale`` [N, groups] and, if the codes have zero points,
-    ``weight_zero_point`` int8 [N, groups]; of scales of a module there is one, [1]."""
+    ``weight_zero_point`` int8 [N, groups]; of scales of a module there is one, [1].
+
+    Integers beyond the bits that the config says are held in 8.
+    """
 
     def __init__(self, ops: OpTable, form: ByteFormat = ByteFormat(), *, activations: str) -> None:
         super().__init__(ops, activations=activations)
@@ -48,25 +54,25 @@ class StoredInt8(IntegerMethod):
         scales = scale_spec((rows, groups), None if size is None else 1)
         if self.form.of_module:
             scales = replace(scales, shape=(max(1, len(spec.out_parts)),), by_part=True)
-        wanted = {"weight": TensorSpec((rows, inputs), "int8", in_dim=1), "weight_scale": scales}
+        codes = TensorSpec((rows, inputs), "int8", in_dim=1)
+        wanted = {self.form.codes: codes, self.form.scales: scales}
         if self.form.has_zeros:
-            wanted["weight_zero_point"] = replace(scales, dtype="int8", any_float=False)
+            wanted[self.form.zeros] = replace(scales, dtype="int8", any_float=False)
         return wanted
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        values, half = tensors["weight"], 1 << (self.form.bits - 1)
-        zeros = tensors.get("weight_zero_point")
-        for name, found in (("weight", values), ("weight_zero_point", zeros)):
-            if found is not None and half < 128 and bool(((found < -half) | (found >= half)).any()):
-                raise WeightsError(
-                    f"layer {spec.name!r}: {name} holds integers of more than {self.form.bits} bits"
-                )
+        form = self.form
+        values, zeros = tensors[form.codes], tensors.get(form.zeros)
+        bits, half = form.bits, 1 << (form.bits - 1)
+        for found in (values, zeros):
+            if found is not None and bool(((found < -half) | (found >= half)).any()):
+                bits = 8
         weight = QuantizedWeight(
             values,
-            checked_scales(spec, self._by_row(spec, tensors["weight_scale"])),
+            checked_scales(spec, self._by_row(spec, tensors[form.scales])),
             None if zeros is None else self._by_row(spec, zeros).contiguous(),
-            bits=self.form.bits,
-            group_size=self.form.group_size,
+            bits=bits,
+            group_size=form.group_size,
         )
         return self.pack(spec, weight)
 
