@@ -77,6 +77,7 @@ def compile_all(dtype: str) -> None:
         like = {"dtype": getattr(torch, dtype)}
         for rows in counts:
             op(torch.ones(rows, inputs, **like), packed, torch.ones(outputs, **like))
+        op.gated(torch.ones(1, inputs, **like), packed, "silu")
         op.rows(torch.arange(2), packed)
         joined = op.join([packed, packed])
         assert joined is not None

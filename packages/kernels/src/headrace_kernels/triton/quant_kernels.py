@@ -23,6 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace_kernels.triton.activations import gated
+
 
 @triton.jit
 def _value(
@@ -325,27 +327,46 @@ def _quant_few_rows_kernel(
 
 @triton.jit
 def _quant_finish_kernel(
-    out_ptr, parts_ptr, x_steps_ptr, row_scales_ptr, bias_ptr, num_rows, N, splits,
-    HAS_ROW_SCALES: tl.constexpr, ROUNDS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    out_ptr, parts_ptr, x_steps_ptr, row_scales_ptr, bias_ptr, num_rows, N, size, splits,
+    GATED: tl.constexpr, KIND: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
+    ROUNDS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = sum of the parts [splits, num_rows, N], in order, and what comes at the end."""
+    """out[row, :size] = sum of the parts [splits, num_rows, N], in order, and what comes at the end; GATED:
+    of outputs n and size + n, a gate and what it lets through."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_ok = col < N
-    out = out_ptr + row[:, None] * N + col[None, :]
-    at = row[:, None] * N + col[None, :]
-    total = tl.load(parts_ptr + at, mask=col_ok[None, :], other=0)
-    for part in range(1, splits):
-        at = (part * num_rows + row)[:, None] * N + col[None, :]
-        total += tl.load(parts_ptr + at, mask=col_ok[None, :], other=0)
+    ok = col < size
     x_step = tl.zeros((1,), tl.float32)
     if ROUNDS_ROWS:
         x_step = tl.load(x_steps_ptr + row)
-    y = _finished(
-        total, row_scales_ptr, x_step, bias_ptr, col, col_ok, HAS_ROW_SCALES, ROUNDS_ROWS, HAS_BIAS
+    y = _summed(
+        parts_ptr, row_scales_ptr, x_step, bias_ptr, row, col, ok, num_rows, N, splits,
+        HAS_ROW_SCALES, ROUNDS_ROWS, HAS_BIAS,
+    )  # fmt: skip
+    y = y.to(out_ptr.dtype.element_ty)
+    if GATED:
+        # Both are rounded first: the bits are those of a product and an activation, one after the other.
+        up = _summed(
+            parts_ptr, row_scales_ptr, x_step, bias_ptr, row, size + col, ok, num_rows, N, splits,
+            HAS_ROW_SCALES, ROUNDS_ROWS, HAS_BIAS,
+        )  # fmt: skip
+        up = up.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y = gated(y.to(tl.float32), up, KIND).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row[:, None] * size + col[None, :], y, mask=ok[None, :])
+
+
+@triton.jit
+def _summed(
+    parts_ptr, row_scales_ptr, x_step, bias_ptr, row, col, ok, num_rows, N, splits,
+    HAS_ROW_SCALES: tl.constexpr, ROUNDS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(parts_ptr + row[:, None] * N + col[None, :], mask=ok[None, :], other=0)
+    for part in range(1, splits):
+        at = (part * num_rows + row)[:, None] * N + col[None, :]
+        total += tl.load(parts_ptr + at, mask=ok[None, :], other=0)
+    return _finished(
+        total, row_scales_ptr, x_step, bias_ptr, col, ok, HAS_ROW_SCALES, ROUNDS_ROWS, HAS_BIAS
     )
-    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=col_ok[None, :])
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,8 +21,8 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import QUANT_ACTIVATIONS, PackedLinear, QuantizedWeight, Rounding
 from headrace_kernels.cpu.ops.rounding import rounded
 from headrace_kernels.triton import quant_kernels as kernels
-from headrace_kernels.triton.activations import activation_and_mul
-from headrace_kernels.triton.launch import dense, padded, widen
+from headrace_kernels.triton.activations import activation_and_mul, check_gate
+from headrace_kernels.triton.launch import dense, padded
 from headrace_kernels.triton.moe import _sum_places, sort_entries
 from headrace_kernels.triton.quant_layout import (
     QuantLayout,
@@ -89,32 +89,42 @@ class QuantLinear:
         return self.pack(integers, dtype, activations=activations)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, packed, bias, None)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        check_gate(kind)
+        return self._product(x, packed, bias, kind)
+
+    def _product(
+        self, x: Tensor, packed: PackedLinear, bias: Tensor | None, kind: str | None
+    ) -> Tensor:
+        """``kind``: of the gate; it is applied as sums are finished, or after that if they come
+        finished."""
         _check(x, packed)
         layout, tensors = packed.data.layout, packed.data.tensors
-        rows, outputs = x.shape[0], packed.out_features
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        rows, outputs, inputs = x.shape[0], packed.out_features, packed.in_features
+        gated = _Gated(outputs, kind)
         if not rows:
-            return out
+            return torch.empty((0, gated.size), dtype=x.dtype, device=x.device)
         steps = None
         x, dtype = dense(x), x.dtype
         if layout.rounds_rows:
             x, steps = _round_rows(x)
         if not self.batch_invariant and _multiplies_integers(x, layout, outputs):
-            codes = tensors.codes[: packed.in_features].view(torch.int8)
-            sums = torch._int_mm(x[:, : packed.in_features], codes)
-            _finish(out, sums[None], steps, bias, tensors)
-            return out
-        kind, tile = self._tile(rows, layout)
-        splits, per_split = _splits(packed.in_features, outputs, layout, tile)
+            sums = torch._int_mm(x[:, :inputs], tensors.codes[:inputs].view(torch.int8))
+            return _finish(sums[None], dtype, steps, bias, tensors, gated)
+        rows_kind, tile = self._tile(rows, layout)
+        splits, per_split = _splits(inputs, outputs, layout, tile)
         columns = triton.cdiv(outputs, tile.block_n)
-        few = kind == "few"
+        sizes = (outputs, inputs, triton.cdiv(inputs, layout.step), per_split)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        few = rows_kind == "few"
         parts = None
         if few or splits > 1:
             whole = torch.int32 if layout.integer and not layout.grouped else torch.float32
             parts = torch.empty((splits, rows, outputs), dtype=whole, device=x.device)
-        count = triton.cdiv(packed.in_features, layout.step)
-        sizes = (outputs, packed.in_features, count, per_split)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if few:
             t = tensors
             kernels._quant_few_rows_kernel[(columns, splits)](
@@ -123,21 +133,19 @@ class QuantLinear:
                 **_constants(layout, _FEW_ROWS), BLOCK_M=padded(rows), BLOCK_N=tile.block_n, **options,
             )  # fmt: skip
         else:
+            out = parts
+            if out is None:
+                out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
             kernels._quant_dot_kernel[(triton.cdiv(rows, tile.block_m), columns, splits)](
-                out if parts is None else parts, x, steps, bias, *tensors.each(), None, None, None,
-                x.stride(0), rows, 1, *sizes, PER_ROW=1, ROUTED=False, SPLIT=parts is not None,
-                HAS_BIAS=bias is not None, **_constants(layout, _DOT),
-                COMPUTE=_compute(layout, dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-                **options,
+                out, x, steps, bias, *tensors.each(), None, None, None, x.stride(0), rows, 1, *sizes,
+                PER_ROW=1, ROUTED=False, SPLIT=parts is not None, HAS_BIAS=bias is not None,
+                **_constants(layout, _DOT), COMPUTE=_compute(layout, dtype), BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n, **options,
             )  # fmt: skip
-        if parts is not None:
-            _finish(out, parts, steps, bias, tensors)
-        return out
-
-    def gated(
-        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
-    ) -> Tensor:
-        return activation_and_mul(self(x, packed, bias), kind)
+            if parts is None:
+                return out if kind is None else activation_and_mul(out, kind)
+        assert parts is not None
+        return _finish(parts, dtype, steps, bias, tensors, gated)
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         layout, t, inputs = packed.data.layout, packed.data.tensors, packed.in_features
@@ -241,7 +249,7 @@ def _constants(layout: QuantLayout, names: Sequence[str]) -> dict[str, Any]:
 
 def _compute(layout: QuantLayout, dtype: torch.dtype) -> Any:
     """Type in which floats are multiplied."""
-    if layout.per_input or widen(torch.empty(0, dtype=dtype)):
+    if layout.per_input or (dtype is torch.bfloat16 and _interpreting()):  # see launch.widen
         return tl.float32
     return _DTYPES[str(dtype).removeprefix("torch.")]
 
@@ -265,16 +273,36 @@ def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, steps
 
 
+class _Gated(NamedTuple):
+    """Outputs of a product, of which the first half may gate the second."""
+
+    outputs: int
+    kind: str | None
+
+    @property
+    def size(self) -> int:
+        return self.outputs if self.kind is None else self.outputs // 2
+
+
 def _finish(
-    out: Tensor, parts: Tensor, steps: Tensor | None, bias: Tensor | None, tensors: QuantTensors
-) -> None:
-    rows, outputs = out.shape
-    block = min(_ROW_BLOCK, padded(outputs))
-    kernels._quant_finish_kernel[(rows, triton.cdiv(outputs, block))](
-        out, parts, steps, tensors.row_scales, bias, rows, outputs, parts.shape[0],
+    parts: Tensor,
+    dtype: torch.dtype,
+    steps: Tensor | None,
+    bias: Tensor | None,
+    tensors: QuantTensors,
+    gated: _Gated,
+) -> Tensor:
+    """parts [splits, T, N] -> [T, N or its half]"""
+    splits, rows, outputs = parts.shape
+    out = torch.empty((rows, gated.size), dtype=dtype, device=parts.device)
+    block = min(_ROW_BLOCK, padded(gated.size))
+    kernels._quant_finish_kernel[(rows, triton.cdiv(gated.size, block))](
+        out, parts, steps, tensors.row_scales, bias, rows, outputs, gated.size, splits,
+        GATED=gated.kind is not None, KIND=gated.kind or "",
         HAS_ROW_SCALES=tensors.row_scales is not None, ROUNDS_ROWS=steps is not None,
         HAS_BIAS=bias is not None, BLOCK_N=block,
     )  # fmt: skip
+    return out
 
 
 def _multiplies_integers(x: Tensor, layout: QuantLayout, outputs: int) -> bool:

@@ -49,7 +49,7 @@ TILES: Mapping[tuple[str, int], QuantTile] = {
 INTERPRETED: Mapping[str, QuantTile] = {
     "few": QuantTile(4, 256),
     "some": QuantTile(32, 256),
-    "many": QuantTile(128, 256),
+    "many": QuantTile(64, 256),
 }
 """For Triton's interpreter, where each program takes milliseconds, however large it is."""
 
