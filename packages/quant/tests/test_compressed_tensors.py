@@ -61,7 +61,7 @@ def words(codes: Tensor, bits: int) -> Tensor:
 
 
 REFUSED: dict[str, Any] = {
-    "kv_cache_scheme": {"num_bits": 8},
+    "kv_cache_scheme.num_bits": 4,
     "quantization_status": "frozen",
     "config_groups": {},
     "config_groups.group_0.output_activations": {"num_bits": 8},
@@ -488,6 +488,20 @@ def test_misread_layers_show(case: str) -> None:
             tensors[name] = ((octets >> 4) | (octets << 4)).view(found.dtype)
         error = (real(method, tensors) - meant).abs().max()
         assert float(error) > 0.005 * float(meant.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("type", "int"), ("strategy", "channel"), ("dynamic", True), ("num_bits", 4)]
+)
+def test_schemes_of_the_cache(key: str, value: Any) -> None:
+    scheme = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    suite = TestIntQuantized()
+    assert suite.method(config={**config("int-quantized"), "kv_cache_scheme": scheme})
+    scheme[key] = value
+    with pytest.raises(ConfigError, match=rf"kv_cache_scheme\.{key} = {value!r}"):
+        suite.method(config={**config("int-quantized"), "kv_cache_scheme": scheme})
 
 
 def test_online_is_refused() -> None:

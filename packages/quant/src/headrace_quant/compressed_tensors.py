@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 LINEAR_CLASS = "Linear"
 _REFUSED = {
-    "kv_cache_scheme": "scales of a checkpoint's cache are not read; --kv-cache-dtype fp8 has its own",
     "sparsity_config": "sparse weights (2:4, bitmasks) are not read; decompress them first",
     "transform_config": "transforms of activations (Hadamard rotations) are not applied",
 }
@@ -133,6 +132,16 @@ _ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
 """The same of ``input_activations``."""
 
 
+_CACHE: Mapping[str, tuple[object, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "strategy": (None, "tensor", "attn_head"),
+    "dynamic": (False,),
+}
+"""The same of ``kv_cache_scheme``; the loader takes its scales where the cache is in FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """Storage and multiplication of the layers of a group."""
@@ -187,6 +196,8 @@ class CompressedTensors(QuantMethod):
         for key, why in _REFUSED.items():
             if config.get(key):
                 raise refusal(key, config[key], f"absent: {why}")
+        if cache := config.get("kv_cache_scheme"):
+            _check("kv_cache_scheme", cache, _CACHE)
         status = config.get("quantization_status", "compressed")
         if status != "compressed":
             raise refusal("quantization_status", status, "'compressed'")

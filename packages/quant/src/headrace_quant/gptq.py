@@ -158,6 +158,14 @@ class GPTQ(QuantMethod):
                 "quantization 'gptq' needs a checkpoint made with it; 'int4' quantizes while loading",
                 field="model.quantization",
             )
+        if config.get("quant_method") == "bitblas":
+            raise refusal(
+                "quant_method",
+                "bitblas",
+                "'gptq': bytes of BitBLAS's own layout may be permuted for a GPU, which no key says",
+            )
+        if config.get("linear_quant_method") not in (None, "gptq"):
+            raise refusal("linear_quant_method", config["linear_quant_method"], "'gptq'")
         stored = config.get("checkpoint_format") or "gptq"
         if stored not in FORMATS:
             raise refusal("checkpoint_format", stored, " or ".join(map(repr, FORMATS)))

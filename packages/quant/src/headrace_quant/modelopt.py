@@ -13,7 +13,8 @@
 =============================  =====================================================================
 
 It stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations are
-floats, whatever the export says of them; scales of activations and of the cache are passed over.
+floats, whatever the export says of them, and their scales are passed over; those of the cache are used
+where it is in FP8.
 
 Source: github.com/NVIDIA/TensorRT-Model-Optimizer (``modelopt.torch.export``).
 """
@@ -55,7 +56,6 @@ ALGORITHMS: Mapping[str, Storage] = {
 """``quant_algo`` -> storage."""
 MIXED = "MIXED_PRECISION"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
-_OF_CACHE = ("k_scale", "v_scale", "kv_scale")
 _CACHES = ("FP8",)
 _FREE = ("quant_method", "producer", "quantization", "config_groups", "kv_cache_scheme")
 
@@ -174,7 +174,7 @@ class ModelOpt(QuantMethod):
         for name, tensor, file in tensors:
             module, _, last = name.rpartition(".")
             storage = self._storage_of(module)
-            if last in _OF_CACHE or (storage is not None and last in _OF_ACTIVATIONS):
+            if storage is not None and last in _OF_ACTIVATIONS:
                 continue
             if storage is not None and last == "pre_quant_scale":
                 raise WeightsError(

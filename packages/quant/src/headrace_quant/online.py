@@ -1,11 +1,13 @@
-"""``int8``, ``int8_weight_only``, ``int4``, ``int4_g32``: any checkpoint, rounded while it is loaded.
+"""``int8``, ``int8_weight_only``, ``experts_int8``, ``int4``, ``int4_g32``: any checkpoint, rounded while
+it is loaded.
 
 - ``int8``: weights in int8, a scale per output; activations in int8, a scale per token.
 - ``int8_weight_only``: weights in int8, a scale per output; activations as they are.
+- ``experts_int8``: the same of a mixture's experts; all other layers, the head too, as they are.
 - ``int4``: weights in int4, a scale for every 128 inputs; activations as they are.
 - ``int4_g32``: the same with a scale for every 32 inputs.
 
-``lm_head`` is as with ``int8_weight_only`` in all of them.
+``lm_head`` is as with ``int8_weight_only`` in all others.
 
 The embedding table stays as it is. A head that is tied to it is a copy made for the logits: the
 table's rows are looked up in one place and multiplied in the other, and a decode step reads all of
@@ -18,6 +20,7 @@ the head but one row a token of the table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -25,12 +28,13 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable, Rounding
 from headrace_quant.config_checks import listed_names
-from headrace_quant.ignored_layers import is_ignored
+from headrace_quant.ignored_layers import is_ignored, module_names
 from headrace_quant.int_linear_methods import RoundedWeight
 from headrace_quant.none import PlainWeight
 from headrace_quant.stored_integers import StoredInt8
 
 HEAD = "lm_head"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 INT8 = Rounding(8)
 
 
@@ -92,6 +96,14 @@ class Int8(Online):
 class Int8WeightOnly(Online):
     name: ClassVar[str] = "int8_weight_only"
     may_be_stored: ClassVar[bool] = True
+
+
+class ExpertsInt8(Online):
+    name: ClassVar[str] = "experts_int8"
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        is_expert = all(_EXPERT.search(name) for name in module_names(spec))
+        return super().for_layer(spec) if is_expert else PlainWeight(self.ops)
 
 
 class Int4(Online):

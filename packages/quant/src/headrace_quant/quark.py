@@ -13,8 +13,8 @@ A linear layer with K inputs and N outputs has ``weight`` and ``weight_scale``, 
 ``fp6_e2m3``, ``fp6_e3m2``      uint8 [N, K * 3 / 4], four codes in three bytes, lowest bits first
 ==============================  ====================================================================
 
-Activations are floats, but of ``int8`` weights with dynamic scales of tokens. Scales of activations and of
-the cache are passed over.
+Activations are floats, but of ``int8`` weights with dynamic scales of tokens. Scales of activations are
+passed over; those of the cache (``k_proj.output_scale``) are used where it is in FP8.
 
 Source: AMD Quark 0.10 (``quark.torch.utils.pack``, its export of safetensors).
 """
@@ -49,9 +49,9 @@ _ANY_COLUMNS = 1 << 62
 _SMALL_FLOATS = {"fp4": "e2m1", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2"}
 _DTYPES = ("fp8_e4m3", "int8", "int4", "uint4", *_SMALL_FLOATS)
 _FLOAT_DTYPES = ("fp8_e4m3", *_SMALL_FLOATS)
-_PASSED_OVER = (
-    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale",
-)  # fmt: skip
+_PASSED_OVER = ("input_scale", "input_zero_point", "output_zero_point")
+_OF_CACHE = ("k_proj", "v_proj")
+"""Last parts of names of modules whose ``output_scale`` is the cache's."""
 _AWQ_NAMES = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 _SIGNS = 0x88888888 - (1 << 32)
 """The topmost bit of each of eight codes, as int32."""
@@ -195,7 +195,8 @@ class Quark(QuantMethod):
     ) -> Iterator[tuple[str, Tensor, Path]]:
         for name, tensor, file in tensors:
             module, _, last = name.rpartition(".")
-            if last in _PASSED_OVER:
+            is_output = last == "output_scale" and module.rpartition(".")[2] not in _OF_CACHE
+            if last in _PASSED_OVER or is_output:
                 continue
             scheme = self._scheme_of(module)
             if scheme is None or last not in _AWQ_NAMES:
