@@ -1,5 +1,7 @@
 """Linear layers in floats of 4, 6 or 8 bits that stay packed: MXFP4, MXFP6, MXFP8, NVFP4 and FP8.
 
+Floats of 6 bits are held as E4M3, which has all their numbers: kernels have no tables of 64.
+
 Sources: OCP Microscaling Formats (MX) specification 1.0 (the elements and E8M0); NVIDIA 2025,
 arXiv:2509.25149 (NVFP4: an E4M3 scale for 16 inputs, and one float32 for all); Micikevicius et al. 2022,
 arXiv:2209.05433 (FP8).
@@ -96,6 +98,12 @@ class SmallFloatWeight(IntegerMethod):
             )
         return wanted
 
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        """6 bits are held in 8."""
+        if self.layout.element not in _SIX_BITS:
+            return None
+        return spec.out_features * (spec.in_features + spec.in_features // 32)
+
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         layout, stored = self.layout, tensors[self.layout.codes]
         codes, book = _codes(spec, layout.element, stored)
@@ -115,7 +123,7 @@ class SmallFloatWeight(IntegerMethod):
         weight = QuantizedWeight(
             codes,
             scales,
-            bits=_BITS[layout.element],
+            bits=4 if layout.element == "e2m1" else 8,
             group_size=layout.group_size,
             table=book,
             block_scales=outer,
@@ -133,8 +141,9 @@ def _codes(spec: LinearSpec, element: str, stored: Tensor) -> tuple[Tensor, Tens
     if element == "e2m1":
         return nibble_codes(stored), table(E2M1, stored)
     if element in _SIX_BITS:
-        codes = unpack_octets(stored, _BITS[element]).view(torch.int8) - 32
-        return codes, table(_SIX_BITS[element], stored)
+        numbers = table(_SIX_BITS[element], stored).to(torch.float8_e4m3fn).view(torch.uint8)
+        octets = numbers[unpack_octets(stored, _BITS[element]).int()]
+        return octet_codes(octets), float8_table(torch.float8_e4m3fn, stored)
     octets = stored.contiguous().view(torch.uint8)
     if octets.numel() and int((octets & 127).amax()) == 127:
         raise WeightsError(f"layer {spec.name!r}: the weight (E4M3) has NaN")
