@@ -11,6 +11,7 @@
 #include "rotary_cache.h"
 #include "packing.h"
 #include "linear.h"
+#include "quant_layout.h"
 #include "quant_linear.h"
 #include "quant_rounding.h"
 #include "packed_rows.h"
@@ -64,6 +65,7 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_round),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
+    HR_ENTRY(quant_linear_rows),
     HR_ENTRY(quant_routed),
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),

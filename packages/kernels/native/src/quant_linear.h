@@ -11,20 +11,19 @@
 // Row invariance follows: a row's fixed-point form is its own, the sums are exact, and the float
 // steps of one output are the same ones in the same order whatever stands beside it.
 //
-// Packing cuts a weight [N, K] into panels of QPANEL output features; features past N are zeros. A
-// panel is the sequence of its groups, a group is
-//   scales [QPANEL], as float32 or bfloat16
-//   zero points [QPANEL] uint8, if the weight has any
-//   steps of 4 inputs: QV vectors of W features x 4 codes; of 4 bits, two vectors share their bytes
-//     (the even one in the low halves).
+// Where the parts of a weight are: quant_layout.h. Scales of groups that are whole numbers multiply the
+// exact sums, which then go on to the end of a block: quantized.py sees to it that they fit into 32
+// bits. Minimums of groups are multiplied by the sums of the row's inputs, in floats, once a panel's products are
+// done. A table whose entries are no small whole numbers is two or three, of high bytes and of lower ones, one after
+// the other.
+//
+// One row is multiplied by codes as they are unpacked. For more rows, codes that take a while to unpack are
+// first written as bytes, a piece of the panel at a time; sums are the same whole numbers.
 
 namespace headrace::HR_ISA {
 namespace {
 namespace quant {
 
-constexpr int QV = 4;                     // vectors of a panel
-constexpr int QPANEL = QV * W;            // features of a panel
-constexpr int VECTOR_BYTES = 4 * W;
 constexpr int MAX_LIMB_ROWS = 6;          // rows times limbs of a register tile
 constexpr int64_t FEW_TILES = 4;          // so many share pieces that stay in the first cache,
 constexpr int64_t PIECE_BYTES = 16 << 10; // of this size; more share
@@ -44,16 +43,25 @@ inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline vi ild(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void ist(int32_t* p, vi x) { _mm512_storeu_si512(p, x); }
 inline vi imul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
+inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
 inline vi ild_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline vi ild_signed(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 inline vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
-inline vi raw_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-inline vi low_halves(vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline vi high_halves(vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(int8_t(0xf0))); }
+using Raw = vi;
+inline Raw raw_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void put_raw(uint8_t* p, Raw x) { _mm512_storeu_si512(p, x); }
+inline Raw raw_mask(uint8_t mask) { return _mm512_set1_epi8(int8_t(mask)); }
+inline Raw kept(Raw x, Raw mask) { return _mm512_and_si512(x, mask); }
+inline Raw either(Raw a, Raw b) { return _mm512_or_si512(a, b); }
+inline Raw rotated(Raw x, int n) { return _mm512_rorv_epi32(x, iset(n)); }
+inline Raw lowered(Raw x, int n) { return _mm512_srlv_epi32(x, iset(n)); }
+inline Raw raw_table(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline Raw looked_up(Raw table, Raw codes) { return _mm512_shuffle_epi8(table, codes); }
 #if defined(HR_DOT_BF16)  // every such machine multiplies bytes as well
 constexpr int TILE_V = 4;
 using Codes = vi;
 using Bytes = vi;
-inline Codes codes_of(vi x) { return x; }
+inline Codes codes_of(Raw x) { return x; }
 inline Bytes bytes_of(int32_t four) { return iset(four); }
 inline vi dot(vi sum, Codes codes, Bytes limbs) { return _mm512_dpbusd_epi32(sum, codes, limbs); }
 #else
@@ -81,11 +89,20 @@ inline vi iset(int32_t x) { return _mm256_set1_epi32(x); }
 inline vi ild(const int32_t* p) { return _mm256_loadu_si256((const vi*)p); }
 inline void ist(int32_t* p, vi x) { _mm256_storeu_si256((vi*)p, x); }
 inline vi imul(vi a, vi b) { return _mm256_mullo_epi32(a, b); }
+inline vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
 inline vi ild_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline vi ild_signed(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline vf to_floats(vi x) { return _mm256_cvtepi32_ps(x); }
-inline vi raw_codes(const uint8_t* p) { return _mm256_loadu_si256((const vi*)p); }
-inline vi low_halves(vi x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline vi high_halves(vi x) { return _mm256_and_si256(x, _mm256_set1_epi8(int8_t(0xf0))); }
+using Raw = vi;
+inline Raw raw_codes(const uint8_t* p) { return _mm256_loadu_si256((const vi*)p); }
+inline void put_raw(uint8_t* p, Raw x) { _mm256_storeu_si256((vi*)p, x); }
+inline Raw raw_mask(uint8_t mask) { return _mm256_set1_epi8(int8_t(mask)); }
+inline Raw kept(Raw x, Raw mask) { return _mm256_and_si256(x, mask); }
+inline Raw either(Raw a, Raw b) { return _mm256_or_si256(a, b); }
+inline Raw lowered(Raw x, int n) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(n)); }
+inline Raw rotated(Raw x, int n) { return either(lowered(x, n), _mm256_sll_epi32(x, _mm_cvtsi32_si128(32 - n))); }
+inline Raw raw_table(const uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+inline Raw looked_up(Raw table, Raw codes) { return _mm256_shuffle_epi8(table, codes); }
 inline Codes codes_of(vi x) {
   return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
 }
@@ -107,11 +124,25 @@ inline vi iset(int32_t x) { return vi{x, x, x, x}; }
 inline vi ild(const int32_t* p) { vi x; __builtin_memcpy(&x, p, 16); return x; }
 inline void ist(int32_t* p, vi x) { __builtin_memcpy(p, &x, 16); }
 inline vi imul(vi a, vi b) { return a * b; }
+inline vi iadd(vi a, vi b) { return a + b; }
 inline vi ild_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vi ild_signed(const uint8_t* p) { return vi{int8_t(p[0]), int8_t(p[1]), int8_t(p[2]), int8_t(p[3])}; }
 inline vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
-inline vb raw_codes(const uint8_t* p) { vb x; __builtin_memcpy(&x, p, 16); return x; }
-inline vb low_halves(vb x) { return x & 15; }
-inline vb high_halves(vb x) { return x & 0xf0; }
+using Raw = vb;
+typedef uint32_t vw __attribute__((vector_size(16)));
+inline Raw raw_codes(const uint8_t* p) { Raw x; __builtin_memcpy(&x, p, 16); return x; }
+inline void put_raw(uint8_t* p, Raw x) { __builtin_memcpy(p, &x, 16); }
+inline Raw raw_mask(uint8_t mask) { return Raw{} + mask; }
+inline Raw kept(Raw x, Raw mask) { return x & mask; }
+inline Raw either(Raw a, Raw b) { return a | b; }
+inline Raw lowered(Raw x, int n) { return (Raw)((vw)x >> uint32_t(n)); }
+inline Raw rotated(Raw x, int n) { return n == 0 ? x : (Raw)((vw)x >> uint32_t(n) | (vw)x << uint32_t(32 - n)); }
+inline Raw raw_table(const uint8_t* p) { return raw_codes(p); }
+inline Raw looked_up(Raw table, Raw codes) {
+  Raw found;
+  for (int i = 0; i < 16; ++i) found[i] = table[codes[i]];
+  return found;
+}
 inline Codes codes_of(vb x) { return x; }
 inline Bytes bytes_of(int32_t four) {
   int8_t b[4];
@@ -136,77 +167,6 @@ struct Fetch {
   }
 };
 
-// --- weights ----------------------------------------------------------------------------------
-
-// Where a packed weight's parts are. `group` is a multiple of 4, or at least K.
-struct Layout {
-  int64_t N, K, group;
-  int32_t bits, has_zeros, scale_dtype;
-
-  int64_t panels() const { return ceil_div(N, QPANEL); }
-  int64_t steps() const { return ceil_div(K, 4); }
-  int64_t group_steps() const { return group >= K ? max_of(1, steps()) : group / 4; }
-  int64_t groups() const { return max_of(1, ceil_div(steps(), group_steps())); }
-  int64_t step_bytes() const { return int64_t(QV) * VECTOR_BYTES * bits / 8; }
-  int64_t scale_bytes() const { return int64_t(QPANEL) * (scale_dtype == F32 ? 4 : 2); }
-  int64_t header_bytes() const { return scale_bytes() + (has_zeros ? QPANEL : 0); }
-  int64_t group_bytes() const { return header_bytes() + group_steps() * step_bytes(); }
-  int64_t panel_bytes() const { return round_up(groups() * header_bytes() + steps() * step_bytes(), 64); }
-  int32_t middle() const { return 1 << (bits - 1); }
-};
-
-template <class T> inline void put_scale(uint8_t* to, int64_t n, float scale) {
-  T stored;
-  from_float(scale, stored);
-  __builtin_memcpy(to + n * int64_t(sizeof(T)), &stored, sizeof(T));
-}
-
-// Steps of one group, from rows of values: code = value + middle, in two's complement a flipped bit.
-inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64_t stride,
-                       int64_t features, int64_t inputs) {
-  constexpr int64_t BLOCK = 16;
-  uint32_t columns[BLOCK * QPANEL];  // four values a unit
-  for (int64_t k = 0; k < inputs; k += 4 * BLOCK) {
-    const int64_t left = inputs - k, whole = min_of(BLOCK, left / 4), many = min_of(BLOCK, ceil_div(left, 4));
-    rows_to_columns(columns, QPANEL, reinterpret_cast<const char*>(values + k), stride, features, whole);
-    for (int64_t n = 0; whole < many && n < QPANEL; ++n) {
-      columns[whole * QPANEL + n] = 0;
-      if (n < features) __builtin_memcpy(columns + whole * QPANEL + n, values + n * stride + k + 4 * whole, size_t(left % 4));
-    }
-    for (int64_t s = 0; s < many; ++s, to += l.step_bytes()) {
-      const uint32_t* from = columns + s * QPANEL;
-      uint32_t step[QPANEL];
-      if (l.bits == 8) {
-        for (int64_t i = 0; i < QPANEL; ++i) step[i] = from[i] ^ 0x80808080u;
-      } else {
-        for (int64_t v = 0; v < QV; v += 2) {
-          const uint32_t *low = from + v * W, *high = low + W;
-          for (int64_t i = 0; i < W; ++i) {
-            step[v / 2 * W + i] = ((low[i] & 0x0f0f0f0fu) | (high[i] & 0x0f0f0f0fu) << 4) ^ 0x88888888u;
-          }
-        }
-      }
-      __builtin_memcpy(to, step, size_t(l.step_bytes()));
-    }
-  }
-}
-
-inline void pack_panel(const Layout& l, uint8_t* to, const int8_t* values, int64_t stride,
-                       const float* scales, const int8_t* zeros, int64_t features) {
-  const int64_t groups = l.groups(), group_inputs = 4 * l.group_steps();
-  for (int64_t g = 0; g < groups; ++g) {
-    uint8_t* header = to + g * l.group_bytes();
-    __builtin_memset(header, 0, size_t(l.header_bytes()));
-    for (int64_t n = 0; n < features; ++n) {
-      const float scale = scales[n * groups + g];
-      if (l.scale_dtype == F32) put_scale<float>(header, n, scale); else put_scale<bf16>(header, n, scale);
-      if (l.has_zeros) header[l.scale_bytes() + n] = uint8_t(zeros[n * groups + g] + l.middle());
-    }
-    const int64_t first = g * group_inputs;
-    pack_steps(l, header + l.header_bytes(), values + first, stride, features, min_of(group_inputs, l.K - first));
-  }
-}
-
 // --- activations ------------------------------------------------------------------------------
 
 // The largest fixed-point magnitude: 127 in each limb; of three, what vround() rounds everywhere.
@@ -218,7 +178,8 @@ struct FixedRows {
   int8_t* bytes;
   int64_t line;         // bytes from line to line
   float* scales;        // [rows]
-  int32_t* sums;        // [rows * limbs][groups]
+  int32_t* sums;        // [rows * limbs][groups]; not set if every code's zero is 0
+  float* totals;        // [rows][groups]: sums with limbs joined; null if there are no minimums
   int limbs;
   int64_t groups;
 };
@@ -318,6 +279,24 @@ inline void split_row(const T* x, int64_t n, float scale, int8_t* lines, int64_t
   if (k < n) split(quotient.of(ldn(x + k, n - k)), LIMBS, lines + k, line, n - k);
 }
 
+// Sums of a line's groups; behind the line are zeros up to a multiple of 64 bytes.
+inline void sum_groups(const int8_t* line, const Layout& l, int32_t* sums) {
+  const int64_t group_steps = l.group_steps(), inputs = 4 * group_steps, groups = l.groups();
+  int64_t g = 0;
+#if defined(HR_DOT_BF16)
+  for (; (group_steps == 4 || group_steps == 8) && g < groups; g += 16 / group_steps) {
+    vi x = _mm512_dpbusd_epi32(iset(0), _mm512_set1_epi8(1), _mm512_loadu_si512(line + g * inputs));
+    x = iadd(x, _mm512_shuffle_epi32(x, _MM_PERM_BADC));
+    x = iadd(x, _mm512_shuffle_epi32(x, _MM_PERM_CDAB));
+    if (group_steps == 8) x = iadd(x, _mm512_shuffle_i64x2(x, x, 0xb1));
+    const int32_t many = int32_t(min_of(16 / group_steps, groups - g));
+    x = _mm512_maskz_compress_epi32(group_steps == 4 ? 0x1111 : 0x0101, x);
+    _mm512_mask_storeu_epi32(sums + g, __mmask16((1 << many) - 1), x);
+  }
+#endif
+  for (; g < groups; ++g) sums[g] = sum_of(line + g * inputs, min_of(inputs, l.K - g * inputs));
+}
+
 template <class T>
 inline void fix_row(const FixedRows& f, int64_t row, const T* x, const Layout& l) {
   const Extent extent = extent_of(x, l.K);
@@ -329,12 +308,16 @@ inline void fix_row(const FixedRows& f, int64_t row, const T* x, const Layout& l
     case 3: split_row<3>(x, l.K, scale, lines, f.line); break;
   }
   f.scales[row] = scale + extent.poison;
-  const int64_t inputs = 4 * l.group_steps();
+  int32_t* sums = f.sums + row * f.limbs * f.groups;
   for (int j = 0; j < f.limbs; ++j) {
     int8_t* line = lines + j * f.line;
-    for (int64_t k = l.K; k < 4 * l.steps(); ++k) line[k] = 0;
-    int32_t* sums = f.sums + (row * f.limbs + j) * f.groups;
-    for (int64_t g = 0; g < f.groups; ++g) sums[g] = sum_of(line + g * inputs, min_of(inputs, l.K - g * inputs));
+    for (int64_t k = l.K; k < round_up(4 * l.steps(), 64); ++k) line[k] = 0;
+    if (l.has_zeros || l.zero != 0 || f.totals != nullptr) sum_groups(line, l, sums + j * f.groups);
+  }
+  for (int64_t g = 0; f.totals != nullptr && g < f.groups; ++g) {
+    float total = 0.0f;
+    for (int j = 0; j < f.limbs; ++j) total = total * 256.0f + float(sums[j * f.groups + g]);
+    f.totals[row * f.groups + g] = total;
   }
 }
 
@@ -346,28 +329,90 @@ inline FixedRows fix_rows(const Row& row, int64_t rows, const Layout& l, int lim
   f.groups = l.groups();
   f.line = round_up(4 * l.steps(), 64) + 64;  // an odd number of lines of cache: no two rows collide
   f.line += f.line / 64 % 2 ? 0 : 64;
+  const bool totals = l.minimums != ABSENT;
   const int64_t bytes = rows * limbs * f.line + 64;  // whole lines of cache
-  f.bytes = static_cast<int8_t*>(scratch(SCRATCH_A, size_t(bytes + rows * (1 + limbs * f.groups) * 4 + 64)));
+  f.bytes = static_cast<int8_t*>(
+      scratch(SCRATCH_A, size_t(bytes + rows * (1 + (limbs + totals) * f.groups) * 4 + 64)));
   f.scales = reinterpret_cast<float*>(f.bytes + bytes);
   f.sums = reinterpret_cast<int32_t*>(f.scales + rows);
+  f.totals = totals ? reinterpret_cast<float*>(f.sums + rows * limbs * f.groups) : nullptr;
   parallel_ranges(rows, rows * l.K / 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) fix_row(f, i, row(i), l);
   });
   return f;
 }
 
-// --- tiles ------------------------------------------------------------------------------------
+// --- codes ------------------------------------------------------------------------------------
 
-// One panel's running sums for the rows of a task.
-struct Sums {
-  int32_t* whole;   // [rows * limbs][QPANEL]: of a group that a piece of K has cut
-  float* real;      // [rows][QPANEL]: of the groups that are done, without the row's scale
+// Unpacks V vectors of a step, from the v0-th on. Codes stay shifted (Field).
+template <int KIND, int V> struct Decoder {
+  static constexpr int UNIT = unit_steps(KIND);
+  static constexpr bool HAS_PLANE = field(KIND, 0, 0).plane_mask != 0;
+  Raw masks[V], plane_masks[V], table;
+  int64_t at[V];
+  int rotate[UNIT][V];
+  int shift[V];               // of the field
+  int lower[V];               // how far codes stay shifted
+
+  Decoder(const Layout& l, int pass, int v0) {
+    if (KIND == TABLE) table = raw_table(l.table[pass]);
+    HR_UNROLL for (int v = 0; v < V; ++v) {
+      const Field f = field(KIND, v0 + v, 0);
+      masks[v] = raw_mask(f.mask);
+      plane_masks[v] = raw_mask(f.plane_mask);
+      at[v] = f.vector * VECTOR_BYTES;
+      shift[v] = f.shift;
+      lower[v] = KIND == TABLE ? 0 : f.shift;
+      HR_UNROLL for (int u = 0; u < UNIT; ++u) rotate[u][v] = field(KIND, v0 + v, u).rotate;
+    }
+  }
+
+  HR_INLINE void decode(const uint8_t* unit, int u, Raw (&codes)[V]) const {
+    const uint8_t* vectors = unit + u * step_vectors(KIND) * VECTOR_BYTES;
+    HR_UNROLL for (int v = 0; v < V; ++v) {
+      Raw x = raw_codes(vectors + at[v]);
+      if constexpr (KIND == TABLE) {
+        x = looked_up(table, kept(lowered(x, shift[v]), raw_mask(15)));
+      } else if constexpr (KIND != 8) {
+        x = kept(x, masks[v]);
+        if constexpr (HAS_PLANE) {
+          x = either(x, kept(rotated(raw_codes(unit + plane_at(KIND)), rotate[u][v]), plane_masks[v]));
+        }
+      }
+      codes[v] = x;
+    }
+  }
 };
 
-// What a tile works on: lines of fixed-point rows times steps [begin, end) of a panel.
-struct Work {
+// --- tiles ------------------------------------------------------------------------------------
+
+// What a task adds up for its rows and one panel.
+struct Sums {
+  int32_t* whole;   // [rows * limbs][QPANEL]: of a group that a piece of K has cut
+  int32_t* block;   // likewise: of a block's groups, with whole scales
+  float* real;      // [rows][QPANEL]: of the groups or blocks that are done, without the row's scale
+  uint8_t* bytes;   // room for a piece of a panel, a byte a code
+};
+
+// A panel, and what its layout says of it, computed once.
+struct Panel {
   const Layout* layout;
-  const uint8_t* panel;
+  const uint8_t* front;
+  const uint8_t* groups;
+  int64_t steps, group_steps, group_bytes, header_bytes, block_groups;
+  bool whole_scales;
+  Panel(const Layout& l, const uint8_t* at)
+      : layout(&l), front(at), groups(at + l.groups_at()), steps(l.steps()), group_steps(l.group_steps()),
+        group_bytes(l.group_bytes()), header_bytes(l.header_bytes()), block_groups(l.block_groups()),
+        whole_scales(l.scales == SIGNED_BYTE) {}
+  const uint8_t* header(int64_t g) const { return groups + g * group_bytes; }
+};
+
+// What a tile works on: lines of fixed-point rows times steps of a panel.
+struct Work {
+  const Panel* panel;
+  int pass;                   // which of the tables
+  const uint8_t* bytes;       // the steps' codes, unpacked; or null
   const int8_t* lines;
   int64_t line;
   const int32_t* line_sums;   // of the first line
@@ -376,44 +421,29 @@ struct Work {
   Fetch fetch;
 };
 
-inline vf scales_at(const uint8_t* header, int32_t dtype, int v) {
-  return dtype == F32 ? ld(reinterpret_cast<const float*>(header) + v * W)
-                      : ld(reinterpret_cast<const bf16*>(header) + v * W);
+inline vf values_at(const uint8_t* at, int32_t stored, int v) {
+  switch (stored) {
+    case F32: return ld(reinterpret_cast<const float*>(at) + v * W);
+    case BF16: return ld(reinterpret_cast<const bf16*>(at) + v * W);
+    case F16: return ld(reinterpret_cast<const f16*>(at) + v * W);
+    default: return to_floats(ild_bytes(at + v * W));
+  }
 }
 
 // Accumulators stay in registers only if every loop over them is unrolled before the compiler
 // decides where arrays live.
 
-template <int BITS, int V> inline void load_codes(const uint8_t* step, int v0, Codes* codes) {
-  if constexpr (BITS == 8) {
-    HR_UNROLL for (int v = 0; v < V; ++v) codes[v] = codes_of(raw_codes(step + (v0 + v) * VECTOR_BYTES));
-  } else if constexpr (V == 1) {
-    const auto raw = raw_codes(step + v0 / 2 * VECTOR_BYTES);
-    codes[0] = codes_of(v0 % 2 ? high_halves(raw) : low_halves(raw));
-  } else {
-    HR_UNROLL for (int v = 0; v < V; v += 2) {
-      const auto raw = raw_codes(step + (v0 + v) / 2 * VECTOR_BYTES);
-      codes[v] = codes_of(low_halves(raw));
-      codes[v + 1] = codes_of(high_halves(raw));
-    }
-  }
-}
-
-// Nibbles from high halves stay there: codes of odd vectors, and their sums, are this many times as
-// large, and their scales as much smaller.
-template <int BITS> constexpr int weight_of(int v) { return BITS == 4 && v % 2 == 1 ? 16 : 1; }
-
 // A group begins: minus its zero points times the sum of a line's limbs.
-template <int BITS> inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t line_sum) {
-  if (!l.has_zeros) return iset(-l.middle() * weight_of<BITS>(v) * line_sum);
-  return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-weight_of<BITS>(v) * line_sum));
+inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t weighted_sum) {
+  if (!l.has_zeros) return iset(-l.zero * weighted_sum);
+  return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-weighted_sum));
 }
 
 // One step of 4 inputs: R lines (rows times limbs) by V vectors of features.
-template <int BITS, int R, int V>
-inline void dot_step(const uint8_t* step, int v0, const int8_t* bytes, int64_t line, vi (&sum)[R][V]) {
+template <int R, int V>
+HR_INLINE inline void dot_step(const Raw (&raw)[V], const int8_t* bytes, int64_t line, vi (&sum)[R][V]) {
   Codes codes[V];
-  load_codes<BITS, V>(step, v0, codes);
+  HR_UNROLL for (int v = 0; v < V; ++v) codes[v] = codes_of(raw[v]);
   HR_UNROLL for (int r = 0; r < R; ++r) {
     int32_t four;
     __builtin_memcpy(&four, bytes + r * line, 4);
@@ -422,119 +452,278 @@ inline void dot_step(const uint8_t* step, int v0, const int8_t* bytes, int64_t l
   }
 }
 
-template <int BITS, int LIMBS, int R, int V>
-inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0, Fetch fetch) {
-  const Layout& l = *w.layout;
-  constexpr int64_t STEP_BYTES = int64_t(QV) * VECTOR_BYTES * BITS / 8;
-  const int64_t group_steps = l.group_steps(), group_bytes = l.group_bytes(), steps = l.steps();
-  const int64_t line = w.line;
-  for (int64_t s = begin, stop; s < end; s = stop) {
-    const int64_t g = s / group_steps, start = g * group_steps, finish = min_of(start + group_steps, steps);
+// Steps [i, stop) of a group, whose first is in `unit`.
+template <int KIND, int R, int V>
+HR_INLINE inline void dot_steps(const Decoder<KIND, V>& decoder, const uint8_t* unit, int64_t i, int64_t stop,
+                                const int8_t* bytes, int64_t line, Fetch& fetch, vi (&sum)[R][V]) {
+  constexpr int UNIT = unit_steps(KIND);
+  Raw codes[V];
+  for (; i + UNROLL <= stop; i += UNROLL) {
+    fetch.step();
+    for (int j = 0; j < UNROLL / UNIT; ++j, unit += unit_bytes(KIND)) {
+      HR_UNROLL for (int u = 0; u < UNIT; ++u, bytes += 4) {
+        decoder.decode(unit, u, codes);
+        dot_step<R, V>(codes, bytes, line, sum);
+      }
+    }
+  }
+  for (; i < stop; i += UNIT, unit += unit_bytes(KIND)) {
+    HR_UNROLL for (int u = 0; u < UNIT; ++u, bytes += 4) {
+      if (i + u >= stop) break;
+      decoder.decode(unit, u, codes);
+      dot_step<R, V>(codes, bytes, line, sum);
+    }
+  }
+}
+
+// Whole scales: sum = the block's sum so far, with group g. True if the block ends with it.
+template <int R, int V>
+HR_INLINE inline bool add_to_block(const Panel& p, const uint8_t* header, int64_t in_block, bool last, int32_t* block,
+                                   int v0, vi (&sum)[R][V]) {
+  const bool ends = last || in_block + 1 == p.block_groups;
+  HR_UNROLL for (int v = 0; v < V; ++v) {
+    const vi scale = ild_signed(header + (v0 + v) * W);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
+      int32_t* at = block + r * QPANEL + (v0 + v) * W;
+      vi x = imul(sum[r][v], scale);
+      if (in_block > 0) x = iadd(x, ild(at));
+      if (!ends) ist(at, x);
+      sum[r][v] = x;
+    }
+  }
+  return ends;
+}
+
+// A group or block ends: limbs are joined, scaled and added to the running sum, unless it begins here.
+template <int LIMBS, int R, int V>
+HR_INLINE inline void add_to_real(const Panel& p, const uint8_t* header, int64_t block, bool begins, const float* factors,
+                                  float* real, int v0, const vi (&sum)[R][V]) {
+  const Layout& l = *p.layout;
+  const uint8_t* outer = p.front + block * QPANEL * bytes_of_stored(l.block_scales);
+  HR_UNROLL for (int v = 0; v < V; ++v) {
+    vf scale = vset(factors[v]);
+    if (!p.whole_scales) scale = vmul(scale, values_at(header, l.scales, v0 + v));
+    if (l.block_scales != ABSENT) scale = vmul(scale, values_at(outer, l.block_scales, v0 + v));
+    HR_UNROLL for (int r = 0; r < R; r += LIMBS) {
+      vf y = to_floats(sum[r][v]);
+      HR_UNROLL for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(sum[r + j][v]));
+      float* to = real + r / LIMBS * QPANEL + (v0 + v) * W;
+      st(to, begins ? vmul(y, scale) : vfma(y, scale, ld(to)));
+    }
+  }
+}
+
+// Steps [begin, end) of V vectors. Codes are of KIND, or bytes (KIND 8).
+template <int KIND, int LIMBS, int R, int V>
+inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetch fetch) {
+  constexpr int UNIT = unit_steps(KIND);
+  const int v0 = V == QV ? 0 : at;
+  const Panel& p = *w.panel;
+  const Layout& l = *p.layout;
+  const Decoder<KIND, V> decoder(l, w.pass, v0);
+  float factors[V];
+  HR_UNROLL for (int v = 0; v < V; ++v) {
+    factors[v] = l.factor / float(1 << decoder.lower[v]);
+    for (int i = w.pass + 1; i < l.tables; ++i) factors[v] *= 256.0f;
+  }
+  int64_t g = begin / p.group_steps, b = g / p.block_groups, in_block = g % p.block_groups;
+  for (int64_t s = begin, stop; s < end; s = stop, ++g) {
+    const int64_t start = g * p.group_steps, finish = min_of(start + p.group_steps, p.steps);
     stop = min_of(finish, end);
-    const uint8_t* header = w.panel + g * group_bytes;
-    const uint8_t* step = header + l.header_bytes() + (s - start) * STEP_BYTES;
+    const uint8_t* header = p.header(g);
+    const uint8_t* unit = KIND == 8 && w.bytes != nullptr ? w.bytes + (s - begin) * unit_bytes(8)
+                                                          : header + p.header_bytes + (s - start) / UNIT * unit_bytes(KIND);
     vi sum[R][V];
     if (s == start) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
-        const int32_t line_sum = w.line_sums[r * w.groups + g];
-        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum<BITS>(l, header, v0 + v, line_sum);
+        const int32_t line_sum = l.has_zeros || l.zero != 0 ? w.line_sums[r * w.groups + g] : 0;
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum << decoder.lower[v]);
       }
     } else {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = ild(w.sums.whole + r * QPANEL + (v0 + v) * W);
       }
     }
-    const int8_t* bytes = w.lines + 4 * s;
-    int64_t i = s;
-    for (; i + UNROLL <= stop; i += UNROLL) {
-      fetch.step();
-      for (int u = 0; u < UNROLL; ++u, step += STEP_BYTES, bytes += 4) {
-        dot_step<BITS, R, V>(step, v0, bytes, line, sum);
-      }
-    }
-    for (; i < stop; ++i, step += STEP_BYTES, bytes += 4) dot_step<BITS, R, V>(step, v0, bytes, line, sum);
+    dot_steps<KIND, R, V>(decoder, unit, s, stop, w.lines + 4 * s, w.line, fetch, sum);
     if (stop < finish) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         HR_UNROLL for (int v = 0; v < V; ++v) ist(w.sums.whole + r * QPANEL + (v0 + v) * W, sum[r][v]);
       }
-      continue;
+      return;
     }
-    // The group ends: limbs are joined, scaled and added to the running sum.
-    HR_UNROLL for (int v = 0; v < V; ++v) {
-      vf scale = scales_at(header, l.scale_dtype, v0 + v);
-      if (BITS == 4) scale = vmul(scale, vset(1.0f / weight_of<BITS>(v0 + v)));
-      HR_UNROLL for (int r = 0; r < R; r += LIMBS) {
-        vf y = to_floats(sum[r][v]);
-        HR_UNROLL for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(sum[r + j][v]));
-        float* real = w.sums.real + r / LIMBS * QPANEL + (v0 + v) * W;
-        st(real, g == 0 ? vmul(y, scale) : vfma(y, scale, ld(real)));
-      }
+    bool ends = true;
+    if (p.whole_scales) ends = add_to_block<R, V>(p, header, in_block, finish == p.steps, w.sums.block, v0, sum);
+    if (ends) {
+      const bool begins = w.pass == 0 && (p.whole_scales ? b == 0 : g == 0);
+      add_to_real<LIMBS, R, V>(p, header, b, begins, factors, w.sums.real, v0, sum);
     }
+    if (++in_block == p.block_groups) in_block = 0, ++b;
   }
 }
 
-template <int BITS, int LIMBS, int R>
+template <int KIND, int LIMBS, int R>
 inline void tile(const Work& w, int64_t begin, int64_t end) {
-  tile_vectors<BITS, LIMBS, R, TILE_V>(w, begin, end, 0, w.fetch);
+  tile_vectors<KIND, LIMBS, R, TILE_V>(w, begin, end, 0, w.fetch);
   for (int v0 = TILE_V; v0 < QV; v0 += TILE_V) {
-    tile_vectors<BITS, LIMBS, R, TILE_V>(w, begin, end, v0, Fetch{nullptr, 0});
+    tile_vectors<KIND, LIMBS, R, TILE_V>(w, begin, end, v0, Fetch{nullptr, 0});
   }
 }
 
-template <int BITS, int LIMBS>
-inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end) {
-  switch (lines / LIMBS) {
-    case 1: return tile<BITS, LIMBS, LIMBS>(w, begin, end);
-    case 2: return tile<BITS, LIMBS, 2 * LIMBS>(w, begin, end);
-    case 3: if constexpr (LIMBS <= 2) return tile<BITS, LIMBS, 3 * LIMBS>(w, begin, end); break;
-    case 4: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 4>(w, begin, end); break;
-    case 5: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 5>(w, begin, end); break;
-    case 6: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 6>(w, begin, end); break;
+template <int KIND, int LIMBS>
+void tile_rows(const Work& w, int64_t rows, int64_t begin, int64_t end) {
+  switch (rows) {
+    case 1: return tile<KIND, LIMBS, LIMBS>(w, begin, end);
+    case 2: return tile<KIND, LIMBS, 2 * LIMBS>(w, begin, end);
+    case 3: if constexpr (LIMBS <= 2) return tile<KIND, LIMBS, 3 * LIMBS>(w, begin, end); break;
+    case 4: if constexpr (LIMBS == 1) return tile<KIND, LIMBS, 4>(w, begin, end); break;
+    case 5: if constexpr (LIMBS == 1) return tile<KIND, LIMBS, 5>(w, begin, end); break;
+    case 6: if constexpr (LIMBS == 1) return tile<KIND, LIMBS, 6>(w, begin, end); break;
+  }
+}
+
+template <int KIND, int LIMBS>
+void tile_one(const Work& w, int64_t, int64_t begin, int64_t end) { tile<KIND, LIMBS, LIMBS>(w, begin, end); }
+
+// Codes of steps [begin, end), a byte each.
+template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to) {
+  constexpr int UNIT = unit_steps(KIND);
+  const Decoder<KIND, QV> decoder(*p.layout, pass, 0);
+  int64_t g = begin / p.group_steps;
+  for (int64_t s = begin, stop; s < end; s = stop, ++g) {
+    const int64_t start = g * p.group_steps;
+    stop = min_of(start + p.group_steps, end);
+    const uint8_t* codes = p.header(g) + p.header_bytes;
+    const auto put = [&](int64_t step, int u) {
+      Raw found[QV];
+      decoder.decode(codes + step / UNIT * unit_bytes(KIND), u, found);
+      HR_UNROLL for (int v = 0; v < QV; ++v, to += VECTOR_BYTES) {
+        put_raw(to, lowered(found[v], decoder.lower[v]));
+      }
+    };
+    int64_t i = s - start, last = stop - start;
+    if (UNIT == 2 && i % 2) put(i++, 1);
+    for (; i + UNIT <= last; i += UNIT) {
+      put(i, 0);
+      if constexpr (UNIT == 2) put(i + 1, 1);
+    }
+    if (i < last) put(i, 0);
+  }
+}
+
+// How a kind's codes are multiplied, for so many rows: as they are, or as bytes if there is `expand`.
+struct Method {
+  void (*tile)(const Work&, int64_t rows, int64_t begin, int64_t end);
+  void (*expand)(const Panel&, int pass, int64_t begin, int64_t end, uint8_t* to);
+};
+
+template <int KIND, int LIMBS> inline Method method_of(int64_t rows) {
+  if (rows == 1) return {&tile_one<KIND, LIMBS>, nullptr};
+  return {&tile_rows<8, LIMBS>, &expand<KIND>};
+}
+
+template <int LIMBS> inline Method method_for(int32_t kind, int64_t rows) {
+  switch (kind) {
+    case 2: return method_of<2, LIMBS>(rows);
+    case 3: return method_of<3, LIMBS>(rows);
+    case 4: return {&tile_rows<4, LIMBS>, nullptr};
+    case 5: return method_of<5, LIMBS>(rows);
+    case 6: return method_of<6, LIMBS>(rows);
+    case TABLE: return method_of<TABLE, LIMBS>(rows);
+    default: return {&tile_rows<8, LIMBS>, nullptr};
   }
 }
 
 // sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel; `after` is the one
-// that will be read next, whose beginning is fetched on the way.
-template <int BITS, int LIMBS>
-inline void panel_rows(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
-                       int64_t begin, int64_t rows, Sums sums) {
+// that will be read next, whose beginning is fetched on the way. A later pass adds to those before.
+template <int LIMBS>
+inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const FixedRows& f, int64_t begin,
+                       int64_t rows, Sums sums) {
   constexpr int64_t TILE_ROWS = MAX_LIMB_ROWS / LIMBS;
-  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = l.steps();
-  const int64_t lines = ceil_div(UNROLL * l.step_bytes() / 64, tiles);  // of each tile, at each fetch
-  const int64_t shared = (tiles <= FEW_TILES ? PIECE_BYTES : MANY_PIECE_BYTES) / l.step_bytes();
-  const int64_t piece = tiles == 1 ? max_of(1, steps) : shared;
-  for (int64_t s = 0; s < steps || s == 0; s += piece) {
+  const Layout& l = *p.layout;
+  const Method method = method_for<LIMBS>(l.kind, rows);
+  const int64_t step_bytes = l.step_bytes(), unpacked = method.expand ? unit_bytes(8) : step_bytes;
+  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = p.steps;
+  const int64_t lines = ceil_div(ceil_div(UNROLL * step_bytes, 64), tiles);  // of each tile, at each fetch
+  const int64_t shared = (tiles <= FEW_TILES ? PIECE_BYTES : MANY_PIECE_BYTES) / unpacked;
+  const bool alone = tiles == 1 && !method.expand;
+  const int64_t piece = alone ? max_of(1, steps) : shared;
+  for (int64_t s = 0; s < steps; s += piece) {
     const int64_t end = min_of(s + piece, steps), share = (end - s) / UNROLL * 64 * lines;
-    const uint8_t* next = panel + (end / l.group_steps() + 1) * l.header_bytes() + end * l.step_bytes();
+    const uint8_t* next = p.groups + (end / p.group_steps + 1) * p.header_bytes + end * step_bytes;
     if (end == steps) next = after;
-    if (tiles == 1) next = panel + AHEAD;
-    const uint8_t* const last = next + (end - s) * l.step_bytes();
+    if (alone) next = p.groups + AHEAD;
+    const uint8_t* const last = next + (end - s) * step_bytes;
+    if (method.expand) method.expand(p, pass, s, end, sums.bytes);
     for (int64_t i = 0; i < tiles; ++i, next += share) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
-      const int64_t line = (begin + first) * LIMBS;
-      const Work w{&l, panel, f.bytes + line * f.line, f.line, f.sums + line * f.groups, f.groups,
-                   {sums.whole + first * LIMBS * QPANEL, sums.real + first * QPANEL},
+      const int64_t line = (begin + first) * LIMBS, at = first * LIMBS * QPANEL;
+      const Work w{&p, pass, method.expand ? sums.bytes : nullptr, f.bytes + line * f.line, f.line,
+                   f.sums + line * f.groups, f.groups,
+                   {sums.whole + at, sums.block + at, sums.real + first * QPANEL, nullptr},
                    {next, next < last ? lines : 0}};
-      tile_lines<BITS, LIMBS>(w, many * LIMBS, s, end);
+      method.tile(w, many, s, end);
+    }
+  }
+}
+
+// real [R][QPANEL] -= the minimums times the rows' totals, block by block.
+template <int R> inline void subtract_minimums(const Panel& p, const FixedRows& f, int64_t row, float* real) {
+  const Layout& l = *p.layout;
+  const uint8_t *minimums = p.front + l.minimums_at(), *outers = p.front + l.block_minimums_at();
+  const int64_t bytes = QPANEL * bytes_of_stored(l.minimums);
+  for (int v = 0; v < QV; ++v) {
+    for (int64_t g = 0, b = 0; g < f.groups; ++b) {
+      vf sum[R];
+      HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vzero();
+      for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
+        vf minimum;
+        if (l.minimums == NIBBLE) {
+          const vi two = ild_bytes(minimums + g / 2 * QPANEL + v * W);
+          minimum = to_floats((vi)kept(lowered((Raw)two, g % 2 ? 4 : 0), raw_mask(15)));
+        } else {
+          minimum = values_at(minimums + g * bytes, l.minimums, v);
+        }
+        HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vfma(minimum, vset(f.totals[(row + r) * f.groups + g]), sum[r]);
+      }
+      vf outer = vset(1.0f);
+      if (l.block_minimums != ABSENT) {
+        outer = values_at(outers + b * QPANEL * bytes_of_stored(l.block_minimums), l.block_minimums, v);
+      }
+      HR_UNROLL for (int r = 0; r < R; ++r) {
+        float* to = real + r * QPANEL + v * W;
+        st(to, vsub(ld(to), vmul(sum[r], outer)));
+      }
     }
   }
 }
 
 inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
                           int64_t begin, int64_t rows, Sums sums) {
-  if (l.bits == 8) {
+  const Panel p(l, panel);
+  if (p.steps == 0) __builtin_memset(sums.real, 0, size_t(rows * QPANEL) * sizeof(float));
+  for (int pass = 0; pass < max_of(1, l.tables); ++pass) {
     switch (f.limbs) {
-      case 1: return panel_rows<8, 1>(l, panel, after, f, begin, rows, sums);
-      case 2: return panel_rows<8, 2>(l, panel, after, f, begin, rows, sums);
-      case 3: return panel_rows<8, 3>(l, panel, after, f, begin, rows, sums);
-    }
-  } else {
-    switch (f.limbs) {
-      case 1: return panel_rows<4, 1>(l, panel, after, f, begin, rows, sums);
-      case 2: return panel_rows<4, 2>(l, panel, after, f, begin, rows, sums);
-      case 3: return panel_rows<4, 3>(l, panel, after, f, begin, rows, sums);
+      case 1: panel_pass<1>(p, pass, after, f, begin, rows, sums); break;
+      case 2: panel_pass<2>(p, pass, after, f, begin, rows, sums); break;
+      case 3: panel_pass<3>(p, pass, after, f, begin, rows, sums); break;
     }
   }
+  if (f.totals == nullptr) return;
+  int64_t i = 0;
+  for (; i + 4 <= rows; i += 4) subtract_minimums<4>(p, f, begin + i, sums.real + i * QPANEL);
+  for (; i < rows; ++i) subtract_minimums<1>(p, f, begin + i, sums.real + i * QPANEL);
+}
+
+// Room for `sets` panels' sums of a task's rows, in SCRATCH_TASK.
+inline Sums task_sums(int sets) {
+  constexpr int64_t ROOM = (TASK_LINES + MAX_LIMB_ROWS) * QPANEL;
+  Sums sums;
+  sums.bytes = static_cast<uint8_t*>(
+      scratch(SCRATCH_TASK, size_t(MANY_PIECE_BYTES + ROOM * (sets + 2) * 4)));
+  sums.real = reinterpret_cast<float*>(sums.bytes + MANY_PIECE_BYTES);
+  sums.whole = reinterpret_cast<int32_t*>(sums.real + sets * ROOM);
+  sums.block = sums.whole + ROOM;
+  return sums;
 }
 
 // As st(), but for bfloat16 by the machine's own instruction: numbers below 2^-126 become zero.
@@ -567,22 +756,18 @@ inline void over_panels(const Layout& l, int64_t rows, int64_t panels, int limbs
   parallel(runs * pieces, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
     const int64_t piece = task / runs, run = task % runs;
     const int64_t begin = piece * rows / pieces, many = (piece + 1) * rows / pieces - begin;
-    const size_t lines = size_t(TASK_LINES) * QPANEL;
-    Sums sums;
-    sums.real = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(SUMS + limbs) * 4));
-    sums.whole = reinterpret_cast<int32_t*>(sums.real + SUMS * lines);
+    const Sums sums = task_sums(SUMS);
     for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
   });
 }
 
 template <class T>
-inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
+inline void run(T* out, const T* x, const void* packed, const T* bias, int64_t rows, int64_t stride,
                 const Layout& l, int limbs) {
   if (rows == 0) return;
   const FixedRows f = fix_rows([=](int64_t i) { return x + i * stride; }, rows, l, limbs);
   over_panels<1>(l, rows, l.panels(), limbs, [&](int64_t begin, int64_t many, int64_t p, Sums sums) {
-    const uint8_t* panel = packed + p * l.panel_bytes();
-    panel_rows_of(l, panel, panel + l.panel_bytes(), f, begin, many, sums);
+    panel_rows_of(l, l.panel(packed, p), l.panel(packed, p + 1), f, begin, many, sums);
     const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
     for (int64_t i = 0; i < many; ++i) {
       finish_row(out + (begin + i) * l.N + at, sums.real + i * QPANEL, f.scales[begin + i],
@@ -594,17 +779,17 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
 // out [rows, N / 2] = act(gates) * ups, the first half of the outputs being the gates; the bits are
 // those of run() and then activation_and_mul (see run_linear_gated). N / 2 is a multiple of QPANEL.
 template <class T>
-inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
+inline void run_gated(T* out, const T* x, const void* packed, const T* bias, int64_t rows, int64_t stride,
                       const Layout& l, int limbs, int32_t kind) {
   if (rows == 0) return;
   const int64_t I = l.N / 2, panels = I / QPANEL;
   const FixedRows f = fix_rows([=](int64_t i) { return x + i * stride; }, rows, l, limbs);
   over_panels<2>(l, rows, panels, limbs, [&](int64_t begin, int64_t many, int64_t p, Sums gates) {
-    const uint8_t* gate = packed + p * l.panel_bytes();
-    const uint8_t* up = gate + panels * l.panel_bytes();
-    const Sums ups{gates.whole, gates.real + many * QPANEL};
+    const uint8_t *gate = l.panel(packed, p), *up = l.panel(packed, panels + p);
+    Sums ups = gates;
+    ups.real += many * QPANEL;
     panel_rows_of(l, gate, up, f, begin, many, gates);
-    panel_rows_of(l, up, gate + l.panel_bytes(), f, begin, many, ups);
+    panel_rows_of(l, up, l.panel(packed, p + 1), f, begin, many, ups);
     const int64_t at = p * QPANEL;
     for (int64_t i = 0; i < many; ++i) {
       T rounded_gates[QPANEL], rounded_ups[QPANEL];
@@ -619,55 +804,79 @@ inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, 
 
 }  // namespace quant
 
-int64_t quant_linear_packed_bytes(int64_t N, int64_t K, int64_t group, int32_t bits, int32_t has_zeros,
-                                  int32_t scale_dtype) {
-  const quant::Layout l{N, K, group, bits, has_zeros, scale_dtype};
-  return l.panels() * l.panel_bytes();
+// `layout`: a Layout.
+int64_t quant_linear_packed_bytes(const void* layout) {
+  const quant::Layout l = quant::layout_of(layout);
+  return quant::HEADER + l.panels() * l.panel_bytes();
 }
 
-// values [N, K] int8 (rows `stride` apart), scales [N, groups] float32, zeros [N, groups] int8 or null.
-void quant_linear_pack(void* out, const void* values, const void* scales, const void* zeros, int64_t N,
-                       int64_t K, int64_t stride, int64_t group, int32_t bits, int32_t scale_dtype) {
-  const quant::Layout l{N, K, group, bits, zeros != nullptr, scale_dtype};
-  parallel(l.panels(), N * K, [&](int64_t p) {
-    const int64_t at = p * quant::QPANEL;
-    quant::pack_panel(l, static_cast<uint8_t*>(out) + p * l.panel_bytes(),
-                      static_cast<const int8_t*>(values) + at * stride, stride,
-                      static_cast<const float*>(scales) + at * l.groups(),
-                      zeros == nullptr ? nullptr : static_cast<const int8_t*>(zeros) + at * l.groups(),
-                      min_of(quant::QPANEL, N - at));
+inline void put_layout(void* out, const void* layout) {
+  __builtin_memset(out, 0, size_t(quant::HEADER));
+  __builtin_memcpy(out, layout, sizeof(quant::Layout));
+}
+
+// values [N, K] int8 (rows `stride` apart), scales [N, groups] float32, zeros [N, groups] int8, minimums [N, groups],
+// block_scales and block_minimums [N, blocks] float32: null where the layout has none.
+void quant_linear_pack(void* out, const void* layout, const void* values, const void* scales, const void* zeros,
+                       const void* minimums, const void* block_scales, const void* block_minimums, int64_t stride) {
+  const quant::Layout l = quant::layout_of(layout);
+  put_layout(out, layout);
+  const auto floats = [](const void* p, int64_t at) { return p == nullptr ? nullptr : static_cast<const float*>(p) + at; };
+  parallel(l.panels(), l.N * l.K, [&](int64_t p) {
+    const int64_t at = p * quant::QPANEL, groups = at * l.groups(), blocks = at * l.blocks();
+    const quant::Parts parts{static_cast<const int8_t*>(values) + at * stride, stride, floats(scales, groups),
+                             zeros == nullptr ? nullptr : static_cast<const int8_t*>(zeros) + groups,
+                             floats(minimums, groups), floats(block_scales, blocks), floats(block_minimums, blocks)};
+    quant::pack_panel(l, const_cast<uint8_t*>(l.panel(out, p)), parts, min_of(quant::QPANEL, l.N - at));
   });
 }
 
 // limbs: bytes of a fixed-point activation, 1 to 3.
-void quant_linear(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t N,
-                  int64_t K, int64_t stride, int64_t group, int32_t bits, int32_t has_zeros,
-                  int32_t scale_dtype, int32_t limbs, int32_t dtype) {
-  const quant::Layout l{N, K, group, bits, has_zeros, scale_dtype};
+void quant_linear(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t stride,
+                  int32_t limbs, int32_t dtype) {
+  const quant::Layout l = quant::layout_of(packed);
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    quant::run(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const uint8_t*>(packed),
-               static_cast<const T*>(bias), rows, stride, l, limbs);
+    quant::run(static_cast<T*>(out), static_cast<const T*>(x), packed, static_cast<const T*>(bias), rows, stride, l, limbs);
   });
 }
 
 // The packed weight's first half of N outputs are gates, the second ups: out [rows, N / 2].
-void quant_linear_gated(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t N,
-                        int64_t K, int64_t stride, int64_t group, int32_t bits, int32_t has_zeros,
-                        int32_t scale_dtype, int32_t limbs, int32_t kind, int32_t dtype) {
-  const int64_t I = N / 2;
+void quant_linear_gated(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t stride,
+                        int32_t limbs, int32_t kind, int32_t dtype) {
+  const quant::Layout l = quant::layout_of(packed);
+  const int64_t I = l.N / 2;
   if (I % quant::QPANEL != 0) {  // ups begin inside a panel
-    void* both = scratch(SCRATCH_C, size_t(rows * N) * sizeof(float));
-    quant_linear(both, x, packed, bias, rows, N, K, stride, group, bits, has_zeros, scale_dtype, limbs, dtype);
-    activation_and_mul(out, both, rows, I, N, kind, dtype);
+    void* both = scratch(SCRATCH_C, size_t(rows * l.N) * sizeof(float));
+    quant_linear(both, x, packed, bias, rows, stride, limbs, dtype);
+    activation_and_mul(out, both, rows, I, l.N, kind, dtype);
     return;
   }
-  const quant::Layout l{N, K, group, bits, has_zeros, scale_dtype};
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    quant::run_gated(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const uint8_t*>(packed),
-                     static_cast<const T*>(bias), rows, stride, l, limbs, kind);
+    quant::run_gated(static_cast<T*>(out), static_cast<const T*>(x), packed, static_cast<const T*>(bias), rows, stride, l,
+                     limbs, kind);
   });
+}
+
+// Rows of the real weight: out [rows, K].
+int32_t quant_linear_rows(void* out, const int64_t* ids, const void* packed, int64_t rows, int32_t dtype) {
+  const quant::Layout l = quant::layout_of(packed);
+  int32_t status = OK;
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    parallel_ranges(rows, rows * l.K, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (ids[i] < 0 || ids[i] >= l.N) {
+          __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
+          continue;
+        }
+        const uint8_t* panel = l.panel(packed, ids[i] / quant::QPANEL);
+        quant::unpack_row(l, panel, ids[i] % quant::QPANEL, static_cast<T*>(out) + i * l.K);
+      }
+    });
+  });
+  return status;
 }
 
 }  // namespace
