@@ -344,43 +344,42 @@ inline FixedRows fix_rows(const Row& row, int64_t rows, const Layout& l, int lim
 
 // --- codes ------------------------------------------------------------------------------------
 
-// Unpacks V vectors of a step, from the v0-th on. Codes stay shifted (Field).
+// Unpacks V vectors of a step, from the v0-th on. Codes stay shifted (Field). Where V is QV the compiler knows
+// every mask.
 template <int KIND, int V> struct Decoder {
   static constexpr int UNIT = unit_steps(KIND);
-  static constexpr bool HAS_PLANE = field(KIND, 0, 0).plane_mask != 0;
   Raw masks[V], plane_masks[V], table;
-  int64_t at[V];
-  int rotate[UNIT][V];
-  int shift[V];               // of the field
+  Field fields[UNIT][V];
   int lower[V];               // how far codes stay shifted
 
   Decoder(const Layout& l, int pass, int v0) {
     if (KIND == TABLE) table = raw_table(l.table[pass]);
     HR_UNROLL for (int v = 0; v < V; ++v) {
-      const Field f = field(KIND, v0 + v, 0);
-      masks[v] = raw_mask(f.mask);
-      plane_masks[v] = raw_mask(f.plane_mask);
-      at[v] = f.vector * VECTOR_BYTES;
-      shift[v] = f.shift;
-      lower[v] = KIND == TABLE ? 0 : f.shift;
-      HR_UNROLL for (int u = 0; u < UNIT; ++u) rotate[u][v] = field(KIND, v0 + v, u).rotate;
+      HR_UNROLL for (int u = 0; u < UNIT; ++u) fields[u][v] = field(KIND, v0 + v, u);
+      masks[v] = raw_mask(fields[0][v].mask);
+      plane_masks[v] = raw_mask(fields[0][v].plane_mask);
+      lower[v] = KIND == TABLE ? 0 : fields[0][v].shift;
     }
   }
 
-  HR_INLINE void decode(const uint8_t* unit, int u, Raw (&codes)[V]) const {
-    const uint8_t* vectors = unit + u * step_vectors(KIND) * VECTOR_BYTES;
-    HR_UNROLL for (int v = 0; v < V; ++v) {
-      Raw x = raw_codes(vectors + at[v]);
-      if constexpr (KIND == TABLE) {
-        x = looked_up(table, kept(lowered(x, shift[v]), raw_mask(15)));
-      } else if constexpr (KIND != 8) {
-        x = kept(x, masks[v]);
-        if constexpr (HAS_PLANE) {
-          x = either(x, kept(rotated(raw_codes(unit + plane_at(KIND)), rotate[u][v]), plane_masks[v]));
-        }
-      }
-      codes[v] = x;
-    }
+  template <int U> HR_INLINE void decode(const uint8_t* unit, Raw (&codes)[V]) const {
+    codes[0] = vector<U, 0>(unit);
+    if constexpr (V > 1) codes[1] = vector<U, 1>(unit);
+    if constexpr (V > 2) codes[2] = vector<U, 2>(unit);
+    if constexpr (V > 3) codes[3] = vector<U, 3>(unit);
+  }
+
+ private:
+  template <int U, int I> HR_INLINE Raw vector(const uint8_t* unit) const {
+    constexpr Field known = field(KIND, I, U);
+    const Field f = V == QV ? known : fields[U][I];
+    const Raw x = raw_codes(unit + (U * step_vectors(KIND) + f.vector) * VECTOR_BYTES);
+    if constexpr (KIND == 8) return x;
+    if constexpr (KIND == TABLE) return looked_up(table, kept(lowered(x, f.shift), raw_mask(15)));
+    const Raw main = kept(x, V == QV ? raw_mask(known.mask) : masks[I]);
+    if constexpr (known.plane_mask == 0) return main;
+    const Raw plane = rotated(raw_codes(unit + plane_at(KIND)), f.rotate);
+    return either(main, kept(plane, V == QV ? raw_mask(known.plane_mask) : plane_masks[I]));
   }
 };
 
@@ -458,22 +457,26 @@ HR_INLINE inline void dot_steps(const Decoder<KIND, V>& decoder, const uint8_t* 
                                 const int8_t* bytes, int64_t line, Fetch& fetch, vi (&sum)[R][V]) {
   constexpr int UNIT = unit_steps(KIND);
   Raw codes[V];
+  const auto first = [&]() HR_INLINE {
+    decoder.template decode<0>(unit, codes);
+    dot_step<R, V>(codes, bytes, line, sum);
+    bytes += 4;
+  };
+  const auto whole = [&]() HR_INLINE {
+    first();
+    if constexpr (UNIT == 2) {
+      decoder.template decode<1>(unit, codes);
+      dot_step<R, V>(codes, bytes, line, sum);
+      bytes += 4;
+    }
+    unit += unit_bytes(KIND);
+  };
   for (; i + UNROLL <= stop; i += UNROLL) {
     fetch.step();
-    for (int j = 0; j < UNROLL / UNIT; ++j, unit += unit_bytes(KIND)) {
-      HR_UNROLL for (int u = 0; u < UNIT; ++u, bytes += 4) {
-        decoder.decode(unit, u, codes);
-        dot_step<R, V>(codes, bytes, line, sum);
-      }
-    }
+    HR_UNROLL for (int j = 0; j < UNROLL / UNIT; ++j) whole();
   }
-  for (; i < stop; i += UNIT, unit += unit_bytes(KIND)) {
-    HR_UNROLL for (int u = 0; u < UNIT; ++u, bytes += 4) {
-      if (i + u >= stop) break;
-      decoder.decode(unit, u, codes);
-      dot_step<R, V>(codes, bytes, line, sum);
-    }
-  }
+  for (; i + UNIT <= stop; i += UNIT) whole();
+  if (i < stop) first();
 }
 
 // Whole scales: sum = the block's sum so far, with group g. True if the block ends with it.
@@ -593,20 +596,16 @@ template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t
     const int64_t start = g * p.group_steps;
     stop = min_of(start + p.group_steps, end);
     const uint8_t* codes = p.header(g) + p.header_bytes;
-    const auto put = [&](int64_t step, int u) {
+    const auto put = [&](int64_t step) {
       Raw found[QV];
-      decoder.decode(codes + step / UNIT * unit_bytes(KIND), u, found);
+      const uint8_t* unit = codes + step / UNIT * unit_bytes(KIND);
+      if (UNIT == 2 && step % 2) decoder.template decode<UNIT - 1>(unit, found);
+      else decoder.template decode<0>(unit, found);
       HR_UNROLL for (int v = 0; v < QV; ++v, to += VECTOR_BYTES) {
         put_raw(to, lowered(found[v], decoder.lower[v]));
       }
     };
-    int64_t i = s - start, last = stop - start;
-    if (UNIT == 2 && i % 2) put(i++, 1);
-    for (; i + UNIT <= last; i += UNIT) {
-      put(i, 0);
-      if constexpr (UNIT == 2) put(i + 1, 1);
-    }
-    if (i < last) put(i, 0);
+    for (int64_t i = s - start; i < stop - start; ++i) put(i);
   }
 }
 
