@@ -11,11 +11,10 @@
 // Row invariance follows: a row's fixed-point form is its own, the sums are exact, and the float
 // steps of one output are the same ones in the same order whatever stands beside it.
 //
-// Where the parts of a weight are: quant_layout.h. Scales of groups that are whole numbers multiply the
-// exact sums, which then go on to the end of a block: quantized.py sees to it that they fit into 32
-// bits. Minimums of groups are multiplied by the sums of the row's inputs, in floats, once a panel's products are
-// done. A table whose entries are no small whole numbers is two or three, of high bytes and of lower ones, one after
-// the other.
+// Where the parts of a weight are: quant_layout.h. Scales of blocks multiply those of groups as these end. (To
+// sum whole scales times whole sums over a block was not faster, and must not overflow.) Minimums of groups are
+// multiplied by the sums of the row's inputs, in floats, once a panel's products are done. A table
+// whose entries are no small whole numbers is two or three, of high bytes and of lower ones, one after the other.
 //
 // One row is multiplied by codes as they are unpacked. For more rows, codes that take a while to unpack are
 // first written as bytes, a piece of the panel at a time; sums are the same whole numbers.
@@ -388,8 +387,7 @@ template <int KIND, int V> struct Decoder {
 // What a task adds up for its rows and one panel.
 struct Sums {
   int32_t* whole;   // [rows * limbs][QPANEL]: of a group that a piece of K has cut
-  int32_t* block;   // likewise: of a block's groups, with whole scales
-  float* real;      // [rows][QPANEL]: of the groups or blocks that are done, without the row's scale
+  float* real;      // [rows][QPANEL]: of the groups that are done, without the row's scale
   uint8_t* bytes;   // room for a piece of a panel, a byte a code
 };
 
@@ -399,11 +397,9 @@ struct Panel {
   const uint8_t* front;
   const uint8_t* groups;
   int64_t steps, group_steps, group_bytes, header_bytes, block_groups;
-  bool whole_scales;
   Panel(const Layout& l, const uint8_t* at)
       : layout(&l), front(at), groups(at + l.groups_at()), steps(l.steps()), group_steps(l.group_steps()),
-        group_bytes(l.group_bytes()), header_bytes(l.header_bytes()), block_groups(l.block_groups()),
-        whole_scales(l.scales == SIGNED_BYTE) {}
+        group_bytes(l.group_bytes()), header_bytes(l.header_bytes()), block_groups(l.block_groups()) {}
   const uint8_t* header(int64_t g) const { return groups + g * group_bytes; }
 };
 
@@ -425,7 +421,18 @@ inline vf values_at(const uint8_t* at, int32_t stored, int v) {
     case F32: return ld(reinterpret_cast<const float*>(at) + v * W);
     case BF16: return ld(reinterpret_cast<const bf16*>(at) + v * W);
     case F16: return ld(reinterpret_cast<const f16*>(at) + v * W);
+    case SIGNED_BYTE: return to_floats(ild_signed(at + v * W));
     default: return to_floats(ild_bytes(at + v * W));
+  }
+}
+
+// Those of V vectors, from the v0-th on; asks once how they are stored.
+template <int V> HR_INLINE inline void values_of(const uint8_t* at, int32_t stored, int v0, vf (&x)[V]) {
+  switch (stored) {
+    case F32: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const float*>(at) + (v0 + v) * W); return;
+    case BF16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const bf16*>(at) + (v0 + v) * W); return;
+    case F16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const f16*>(at) + (v0 + v) * W); return;
+    default: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = to_floats(ild_signed(at + (v0 + v) * W)); return;
   }
 }
 
@@ -479,39 +486,15 @@ HR_INLINE inline void dot_steps(const Decoder<KIND, V>& decoder, const uint8_t* 
   if (i < stop) first();
 }
 
-// Whole scales: sum = the block's sum so far, with group g. True if the block ends with it.
-template <int R, int V>
-HR_INLINE inline bool add_to_block(const Panel& p, const uint8_t* header, int64_t in_block, bool last, int32_t* block,
-                                   int v0, vi (&sum)[R][V]) {
-  const bool ends = last || in_block + 1 == p.block_groups;
-  HR_UNROLL for (int v = 0; v < V; ++v) {
-    const vi scale = ild_signed(header + (v0 + v) * W);
-    HR_UNROLL for (int r = 0; r < R; ++r) {
-      int32_t* at = block + r * QPANEL + (v0 + v) * W;
-      vi x = imul(sum[r][v], scale);
-      if (in_block > 0) x = iadd(x, ild(at));
-      if (!ends) ist(at, x);
-      sum[r][v] = x;
-    }
-  }
-  return ends;
-}
-
-// A group or block ends: limbs are joined, scaled and added to the running sum, unless it begins here.
+// A group ends: limbs are joined, scaled and added to the running sum, unless it begins here.
 template <int LIMBS, int R, int V>
-HR_INLINE inline void add_to_real(const Panel& p, const uint8_t* header, int64_t block, bool begins, const float* factors,
-                                  float* real, int v0, const vi (&sum)[R][V]) {
-  const Layout& l = *p.layout;
-  const uint8_t* outer = p.front + block * QPANEL * bytes_of_stored(l.block_scales);
+HR_INLINE inline void add_to_real(const vf (&scales)[V], bool begins, float* real, int v0, const vi (&sum)[R][V]) {
   HR_UNROLL for (int v = 0; v < V; ++v) {
-    vf scale = vset(factors[v]);
-    if (!p.whole_scales) scale = vmul(scale, values_at(header, l.scales, v0 + v));
-    if (l.block_scales != ABSENT) scale = vmul(scale, values_at(outer, l.block_scales, v0 + v));
     HR_UNROLL for (int r = 0; r < R; r += LIMBS) {
       vf y = to_floats(sum[r][v]);
       HR_UNROLL for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(sum[r + j][v]));
       float* to = real + r / LIMBS * QPANEL + (v0 + v) * W;
-      st(to, begins ? vmul(y, scale) : vfma(y, scale, ld(to)));
+      st(to, begins ? vmul(y, scales[v]) : vfma(y, scales[v], ld(to)));
     }
   }
 }
@@ -524,12 +507,17 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
   const Panel& p = *w.panel;
   const Layout& l = *p.layout;
   const Decoder<KIND, V> decoder(l, w.pass, v0);
-  float factors[V];
-  HR_UNROLL for (int v = 0; v < V; ++v) {
-    factors[v] = l.factor / float(1 << decoder.lower[v]);
-    for (int i = w.pass + 1; i < l.tables; ++i) factors[v] *= 256.0f;
-  }
+  vf outer[V];  // of the block
+  float factor = l.factor;
+  for (int i = w.pass + 1; i < l.tables; ++i) factor *= 256.0f;
+  HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vset(factor / float(1 << decoder.lower[v]));
   int64_t g = begin / p.group_steps, b = g / p.block_groups, in_block = g % p.block_groups;
+  const auto enter_block = [&]() HR_INLINE {
+    if (l.block_scales == ABSENT) return;
+    values_of<V>(p.front + b * QPANEL * bytes_of_stored(l.block_scales), l.block_scales, v0, outer);
+    HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vmul(outer[v], vset(factor / float(1 << decoder.lower[v])));
+  };
+  enter_block();
   for (int64_t s = begin, stop; s < end; s = stop, ++g) {
     const int64_t start = g * p.group_steps, finish = min_of(start + p.group_steps, p.steps);
     stop = min_of(finish, end);
@@ -554,13 +542,14 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
       }
       return;
     }
-    bool ends = true;
-    if (p.whole_scales) ends = add_to_block<R, V>(p, header, in_block, finish == p.steps, w.sums.block, v0, sum);
-    if (ends) {
-      const bool begins = w.pass == 0 && (p.whole_scales ? b == 0 : g == 0);
-      add_to_real<LIMBS, R, V>(p, header, b, begins, factors, w.sums.real, v0, sum);
+    vf scales[V];
+    values_of<V>(header, l.scales, v0, scales);
+    HR_UNROLL for (int v = 0; v < V; ++v) scales[v] = vmul(scales[v], outer[v]);
+    add_to_real<LIMBS, R, V>(scales, w.pass == 0 && g == 0, w.sums.real, v0, sum);
+    if (++in_block == p.block_groups) {
+      in_block = 0, ++b;
+      if (stop < end) enter_block();
     }
-    if (++in_block == p.block_groups) in_block = 0, ++b;
   }
 }
 
@@ -658,7 +647,7 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
       const int64_t line = (begin + first) * LIMBS, at = first * LIMBS * QPANEL;
       const Work w{&p, pass, method.expand ? sums.bytes : nullptr, f.bytes + line * f.line, f.line,
                    f.sums + line * f.groups, f.groups,
-                   {sums.whole + at, sums.block + at, sums.real + first * QPANEL, nullptr},
+                   {sums.whole + at, sums.real + first * QPANEL, nullptr},
                    {next, next < last ? lines : 0}};
       method.tile(w, many, s, end);
     }
@@ -718,10 +707,9 @@ inline Sums task_sums(int sets) {
   constexpr int64_t ROOM = (TASK_LINES + MAX_LIMB_ROWS) * QPANEL;
   Sums sums;
   sums.bytes = static_cast<uint8_t*>(
-      scratch(SCRATCH_TASK, size_t(MANY_PIECE_BYTES + ROOM * (sets + 2) * 4)));
+      scratch(SCRATCH_TASK, size_t(MANY_PIECE_BYTES + ROOM * (sets + 1) * 4)));
   sums.real = reinterpret_cast<float*>(sums.bytes + MANY_PIECE_BYTES);
   sums.whole = reinterpret_cast<int32_t*>(sums.real + sets * ROOM);
-  sums.block = sums.whole + ROOM;
   return sums;
 }
 

@@ -1,8 +1,8 @@
 """Layouts of packed weights: how the native library stores a :class:`QuantizedWeight`.
 
 Codes keep their bits. Scales, minimums and those of blocks are stored in the narrowest number that holds
-all of them exactly: whole numbers of a byte or half of one where there are blocks, else a 16-bit float, else
-float32. native/src/quant_layout.h says where everything lies.
+all of them exactly: a byte or half of one, a 16-bit float, or float32. native/src/quant_layout.h says where
+everything lies.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _TABLE = 16
 """Kind of codes that choose from a table of 16; other kinds are numbers of bits."""
 _FLOATS = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
 """Floats that scales are stored in, the first that holds them wins."""
-_LARGEST_SHIFTED = {2: 64, 3: 32, 4: 16, 5: 8, 6: 4, 8: 1}
-"""By bits: the native library multiplies some codes where they lie in a byte, so many times as large."""
 MAX_GROUP = 32768
 """Inputs whose products a 32-bit sum holds for certain (255 * 127 * 66311 < 2^31); a longer group
 is cut in two of equal scale."""
@@ -77,10 +75,9 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
         _set_table(layout, weight.table, dtype)
     else:
         _set_zeros(layout, weight)
-    layout.scales = _storage(weight.scales)
-    if weight.block_scales is not None and _sums_fit(layout) and _are_whole(weight.scales, -128):
-        layout.scales = _SIGNED_BYTE
-    layout.minimums = _storage(weight.minimums, whole=True)
+    whole_scales = _are_whole(weight.scales, -128, 127)
+    layout.scales = _SIGNED_BYTE if whole_scales else _storage(weight.scales)
+    layout.minimums = _whole_storage(weight.minimums)
     layout.block_scales = _storage(weight.block_scales)
     layout.block_minimums = _storage(weight.block_minimums)
     return layout
@@ -135,33 +132,25 @@ def _set_zeros(layout: Layout, weight: QuantizedWeight) -> None:
         layout.has_zeros = 1
 
 
-def _sums_fit(layout: Layout) -> bool:
-    """Whether a block's products fit into 32 bits, times the largest whole scale.
-
-    The bound does not depend on the weight's scales, so that all experts of a layer are stored alike.
-    """
-    largest, shifted = 128, 1
-    if layout.kind != _TABLE:
-        most = (1 << layout.kind) - 1
-        largest = most if layout.has_zeros else max(layout.zero, most - layout.zero)
-        shifted = _LARGEST_SHIFTED[layout.kind]
-    inputs = min(layout.block, -(-layout.K // 4) * 4)
-    return largest * shifted * 128 * 128 * inputs < 1 << 31
-
-
-def _are_whole(x: Tensor, least: int, most: int = 127) -> bool:
+def _are_whole(x: Tensor, least: int, most: int) -> bool:
     return bool(((x == x.round()) & (x >= least) & (x <= most)).all())
 
 
-def _storage(x: Tensor | None, *, whole: bool = False) -> int:
+def _storage(x: Tensor | None) -> int:
+    """Narrowest float that holds x."""
     if x is None:
         return _ABSENT
-    if whole and _are_whole(x, 0, 255):
-        return _NIBBLE if _are_whole(x, 0, 15) else _BYTE
     for name, code in _FLOATS.items():
         if torch.equal(x.to(getattr(torch, name)).float(), x):
             return code
     return _FLOATS["float32"]
+
+
+def _whole_storage(x: Tensor | None) -> int:
+    """Half a byte, a byte, or the narrowest float that holds x."""
+    if x is None or not _are_whole(x, 0, 255):
+        return _storage(x)
+    return _NIBBLE if _are_whole(x, 0, 15) else _BYTE
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -214,8 +203,8 @@ def _table_entries(values: tuple[float, ...], num_bytes: int) -> _TableEntries:
 def _best_steps(table: Tensor) -> float:
     """How many steps the largest entry takes so that all entries are nearest to whole steps.
 
-    At most :data:`_FINE_STEPS`, at least half of them: an error is below 2^-15 of the largest entry, and for 16
-    entries this choice makes it some four times smaller.
+    At most :data:`_FINE_STEPS`, at least half of them: an error is below 2^-15 of the largest entry; for 16
+    entries this choice leaves less than half of it.
     """
     steps = torch.linspace(_FINE_STEPS / 2, _FINE_STEPS, 200_000, dtype=torch.float64)
     scaled = table[:, None] * steps

@@ -109,7 +109,7 @@ class QuantLinear:
     ) -> PackedLinear:
         _check_dtype(dtype)
         weight, out_features, stride = matrix(weight)
-        in_features, bits = weight.shape[1], rounding.bits
+        in_features = weight.shape[1]
         group = rounding.group_size or max(4, in_features)
         if min(group, in_features) > 2 * MAX_GROUP or (group % 4 and group < in_features):
             return self.pack(rounded(weight, rounding), dtype, activations=activations)
