@@ -12,6 +12,8 @@
 #include "packing.h"
 #include "linear.h"
 #include "quant_layout.h"
+#include "quant_tiles.h"
+#include "float8_tiles.h"
 #include "quant_linear.h"
 #include "quant_rounding.h"
 #include "packed_rows.h"

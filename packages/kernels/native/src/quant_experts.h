@@ -11,21 +11,23 @@ inline void experts_product(L* lines, const Row& row, const void* const* weights
                             const Sorted& sorted, int limbs) {
   const Layout first = layout_of(weights[0]);
   const int64_t entries = sorted.begin[sorted.used], panels = first.panels(), most = TASK_LINES / limbs;
-  const FixedRows f = fix_rows([&](int64_t i) { return row(int64_t(sorted.order[i])); }, entries, first, limbs);
-  parallel(sorted.used * panels, entries * limbs * first.N * first.K / 64, [&](int64_t task) {
-    const int64_t i = task / panels, p = task % panels, expert = sorted.expert[i], end = sorted.begin[i + 1];
-    const Layout l = layout_of(weights[expert]);  // scales may be stored otherwise than the first's
-    const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
-    const T* bias = biases == nullptr ? nullptr : biases + expert * l.N + at;
-    const Sums sums = task_sums(1);
-    for (int64_t begin = sorted.begin[i]; begin < end; begin += most) {
-      const int64_t many = min_of(most, end - begin);
-      panel_rows_of(l, l.panel(weights[expert], p), l.panel(weights[expert], p + 1), f, begin, many, sums);
-      for (int64_t r = begin; r < begin + many; ++r) {
-        finish_row(lines + int64_t(sorted.order[r]) * l.N + at, sums.real + (r - begin) * QPANEL, f.scales[r], bias,
-                   features);
+  const auto sorted_row = [&](int64_t i) { return row(int64_t(sorted.order[i])); };
+  with_activations<T>(sorted_row, entries, first, limbs, [&](const auto& f) {
+    parallel(sorted.used * panels, entries * limbs * first.N * first.K / 64, [&](int64_t task) {
+      const int64_t i = task / panels, p = task % panels, expert = sorted.expert[i], end = sorted.begin[i + 1];
+      const Layout l = layout_of(weights[expert]);  // scales may be stored otherwise than the first's
+      const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
+      const T* bias = biases == nullptr ? nullptr : biases + expert * l.N + at;
+      const Sums sums = task_sums(1);
+      for (int64_t begin = sorted.begin[i]; begin < end; begin += most) {
+        const int64_t many = min_of(most, end - begin);
+        panel_rows_of(l, l.panel(weights[expert], p), l.panel(weights[expert], p + 1), f, begin, many, sums);
+        for (int64_t r = begin; r < begin + many; ++r) {
+          finish_row(lines + int64_t(sorted.order[r]) * l.N + at, sums.real + (r - begin) * QPANEL, f.scales[r], bias,
+                     features);
+        }
       }
-    }
+    });
   });
 }
 

@@ -24,14 +24,16 @@ constexpr uint32_t EACH = 0x01010101u;    // times a byte: that byte four times
 
 // Kinds of codes: numbers of bits, or
 constexpr int32_t TABLE = 16;             // nibbles that choose from a table
+constexpr int32_t E4M3 = 17, E5M2 = 18;   // floats of 8 bits
 
 // How scales and minimums are stored: a DType, or
 constexpr int32_t ABSENT = -1, SIGNED_BYTE = 3, BYTE = 4, NIBBLE = 5;
 
-constexpr int bits_of(int kind) { return kind == TABLE ? 4 : kind; }
+constexpr bool is_float8(int kind) { return kind >= E4M3; }
+constexpr int bits_of(int kind) { return is_float8(kind) ? 8 : kind == TABLE ? 4 : kind; }
 constexpr int unit_steps(int kind) { return kind == 3 || kind == 5 ? 2 : 1; }
 // Vectors of a step but for the plane's.
-constexpr int step_vectors(int kind) { return kind == 8 ? 4 : kind < 4 ? 1 : 2; }
+constexpr int step_vectors(int kind) { return bits_of(kind) == 8 ? 4 : kind < 4 ? 1 : 2; }
 constexpr int64_t unit_bytes(int kind) { return int64_t(VECTOR_BYTES) * unit_steps(kind) * bits_of(kind) * QV / 8; }
 constexpr int64_t plane_at(int kind) { return int64_t(VECTOR_BYTES) * unit_steps(kind) * step_vectors(kind); }
 
@@ -167,6 +169,19 @@ inline void pack_step(int kind, uint8_t* unit, int u, const uint32_t* codes) {
   if (field(kind, 0, 0).plane_mask) __builtin_memcpy(unit + plane_at(kind), plane, sizeof(plane));
 }
 
+// Byte of input k (of 4) and lane i of vector v, in a step of 8-bit floats: see float8_tiles.h.
+constexpr int64_t float8_at(int64_t k, int64_t v, int64_t i) {
+  return k / 2 * 2 * QPANEL + v / 2 * VECTOR_BYTES + i / 4 * 16 + v % 2 * 8 + i % 4 * 2 + k % 2;
+}
+
+inline void pack_float8_step(uint8_t* to, const uint32_t* codes) {
+  for (int64_t v = 0; v < QV; ++v) {
+    for (int64_t i = 0; i < W; ++i) {
+      for (int64_t k = 0; k < 4; ++k) to[float8_at(k, v, i)] = uint8_t(codes[v * W + i] >> 8 * k);
+    }
+  }
+}
+
 // Steps of one group, from rows of values: code = value + middle, in two's complement a flipped bit.
 inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64_t stride,
                        int64_t features, int64_t inputs) {
@@ -193,6 +208,7 @@ inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64
         case 5: pack_step(5, unit, int(step % 2), codes); break;
         case 6: pack_step(6, unit, 0, codes); break;
         case 8: pack_step(8, unit, 0, codes); break;
+        case E4M3: case E5M2: pack_float8_step(unit, codes); break;
         default: pack_step(4, unit, 0, codes); break;
       }
     }
@@ -236,36 +252,50 @@ inline void pack_panel(const Layout& l, uint8_t* to, const Parts& from, int64_t 
   }
 }
 
+// Four codes of a feature: of step s of a group, whose codes begin at `codes`.
+inline uint32_t unpack_step(int kind, const uint8_t* codes, int64_t s, int64_t n) {
+  const int64_t v = n / W, i = n % W, every = unit_steps(kind);
+  const uint8_t* unit = codes + s / every * unit_bytes(kind);
+  uint32_t word = 0, plane = 0;
+  if (is_float8(kind)) {
+    for (int64_t k = 0; k < 4; ++k) word |= uint32_t(unit[float8_at(k, v, i)]) << 8 * k;
+    return word;
+  }
+  const Field f = field(kind, int(v), int(s % every));
+  __builtin_memcpy(&word, unit + (s % every * step_vectors(kind) + f.vector) * VECTOR_BYTES + 4 * i, 4);
+  if (f.plane_mask) __builtin_memcpy(&plane, unit + plane_at(kind) + 4 * i, 4);
+  plane = rotate_left(plane, (32 - f.rotate) % 32);
+  return ((word & f.mask * EACH) | (plane & f.plane_mask * EACH)) >> f.shift;
+}
+
+inline float code_value(const Layout& l, uint32_t code, float zero) {
+  switch (l.kind) {
+    case TABLE: return l.book[code];
+    case E4M3: return to_float(e4m3{uint8_t(code)});
+    case E5M2: return to_float(e5m2{uint8_t(code)});
+    default: return float(code) - zero;
+  }
+}
+
 // Feature n of a panel as real numbers, out [K].
 template <class T>
 inline void unpack_row(const Layout& l, const uint8_t* panel, int64_t n, T* out) {
-  const int64_t lane = n % W, v = n / W, group_steps = l.group_steps(), block_groups = l.block_groups();
-  const int kind = l.kind, every = unit_steps(kind), bits = bits_of(kind);
-  Field fields[2] = {field(kind, int(v), 0), field(kind, int(v), every - 1)};
+  const int64_t inputs = 4 * l.group_steps(), block_groups = l.block_groups();
+  const uint32_t bits = (1u << bits_of(l.kind)) - 1;
+  const auto of_block = [&](const uint8_t* at, int32_t stored, int64_t b) {
+    return stored == ABSENT ? 1.0f : stored_value(at + b * QPANEL * bytes_of_stored(stored), stored, n);
+  };
   for (int64_t g = 0, groups = l.groups(); g < groups; ++g) {
-    const int64_t b = g / block_groups, last = min_of(l.K, (g + 1) * 4 * group_steps);
     const uint8_t* header = panel + l.groups_at() + g * l.group_bytes();
-    const uint8_t* codes = header + l.header_bytes();
-    float scale = stored_value(header, l.scales, n), minimum = 0.0f;
-    if (kind != TABLE) scale *= l.factor;
-    if (l.block_scales != ABSENT) scale *= stored_value(panel + b * QPANEL * bytes_of_stored(l.block_scales), l.block_scales, n);
-    if (l.minimums != ABSENT) minimum = stored_minimum(panel + l.minimums_at(), l.minimums, g, n);
-    if (l.block_minimums != ABSENT) {
-      minimum *= stored_value(panel + l.block_minimums_at() + b * QPANEL * bytes_of_stored(l.block_minimums), l.block_minimums, n);
-    }
+    const float scale = stored_value(header, l.scales, n) * of_block(panel, l.block_scales, g / block_groups);
     const float zero = float(l.has_zeros ? header[l.scale_bytes() + n] : l.zero);
-    for (int64_t k = g * 4 * group_steps, s = 0; k < last; k += 4, ++s) {
-      const Field& f = fields[s % every];
-      const uint8_t* unit = codes + s / every * unit_bytes(kind);
-      uint32_t word, plane = 0;
-      __builtin_memcpy(&word, unit + (s % every * step_vectors(kind) + f.vector) * VECTOR_BYTES + 4 * lane, 4);
-      if (f.plane_mask) __builtin_memcpy(&plane, unit + plane_at(kind) + 4 * lane, 4);
-      word = (word & f.mask * EACH) | (rotate_left(plane, (32 - f.rotate) % 32) & f.plane_mask * EACH);
-      word >>= f.shift;
+    float minimum = l.minimums == ABSENT ? 0.0f : stored_minimum(panel + l.minimums_at(), l.minimums, g, n);
+    minimum *= of_block(panel + l.block_minimums_at(), l.block_minimums, g / block_groups);
+    const int64_t first = g * inputs, last = min_of(l.K, first + inputs);
+    for (int64_t k = first; k < last; k += 4) {
+      const uint32_t codes = unpack_step(l.kind, header + l.header_bytes(), (k - first) / 4, n);
       for (int64_t i = 0; i < min_of(4, last - k); ++i) {
-        const uint32_t code = word >> 8 * i & ((1u << bits) - 1);
-        const float value = kind == TABLE ? l.book[code] : float(code) - zero;
-        from_float(value * scale - minimum, out[k + i]);
+        from_float(code_value(l, codes >> 8 * i & bits, zero) * scale - minimum, out[k + i]);
       }
     }
   }

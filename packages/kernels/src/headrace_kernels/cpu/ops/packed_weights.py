@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import QuantizedWeight, Rounding
 from headrace_kernels.cpu.library import DTYPES
 
 _ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE = -1, 3, 4, 5
 """Storage that is no float, as in native/src/quant_layout.h."""
 _TABLE = 16
-"""Kind of codes that choose from a table of 16; other kinds are numbers of bits."""
+"""Kind of codes that choose from a table of 16; other kinds are numbers of bits, or below."""
+_FLOAT8 = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 18}
+"""Kinds of codes that are floats."""
 _FLOATS = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
 """Floats that scales are stored in, the first that holds them wins."""
 MAX_GROUP = 32768
@@ -71,10 +73,12 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
     if layout.group % 4 and layout.group < inputs:
         raise ConfigError(f"quant_linear: group_size {layout.group} is not a multiple of 4")
     layout.kind, layout.factor = weight.bits, 1
-    if weight.table is not None:
+    if weight.table is None:
+        _set_zeros(layout, weight)
+    elif weight.table.numel() == 16:
         _set_table(layout, weight.table, dtype)
     else:
-        _set_zeros(layout, weight)
+        _set_float8(layout, weight)
     whole_scales = _are_whole(weight.scales, -128, 127)
     layout.scales = _SIGNED_BYTE if whole_scales else _storage(weight.scales)
     layout.minimums = _whole_storage(weight.minimums)
@@ -156,12 +160,27 @@ def _whole_storage(x: Tensor | None) -> int:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def _set_table(layout: Layout, table: Tensor, dtype: str) -> None:
-    if table.numel() != 16:
+def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
+    assert weight.table is not None
+    for dtype, kind in _FLOAT8.items():
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        if weight.bits == 8 and torch.equal(values.nan_to_num(), weight.table.cpu().nan_to_num()):
+            break
+    else:
         raise ConfigError(
-            f"quant_linear: a table of {table.numel()} entries; it may have 16, or 256 that are those "
+            f"quant_linear: a table of {weight.table.numel()} entries; it may have 16, or 256 that are those "
             "of torch.float8_e4m3fn or torch.float8_e5m2"
         )
+    if weight.minimums is not None:
+        raise ConfigError("quant_linear: a weight of 8-bit floats takes no minimums")
+    numbers = torch.isfinite(weight.table)
+    for place in numbers.logical_not().nonzero().flatten().tolist():
+        if bool((weight.values == place - 128).any()):
+            raise WeightsError("the weight holds infinities or NaN")
+    layout.kind = kind
+
+
+def _set_table(layout: Layout, table: Tensor, dtype: str) -> None:
     if not bool(table.isfinite().all()):
         raise ConfigError("quant_linear: a table holds infinities or NaN")
     entries = _table_entries(tuple(table.tolist()), 3 if dtype == "float32" else 2)
