@@ -156,13 +156,22 @@ inline vi dot(vi sum, const Codes& codes, const Bytes& limbs) {
 }
 #endif
 
-// What a tile fetches on its way: `lines` lines of cache from `at` on after every UNROLL steps.
+// What a tile fetches on its way, after every UNROLL steps: LINES lines of cache AHEAD of what it reads itself, or
+// `lines` from `at` on.
 struct Fetch {
   const uint8_t* at;
   int64_t lines;
-  void step() {
+  bool own;
+  template <int LINES> HR_INLINE void step(const uint8_t* reads) {
+    if (own) {
+      HR_UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(reads + AHEAD + 64 * i, 0, 2);
+      return;
+    }
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
     at += 64 * lines;
+  }
+  void header(const uint8_t* reads, int64_t bytes) const {
+    for (int64_t i = 0; own && i < bytes; i += 64) __builtin_prefetch(reads + AHEAD + i, 0, 2);
   }
 };
 
@@ -479,7 +488,7 @@ HR_INLINE inline void dot_steps(const Decoder<KIND, V>& decoder, const uint8_t* 
     unit += unit_bytes(KIND);
   };
   for (; i + UNROLL <= stop; i += UNROLL) {
-    fetch.step();
+    fetch.template step<int((UNROLL / UNIT * unit_bytes(KIND) + 63) / 64)>(unit);
     HR_UNROLL for (int j = 0; j < UNROLL / UNIT; ++j) whole();
   }
   for (; i + UNIT <= stop; i += UNIT) whole();
@@ -524,6 +533,7 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
     const uint8_t* header = p.header(g);
     const uint8_t* unit = KIND == 8 && w.bytes != nullptr ? w.bytes + (s - begin) * unit_bytes(8)
                                                           : header + p.header_bytes + (s - start) / UNIT * unit_bytes(KIND);
+    fetch.header(header, p.header_bytes);
     vi sum[R][V];
     if (s == start) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
@@ -557,7 +567,7 @@ template <int KIND, int LIMBS, int R>
 inline void tile(const Work& w, int64_t begin, int64_t end) {
   tile_vectors<KIND, LIMBS, R, TILE_V>(w, begin, end, 0, w.fetch);
   for (int v0 = TILE_V; v0 < QV; v0 += TILE_V) {
-    tile_vectors<KIND, LIMBS, R, TILE_V>(w, begin, end, v0, Fetch{nullptr, 0});
+    tile_vectors<KIND, LIMBS, R, TILE_V>(w, begin, end, v0, Fetch{nullptr, 0, false});
   }
 }
 
@@ -639,7 +649,6 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
     const int64_t end = min_of(s + piece, steps), share = (end - s) / UNROLL * 64 * lines;
     const uint8_t* next = p.groups + (end / p.group_steps + 1) * p.header_bytes + end * step_bytes;
     if (end == steps) next = after;
-    if (alone) next = p.groups + AHEAD;
     const uint8_t* const last = next + (end - s) * step_bytes;
     if (method.expand) method.expand(p, pass, s, end, sums.bytes);
     for (int64_t i = 0; i < tiles; ++i, next += share) {
@@ -648,7 +657,7 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
       const Work w{&p, pass, method.expand ? sums.bytes : nullptr, f.bytes + line * f.line, f.line,
                    f.sums + line * f.groups, f.groups,
                    {sums.whole + at, sums.real + first * QPANEL, nullptr},
-                   {next, next < last ? lines : 0}};
+                   {next, next < last ? lines : 0, alone}};
       method.tile(w, many, s, end);
     }
   }
