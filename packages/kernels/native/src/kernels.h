@@ -11,6 +11,9 @@
 #include "rotary_cache.h"
 #include "packing.h"
 #include "linear.h"
+#include "quant_layout.h"
+#include "quant_tiles.h"
+#include "float8_tiles.h"
 #include "quant_linear.h"
 #include "quant_rounding.h"
 #include "packed_rows.h"
@@ -64,6 +67,7 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_round),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
+    HR_ENTRY(quant_linear_rows),
     HR_ENTRY(quant_routed),
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),

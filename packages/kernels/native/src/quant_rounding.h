@@ -88,12 +88,12 @@ inline int32_t round_panel(const Layout& l, uint8_t* to, const T* weight, int64_
       for (int64_t k = 0; k < many; k += W) st(wide + k, ld_upto(weight + n * stride + at + k, many - k));
       for (int64_t k = many; k < round_up(many, LANES); ++k) wide[k] = 0.0f;
       int8_t* to_codes = codes + n * line + at;
-      const float scale = l.bits == 8 ? round_row(wide, many, to_codes) : round_group(wide, many, l.bits, to_codes);
+      const float scale = l.kind == 8 ? round_row(wide, many, to_codes) : round_group(wide, many, l.kind, to_codes);
       finite = finite && scale - scale == 0.0f;
       scales[n * groups + g] = scale;
     }
   }
-  pack_panel(l, to, codes, line, scales, nullptr, features);
+  pack_panel(l, to, Parts{codes, line, scales, nullptr, nullptr, nullptr, nullptr}, features);
   return finite ? OK : BAD_VALUES;
 }
 
@@ -101,17 +101,17 @@ inline int32_t round_panel(const Layout& l, uint8_t* to, const T* weight, int64_
 
 // weight [N, K] of a floating dtype, rows `stride` apart: 8 bits with a scale per row (`group` at
 // least K), or 4 bits with one per group. BAD_VALUES: it holds NaN or infinity.
-int32_t quant_linear_round(void* out, const void* weight, int64_t N, int64_t K, int64_t stride,
-                           int64_t group, int32_t bits, int32_t scale_dtype, int32_t dtype) {
-  const quant::Layout l{N, K, group, bits, false, scale_dtype};
+int32_t quant_linear_round(void* out, const void* layout, const void* weight, int64_t stride, int32_t dtype) {
+  const quant::Layout l = quant::layout_of(layout);
+  put_layout(out, layout);
   int32_t status = OK;
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    parallel(l.panels(), N * K, [&](int64_t p) {
+    parallel(l.panels(), l.N * l.K, [&](int64_t p) {
       const int64_t at = p * quant::QPANEL;
-      const int32_t found =
-          quant::round_panel(l, static_cast<uint8_t*>(out) + p * l.panel_bytes(),
-                             static_cast<const T*>(weight) + at * stride, stride, min_of(quant::QPANEL, N - at));
+      const int32_t found = quant::round_panel(l, const_cast<uint8_t*>(l.panel(out, p)),
+                                               static_cast<const T*>(weight) + at * stride, stride,
+                                               min_of(quant::QPANEL, l.N - at));
       if (found != OK) __atomic_store_n(&status, found, __ATOMIC_RELAXED);
     });
   });
