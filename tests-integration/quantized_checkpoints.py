@@ -182,3 +182,19 @@ class Mixture:
         from transformers import Qwen3MoeConfig
 
         return Qwen3MoeConfig(**{**MIXTURE, **overrides})
+
+
+class FusedModules:
+    """Query, key and value are one module in the checkpoint, and so are gate and up."""
+
+    flips_ties = False
+
+    def hf_class(self) -> Any:
+        from transformers import Phi3ForCausalLM
+
+        return Phi3ForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Phi3Config
+
+        return Phi3Config(**{**DENSE, **overrides})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from quantized_checkpoints import Dense, Mixture, PackedCheckpoint, fp4
+from quantized_checkpoints import Dense, FusedModules, Mixture, PackedCheckpoint, fp4
 from torch import Tensor
 
 
@@ -38,6 +38,10 @@ class TestNvfp4Mixture(Mixture, Nvfp4):
     pass
 
 
+class TestNvfp4FusedModules(FusedModules, Nvfp4):
+    """A module's outer scale is that of all its parts."""
+
+
 class Fp8(PackedCheckpoint):
     quantization = export("FP8", kv_cache_scheme={"num_bits": 8, "type": "float"})
 
@@ -52,6 +56,10 @@ class Fp8(PackedCheckpoint):
 
 
 class TestFp8(Dense, Fp8):
+    pass
+
+
+class TestFp8FusedModules(FusedModules, Fp8):
     pass
 
 

@@ -1,17 +1,37 @@
-"""Lists of layers to leave alone, which checkpoints spell by the names of unfused modules."""
+"""A layer's modules by the checkpoint's names of them: lists of those to leave alone, and fused ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def module_names(spec: LinearSpec) -> tuple[str, ...]:
     """The checkpoint's names of a layer: its fused parts', or its own."""
     return spec.part_names or (spec.name,)
+
+
+class PartCounts:
+    """Numbers of parts of layers that are one module in the checkpoint, and so have one scale there."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def note(self, spec: LinearSpec) -> None:
+        """Remember a layer."""
+        if not spec.part_names:
+            self._counts[spec.name] = max(1, len(spec.out_parts))
+
+    def spread(self, module: str, scale: Tensor) -> Tensor:
+        """A module's scale of one number as one for each part [parts]; other tensors as they are."""
+        return scale.reshape(1).expand(self._counts.get(module, 1)) if scale.numel() == 1 else scale
 
 
 def is_ignored(spec: LinearSpec, ignore: Sequence[str]) -> bool:

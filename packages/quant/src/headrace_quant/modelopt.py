@@ -34,7 +34,7 @@ from headrace_core.ops import OpTable
 from headrace_quant.config_checks import listed_names, refusal
 from headrace_quant.fp8_layers import Fp8Layers
 from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
-from headrace_quant.ignored_layers import module_names
+from headrace_quant.ignored_layers import PartCounts, module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
 from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
@@ -83,8 +83,7 @@ class ModelOpt(QuantMethod):
         self.by_module = dict(by_module or {})
         self.exclude = [name_pattern(entry) for entry in exclude]
         self.layers = Fp8Layers(ops)
-        self._num_parts: dict[str, int] = {}
-        """Of layers whose fused parts are one module in the checkpoint, by its name."""
+        self.parts = PartCounts()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> ModelOpt:
@@ -128,8 +127,7 @@ class ModelOpt(QuantMethod):
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         names = module_names(spec)
-        if not spec.part_names:
-            self._num_parts[spec.name] = max(1, len(spec.out_parts))
+        self.parts.note(spec)
 
         def make(storage: Storage | None) -> LinearMethod:
             if storage is None:
@@ -183,8 +181,8 @@ class ModelOpt(QuantMethod):
                 )
             if isinstance(storage, Fp8Layout) and last == "weight_scale":
                 tensor = _scale_of_fp8(tensor, storage)
-            elif isinstance(storage, FloatLayout) and last == storage.outer and tensor.numel() == 1:
-                tensor = tensor.reshape(1).expand(self._num_parts.get(module, 1))
+            elif isinstance(storage, FloatLayout) and last == storage.outer:
+                tensor = self.parts.spread(module, tensor)
             yield name, tensor, file
 
 

@@ -36,7 +36,7 @@ from headrace_quant.awq import ORDER, AWQWeight
 from headrace_quant.config_checks import listed_names, refusal
 from headrace_quant.fp8_layers import Fp8Layers
 from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
-from headrace_quant.ignored_layers import matches, module_names
+from headrace_quant.ignored_layers import PartCounts, matches, module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
 from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
@@ -97,7 +97,7 @@ class Quark(QuantMethod):
     ) -> None:
         self.ops, self.scheme = ops, scheme
         self.by_name, self.exclude = tuple(by_name), tuple(exclude)
-        self.layers = Fp8Layers(ops)
+        self.layers, self.parts = Fp8Layers(ops), PartCounts()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Quark:
@@ -142,6 +142,7 @@ class Quark(QuantMethod):
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         names = module_names(spec)
+        self.parts.note(spec)
 
         def make(scheme: Scheme | None) -> LinearMethod:
             if scheme is None:
@@ -213,17 +214,16 @@ class Quark(QuantMethod):
             elif isinstance(storage, Words):
                 for suffix, found in _as_awq(last, tensor, storage).items():
                     yield f"{module}.{suffix}", found, file
+            elif isinstance(storage, ByteFormat) and storage.of_module and last == "weight_scale":
+                yield name, self.parts.spread(module, tensor), file
             else:
                 yield name, _shaped(last, tensor, storage), file
 
 
 def _shaped(last: str, tensor: Tensor, storage: Fp8Layout | ByteFormat | FloatLayout) -> Tensor:
-    """Scales of outputs [N] as [N, 1], one number as [1]."""
+    """Scales of outputs [N] as [N, 1]."""
     if last != "weight_scale" or isinstance(storage, FloatLayout):
         return tensor
-    is_one = storage.of_module if isinstance(storage, ByteFormat) else storage.block is None
-    if is_one:
-        return tensor.reshape(1) if tensor.numel() == 1 else tensor
     return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
