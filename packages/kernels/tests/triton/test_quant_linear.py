@@ -1,14 +1,13 @@
 """Packed weights: core's suite for a sample of their kinds, and what the suite does not look at.
 
-Interpreted, the suite takes half an hour; ``HEADRACE_ALL_KINDS=1`` runs all of it. On a GPU it runs whole, in
-test_conformance.py.
+Interpreted, the whole suite takes long: test_conformance.py runs it with ``HEADRACE_TESTS=full``, and on a
+GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import QUANT_ACTIVATIONS, QUANT_BITS, PackedLinear, QuantizedWeight
+from headrace_core.ops import (
+    QUANT_ACTIVATIONS,
+    QUANT_BITS,
+    KernelProvider,
+    PackedLinear,
+    QuantizedWeight,
+)
 from headrace_kernels.triton import quant_linear
 from headrace_kernels.triton.provider import PROVIDER, TritonProvider
 from headrace_kernels.triton.quant_layout import lay_out
@@ -32,48 +37,72 @@ from headrace_testing.ops.weights import KINDS
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
-SAMPLE: Mapping[str, Collection[tuple[str, ...]]] = {
-    "test_quant_linear": {
-        ("float32", "float", "int3-128-zeros"),
-        ("float32", "int8", "int8-zeros"),
-        ("float16", "float", "q4_k"),
-        ("float16", "int8", "int4-128-zeros"),
-        ("bfloat16", "float", "nf4"),
-        ("bfloat16", "int8", "iq4_nl"),
-    },
-    "test_gated_quant_linear": (),
-    "test_gated_in_one_pass": {("float16", "float"), ("bfloat16", "int8")},
-    "test_rows_of_quant_linear": {
-        ("float32", "q5_1"),
-        ("float16", "q2_k"),
-        ("bfloat16", "fp8-128"),
-        ("bfloat16", "int4-1024"),
-    },
-    "test_routed_quant_linear": {
-        ("float32", "int8", "q5_1"),
-        ("float16", "float", "nvfp4"),
-        ("bfloat16", "int8", "int4-32-zeros"),
-    },
-    "test_quant_linear_is_row_invariant": (),
-}
-"""Dtypes, activations and kinds of the suite's tests that take long when interpreted."""
-
 
 @pytest.mark.skipif(HAS_GPU, reason="on a GPU test_conformance.py runs the suite")
 class TestInterpreted(QuantizedConformance):
+    """The suite's long tests have a few kinds each, the others run as they are, in float16."""
+
+    dtypes = ("float16",)
+
     @pytest.fixture
     def provider(self, device: str) -> TritonProvider:
         return PROVIDER
 
-    @pytest.fixture(autouse=True)
-    def sampled(self, request: pytest.FixtureRequest) -> None:
-        params = request.node.callspec.params
-        chosen = SAMPLE.get(request.node.originalname)
-        has = tuple(params[name] for name in ("dtype", "activations", "kind") if name in params)
-        if os.environ.get("HEADRACE_ALL_KINDS") == "1":
-            return
-        if has not in chosen if chosen is not None else params["dtype"] != "float16":
-            pytest.skip("interpreted, a sample of the suite runs (HEADRACE_ALL_KINDS=1: all)")
+    @pytest.mark.parametrize(
+        ("dtype", "activations", "kind"),
+        [
+            ("float32", "float", "int3-128-zeros"),
+            ("float32", "int8", "int8-zeros"),
+            ("float16", "float", "q4_k"),
+            ("float16", "int8", "int4-128-zeros"),
+            ("bfloat16", "float", "nf4"),
+            ("bfloat16", "int8", "iq4_nl"),
+        ],
+    )
+    def test_quant_linear(
+        self, op: Callable[[str], Any], dtype: str, activations: str, kind: str
+    ) -> None:
+        super().test_quant_linear(op, dtype, activations, kind)
+
+    @pytest.mark.parametrize(
+        ("dtype", "kind"),
+        [
+            ("float32", "q5_1"),
+            ("float16", "q2_k"),
+            ("bfloat16", "fp8-128"),
+            ("bfloat16", "int4-1024"),
+        ],
+    )
+    def test_rows_of_quant_linear(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
+        super().test_rows_of_quant_linear(op, dtype, kind)
+
+    @pytest.mark.parametrize(
+        ("dtype", "activations", "kind"),
+        [
+            ("float32", "int8", "q5_1"),
+            ("float16", "float", "nvfp4"),
+            ("bfloat16", "int8", "int4-32-zeros"),
+        ],
+    )
+    def test_routed_quant_linear(
+        self,
+        op: Callable[[str], Any],
+        provider: KernelProvider,
+        dtype: str,
+        activations: str,
+        kind: str,
+    ) -> None:
+        super().test_routed_quant_linear(op, provider, dtype, activations, kind)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("dtype", "activations", "kind"), [("float32", "float", "fp8")])
+    def test_gated_quant_linear(
+        self, op: Callable[[str], Any], dtype: str, activations: str, kind: str
+    ) -> None:
+        super().test_gated_quant_linear(op, dtype, activations, kind)
+
+    # See test_rows_do_not_depend_on_each_other.
+    test_quant_linear_is_row_invariant = None
 
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
     def test_gated_in_one_pass(
