@@ -42,12 +42,12 @@ def words_for(values: int, bits: int) -> int:
 def signed(values: Tensor, bits: int) -> Tensor:
     """values uint8 within [0, 2 ** bits) -> int8, less half of the range of the kernels' integers.
 
-    Two and three bits are held in four, see :func:`held_bits`.
+    Seven bits are held in eight, see :func:`held_bits`.
     """
     half = 1 << (held_bits(bits) - 1)
     return (values.short() - half).to(torch.int8)
 
 
 def held_bits(bits: int) -> int:
-    """Bits in which the kernels hold integers of so many: 4 or 8."""
-    return 4 if bits <= 4 else 8
+    """Bits in which the kernels hold integers of so many."""
+    return 8 if bits == 7 else bits
