@@ -50,6 +50,20 @@ def fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] | codes[:, 1::2] << 4).byte(), E2M1[codes] * wide
 
 
+def divide(path: Path, into: Path) -> None:
+    """Write a checkpoint of one file again, as three."""
+    tensors = load_file(path / "model.safetensors")
+    for file in path.glob("*.json"):
+        (into / file.name).write_bytes(file.read_bytes())
+    names, where = sorted(tensors), {}
+    for index in range(3):
+        file_name = f"model-{index + 1:05}-of-00003.safetensors"
+        save_file({n: tensors[n] for n in names[index::3]}, into / file_name)
+        where |= dict.fromkeys(names[index::3], file_name)
+    index_file = into / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
 class IntegerConformance(ModelConformance):
     """The suite of every family, with integers and what they mean."""
 
@@ -108,16 +122,7 @@ class IntegerConformance(ModelConformance):
         self, checkpoint: Checkpoint, model: CausalLM, tmp_path: Path
     ) -> None:
         """A layer's tensors may lie in several files."""
-        tensors = load_file(checkpoint.path / "model.safetensors")
-        for file in checkpoint.path.glob("*.json"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-        names, where = sorted(tensors), {}
-        for index in range(3):
-            file_name = f"model-{index + 1:05}-of-00003.safetensors"
-            save_file({n: tensors[n] for n in names[index::3]}, tmp_path / file_name)
-            where |= dict.fromkeys(names[index::3], file_name)
-        index_file = tmp_path / "model.safetensors.index.json"
-        index_file.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        divide(checkpoint.path, tmp_path)
         prompt = self.prompt(9)
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))

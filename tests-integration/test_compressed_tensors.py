@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from quantized_checkpoints import Dense, Mixture, PackedCheckpoint, fp4
+from quantized_checkpoints import Dense, FusedModules, Mixture, PackedCheckpoint, fp4
 from torch import Tensor
 
 
@@ -46,6 +46,10 @@ class TestNvfp4(Dense, Nvfp4):
 
 
 class TestNvfp4Mixture(Mixture, Nvfp4):
+    pass
+
+
+class TestNvfp4FusedModules(FusedModules, Nvfp4):
     pass
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from quantized_checkpoints import divide
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -69,6 +70,10 @@ class Fp8Conformance(ModelConformance):
     """The suite of every family, with weights in FP8 and transformers' model with what they mean."""
 
     block: ClassVar[tuple[int, int] | None] = (16, 16)
+    is_packed: ClassVar[bool] = False
+    """Blocks end with the inputs of layers, and have 32 or more of them."""
+    floats: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of layers that are in floats."""
     scale_name: ClassVar[str] = "weight_scale_inv"
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     quantization: ClassVar[dict[str, Any]] = {
@@ -98,7 +103,8 @@ class Fp8Conformance(ModelConformance):
         """The checkpoint, and the floats that it means."""
         generator, stored, floats = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
         for name, tensor in tensors.items():
-            if QUANTIZED.fullmatch(name) and not PLAIN.fullmatch(name):
+            is_left = PLAIN.fullmatch(name) or name.endswith(self.floats or ("-",))
+            if QUANTIZED.fullmatch(name) and not is_left:
                 rows, columns = self.block or tuple(tensor.shape)
                 stored[name], scales, floats[name] = pack(
                     tensor, rows, columns, self.scale_dtype, generator
@@ -117,14 +123,22 @@ class Fp8Conformance(ModelConformance):
         return load_model(info, with_method(info, context), load=LoadConfig(**settings))
 
     def test_linear_layers_are_stored_as_quantization_says(self, checkpoint: Checkpoint) -> None:
-        """In floats of the activations' dtype, which is what the footprint says."""
+        """Packed where blocks allow it, else in floats of the activations' dtype; the footprint says so."""
         info = self.resolve(checkpoint.path, max_model_len=self.max_model_len, dtype="bfloat16")
         context = with_method(info, build_context(info))
         assert context.quant.name == self.block_of_config()["quant_method"]
-        plain = Built.of(info, build_context(info))
-        assert kept_bytes(Built.of(info, context).model, info.dtype) == kept_bytes(
-            plain.model, info.dtype
-        )
+        plain = kept_bytes(Built.of(info, build_context(info)).model, info.dtype)
+        kept = kept_bytes(Built.of(info, context).model, info.dtype)
+        assert kept < 0.75 * plain if self.is_packed else kept == plain
+
+    def test_sharded_checkpoint_equals_single(
+        self, checkpoint: Checkpoint, model: CausalLM, tmp_path: Path
+    ) -> None:
+        """A layer's tensors may lie in several files."""
+        divide(checkpoint.path, tmp_path)
+        prompt = self.prompt(9)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
 
     def test_scales_of_other_blocks_show(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         def turn(tensors: dict[str, Tensor], _: str) -> None:
@@ -238,6 +252,7 @@ class TestCompressedBlocks(CompressedTensors):
 class TestCompressedTensor(CompressedTensors):
     """One scale, and those of static activations beside it."""
 
+    is_packed = True
     strategy = "tensor"
     block = None
     activations: ClassVar = {
@@ -249,6 +264,7 @@ class TestCompressedTensor(CompressedTensors):
 class TestCompressedChannels(CompressedTensors):
     """FP8_DYNAMIC: a scale for each output, in bfloat16."""
 
+    is_packed = True
     strategy = "channel"
     block = (1, 4096)
     scale_dtype = torch.bfloat16
@@ -332,6 +348,7 @@ class TestQwen3(Fp8Conformance):
 class TestQwen3OneScale(TestQwen3):
     """A scale for each of the fused parts, and static ones of activations, which are passed over."""
 
+    is_packed = True
     block = None
     scale_name = "weight_scale"
     scale_dtype = torch.float32
@@ -366,6 +383,59 @@ class TestQwen3Moe(Fp8Conformance):
                 self.assert_close(logits, checkpoint.logprobs(prompt))
 
         run_ranks(ranks, work)
+
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
+
+
+class TestQwen3Packed(TestQwen3):
+    """Blocks that stay packed, of which a rank's inputs are one and a half; two layers in floats that no list
+    names, and a value that one does."""
+
+    is_packed = True
+    block = (48, 64)
+    floats = ("0.mlp.down_proj.weight", "1.self_attn.q_proj.weight", "1.self_attn.k_proj.weight",
+              "1.self_attn.v_proj.weight", "2.self_attn.v_proj.weight")  # fmt: skip
+    quantization: ClassVar = {"modules_to_not_convert": ["model.layers.2.self_attn.v_proj"],
+                              "activation_scheme": "dynamic"}  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(**{**WIDE, "head_dim": 32, **overrides})
+
+
+class TestQwen3MoePacked(TestQwen3Moe):
+    is_packed = True
+    block = (16, 32)
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(
+            **{**WIDE, "head_dim": 32, "moe_intermediate_size": 64, **overrides}
+        )
+
+
+class TestCompressedBlocksPacked(TestCompressedBlocks):
+    is_packed = True
+    block = (128, 128)
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(**{**WIDE, **overrides})
+
+
+class TestDeepseekV32Packed(TestDeepseekV32):
+    """Packed beside what becomes floats (``kv_b_proj``) and what is in floats (``weights_proj``)."""
+
+    is_packed = True
+    block = (32, 32)
+
+    def hf_config(self, **overrides: Any) -> Any:
+        sizes = {
+            **WIDE,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 64,
+        }
+        return super().hf_config(**{**sizes, **overrides})
 
 
 class Mistral(TestQwen3OneScale):
@@ -416,3 +486,22 @@ def test_mistrals_own_layout(tmp_path: Path) -> None:
     prompt = suite.prompt(suite.prompt_len)
     logits = PagedDriver(suite.open(tmp_path)).step({"a": prompt})
     suite.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+def test_while_loading(tmp_path: Path) -> None:
+    """A plain checkpoint, rounded to E4M3 with a scale for each output."""
+    suite = TestCompressedChannels()
+    checkpoint = ModelConformance.make_checkpoint(suite, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    state = checkpoint.reference.state_dict()
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            scales = tensor.abs().amax(1, keepdim=True) / 448
+            state[name] = (tensor / scales).to(torch.float8_e4m3fn).float() * scales
+    checkpoint.reference.load_state_dict(state)
+    info = suite.resolve(tmp_path, max_model_len=64)
+    context = build_context(info)
+    method = quant_method(info, "fp8", context.ops, device="cpu")
+    model = load_model(info, dataclasses.replace(context, quant=method))
+    prompt = suite.prompt(20)
+    suite.assert_close(PagedDriver(model).step({"a": prompt}), checkpoint.logprobs(prompt))

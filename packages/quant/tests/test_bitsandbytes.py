@@ -185,8 +185,9 @@ class OnlineConformance(QuantConformance):
         weight = torch.tensor(self.book)[codes].bfloat16().float()
         weight *= torch.exp2(torch.arange(len(weight)) % 5 - 4.0)[:, None]
         spec = LinearSpec("m", weight.shape[1], (len(weight),), "float32")
-        state = self.method().for_layer(spec).finish(spec, {"weight": weight})
-        meant = dequantized(state.data[0])
+        method: type[QuantMethod] = plugins.load("headrace.quantization", self.name)
+        layer = method.from_config(None, OPS).for_layer(spec)
+        meant = dequantized(layer.finish(spec, {"weight": weight}).data[0])
         assert float((meant - weight).abs().max()) < 0.004  # bfloat16's share of the code book
         return {"weight": weight}, meant
 

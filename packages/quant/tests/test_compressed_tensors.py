@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from drawn_floats import drawn, exponents
 from safetensors import safe_open
 from torch import Tensor
 
@@ -295,14 +296,13 @@ FLOAT = {"type": "float", "observer": "minmax"}
 
 
 class SmallFloats(QuantConformance):
-    """Codes drawn at random, and what they mean by arithmetic."""
+    """Codes drawn at random."""
 
     name = "compressed-tensors"
     in_features = 96
     ignores = "lm_head"
-    bits: ClassVar[int] = 4
-    exponent_bits: ClassVar[int] = 2
-    group_size: ClassVar[int] = 32
+    element: ClassVar[str] = "e2m1"
+    codes: ClassVar[str] = "weight_packed"
     refused: ClassVar = {
         "config_groups.group_0.weights.num_bits": 5,
         "config_groups.group_0.weights.type": "int",
@@ -312,43 +312,12 @@ class SmallFloats(QuantConformance):
         "config_groups.group_0.input_activations.type": "int",
     }
 
-    def value(self, code: int) -> float:
-        mantissa_bits = self.bits - 1 - self.exponent_bits
-        sign = -1.0 if code >> (self.bits - 1) else 1.0
-        exponent = (code >> mantissa_bits) & (2**self.exponent_bits - 1)
-        mantissa = (code & (2**mantissa_bits - 1)) / 2**mantissa_bits
-        bias = 2 ** (self.exponent_bits - 1) - 1
-        size = mantissa * 2.0 if exponent == 0 else (1 + mantissa) * 2.0**exponent
-        return sign * size * 2.0**-bias
-
-    def drawn(self, spec: LinearSpec, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [N, K], packed uint8, and values [N, K] without scales; the second row is zeros."""
-        generator = torch.Generator().manual_seed(int(weight[2].abs().sum() * 100))
-        codes = torch.randint(0, 2**self.bits, weight.shape, generator=generator)
-        if self.bits == 8:
-            codes[codes % 128 == 127] = 0
-        codes[1] = 0
-        packed = []
-        for row in codes.tolist():
-            run = sum(code << (self.bits * place) for place, code in enumerate(row))
-            packed.append(list(run.to_bytes(len(row) * self.bits // 8, "little")))
-        values = torch.tensor([[self.value(code) for code in row] for row in codes.tolist()])
-        return codes, torch.tensor(packed, dtype=torch.uint8), values
-
     def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        _, packed, values = self.drawn(spec, weight)
-        groups = spec.in_features // self.group_size
-        generator = torch.Generator().manual_seed(9)
-        exponents = torch.randint(122, 125, (len(weight), groups), generator=generator)
-        exponents[0] += 6
-        meant = values * torch.exp2(exponents - 127.0).repeat_interleave(self.group_size, 1)
-        return {self.codes(): self.stored(packed), "weight_scale": exponents.byte()}, meant
-
-    def codes(self) -> str:
-        return "weight" if self.bits == 8 else "weight_packed"
-
-    def stored(self, packed: Tensor) -> Tensor:
-        return packed.view(torch.float8_e4m3fn) if self.bits == 8 else packed
+        packed, numbers = drawn(weight, self.element)
+        stored, scales = exponents(len(weight), spec.in_features // 32)
+        return {self.codes: packed, "weight_scale": stored}, numbers * scales.repeat_interleave(
+            32, 1
+        )
 
     def test_activation_scales_are_passed_over(self) -> None:
         method = self.method()
@@ -377,12 +346,12 @@ class TestMxfp4(SmallFloats):
 
 
 class TestMxfp6(SmallFloats):
-    bits = 6
+    element = "e2m3"
     config = config("mxfp6-pack-quantized", **FLOAT, num_bits=6, strategy="group", group_size=32)
 
 
 class TestMxfp8(SmallFloats):
-    bits, exponent_bits = 8, 4
+    element, codes = "e4m3", "weight"
     config = config("mxfp8-quantized", **FLOAT, strategy="group", group_size=32)
 
     def test_a_code_that_is_no_number(self) -> None:
@@ -396,7 +365,6 @@ class TestMxfp8(SmallFloats):
 class TestNvfp4(SmallFloats):
     """The outer scale of each fused module divides."""
 
-    group_size = 16
     config = config(
         "nvfp4-pack-quantized",
         {"type": "float", "num_bits": 4, "dynamic": "local", "strategy": "tensor_group"},
@@ -407,7 +375,7 @@ class TestNvfp4(SmallFloats):
     )
 
     def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        _, packed, values = self.drawn(spec, weight)
+        packed, values = drawn(weight, "e2m1")
         groups = spec.in_features // 16
         scales = 50 * torch.rand(len(weight), groups, generator=torch.Generator().manual_seed(9))
         scales[0] *= 8
@@ -442,12 +410,12 @@ def library(case: str) -> tuple[CompressedTensors, dict[str, Tensor], Tensor]:
 def real(method: CompressedTensors, tensors: dict[str, Tensor]) -> Tensor:
     """The weight [16, 64] that the layer multiplies with."""
     spec = LinearSpec("m.o", 64, (16,), "float32")
+    layer = method.for_layer(spec)
     stored = [(f"m.o.{suffix}", tensor, Path("file")) for suffix, tensor in tensors.items()]
     arrived = {
         name.removeprefix("m.o."): tensor
         for name, tensor, _ in method.decode(stored, "float32", lambda _: False)
     }
-    layer = method.for_layer(spec)
     wanted = {name: one.shape for name, one in layer.create(spec).items()}
     assert wanted == {name: tuple(tensor.shape) for name, tensor in arrived.items()}
     return layer.apply(layer.finish(spec, arrived), torch.eye(64)).T

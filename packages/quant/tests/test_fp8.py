@@ -13,11 +13,13 @@ from torch import Tensor
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearSpec
 from headrace_core.ops import KernelNeed, bind_ops
-from headrace_quant.fp8 import Fp8
+from headrace_quant.fp8.method import Fp8
+from headrace_reference.quantized import dequantized
 from headrace_testing.model.quant_methods import QuantConformance
 
 OPS = bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"})
 E4M3 = torch.float8_e4m3fn
+FILE = Path("model.safetensors")
 NAME = "model.layers.0.mlp.down_proj.weight"
 SCALE = f"{NAME}_scale_inv"
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 16]}
@@ -52,15 +54,28 @@ def random_weight(rows: int = 20, columns: int = 40) -> Tensor:
 
 
 class Fp8Conformance(QuantConformance):
+    """A layer whose parts are one module in the checkpoint."""
+
     name = "fp8"
+
+    def method(self, dtype: str = "float32", config: Any = ...) -> Fp8:
+        method = super().method(dtype, config)
+        assert isinstance(method, Fp8)
+        method.layers.may_be_floats = False  # else layers have tensors that need not come
+        return method
 
     def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         rows, columns = (self.config or {}).get("weight_block_size") or tuple(weight.shape)
         codes, scales, meant = packed(weight, rows, columns)
         if rows == weight.shape[0]:
             scales = scales.reshape(())
-        stored = {"weight": codes, "weight_scale_inv": scales}
-        return decoded(stored, dict(self.config or {})), meant
+        method = self.method()
+        method.for_layer(spec)
+        names = f"{spec.name}.weight", f"{spec.name}.weight_scale_inv"
+        stored = [(names[0], codes, FILE), (names[1], scales, FILE)]
+        found = method.decode(stored, spec.dtype, lambda _: False)
+        tensors = {name.removeprefix(f"{spec.name}."): tensor for name, tensor, _ in found}
+        return tensors, meant.float()
 
 
 class TestBlocks(Fp8Conformance):
@@ -79,14 +94,134 @@ class TestBlocks(Fp8Conformance):
     }  # fmt: skip
 
 
+class TestPackedBlocks(Fp8Conformance):
+    """Blocks that stay packed: parts end within one, and so do the inputs."""
+
+    config: ClassVar = {**BLOCKS, "weight_block_size": [16, 64]}
+    in_features, out_parts = 96, (24, 20)
+
+    def test_scales_of_other_blocks_show(self) -> None:
+        spec = self.spec()
+        tensors, meant = self.make_tensors(spec, self.weight(spec))
+        assert tensors["weight"].dtype == E4M3
+        assert tensors["weight_scale"].shape == (44, 3)
+        tensors["weight_scale"] = tensors["weight_scale"].roll(1, 1)
+        state = self.method().for_layer(spec).finish(spec, tensors)
+        error = (dequantized(state.data[0]) - meant).abs().max()
+        assert float(error) > 0.1 * float(meant.abs().max())
+
+
 class TestOneScale(Fp8Conformance):
     config: ClassVar = {"quant_method": "fp8", "activation_scheme": "static"}
     refused: ClassVar = {"weight_block_size": [128]}
 
 
-def test_floats_are_not_rounded_while_loading() -> None:
-    with pytest.raises(ConfigError, match=r"needs a checkpoint.*not rounded to FP8.*'int8'"):
-        Fp8.from_config(None, OPS)
+class TestOnline(QuantConformance):
+    """Rounded to E4M3 while loading, with a scale for each output."""
+
+    name = "fp8"
+    config = None
+    ignores = "lm_head"
+
+    def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        weight = weight.bfloat16().float()
+        scales = (weight.abs().amax(1, keepdim=True) / 448).clamp(min=1e-38)
+        codes = (weight / scales).to(E4M3)
+        return {"weight": weight}, codes.float() * scales
+
+    def test_memory(self) -> None:
+        layer, spec = self.method().for_layer(self.spec()), self.spec()
+        assert layer.kept_bytes(spec) == spec.out_features * (spec.in_features + 4)
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_weights_that_are_no_numbers_are_refused(self, bad: float) -> None:
+        spec = self.spec()
+        weight = self.weight(spec)
+        weight[3, 4] = bad
+        with pytest.raises(WeightsError, match="gate_up_proj"):
+            self.method().for_layer(spec).finish(spec, {"weight": weight})
+
+
+NAMES = tuple(f"m.{part}_proj" for part in "qkv")
+SPEC = LinearSpec("m.qkv_proj", 64, (16, 8, 8), "float32", part_names=NAMES)
+
+
+def loaded(method: Fp8, tensors: dict[str, Tensor]) -> Tensor:
+    """The real weight of the layer of :data:`SPEC`, of its modules' tensors."""
+    layer = method.for_layer(SPEC)
+    stored = [(name, tensor, FILE) for name, tensor in tensors.items()]
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor, _ in method.decode(stored, "float32", lambda _: False):
+        module, _, suffix = name.rpartition(".")
+        own = f"{suffix}@{NAMES.index(module)}"
+        parts.setdefault(own if own in layer.create(SPEC) else suffix, []).append(tensor)
+    arrived = {name: torch.cat(found) for name, found in parts.items()}
+    for name, wanted in layer.create(SPEC).items():
+        assert not wanted.required or arrived[name].shape == wanted.shape, name
+    return layer.apply(layer.finish(SPEC, arrived), torch.eye(64)).T
+
+
+def modules(*floats: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of query, key and value with a scale each, those that are named in floats."""
+    tensors, meant = {}, []
+    for name, size in zip(NAMES, SPEC.out_parts, strict=True):
+        weight = random_weight(size, 64) * (1 + size)
+        if name in floats:
+            tensors[f"{name}.weight"] = weight
+            meant.append(weight)
+        else:
+            codes, scales, real = packed(weight, size, 64)
+            tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": scales.reshape(())}
+            meant.append(real.float())
+    return tensors, torch.cat(meant)
+
+
+ONE_SCALE = {"quant_method": "fp8", "modules_to_not_convert": ["k_proj"]}
+
+
+@pytest.mark.parametrize("floats", [(), NAMES])
+def test_a_layer_in_floats_is_as_it_is(floats: tuple[str, ...]) -> None:
+    """Whether or not the config names it."""
+    tensors, meant = modules(*floats)
+    method = Fp8.from_config({"quant_method": "fp8"}, OPS)
+    torch.testing.assert_close(loaded(method, tensors), meant)
+
+
+def test_parts_in_floats_that_are_named() -> None:
+    tensors, meant = modules("m.k_proj")
+    torch.testing.assert_close(loaded(Fp8.from_config(ONE_SCALE, OPS), tensors), meant)
+
+
+def test_parts_in_floats_that_are_not_named() -> None:
+    tensors, _ = modules("m.k_proj")
+    with pytest.raises(
+        WeightsError, match=r"m\.qkv_proj': m\.k_proj in floats.*modules_to_not_convert"
+    ):
+        loaded(Fp8.from_config({"quant_method": "fp8"}, OPS), tensors)
+
+
+@pytest.mark.parametrize(
+    ("columns", "inputs", "size"), [(128, 256, 128), (128, 192, 64), (64, 96, 32)]
+)
+def test_groups_of_a_ranks_inputs(columns: int, inputs: int, size: int) -> None:
+    config = {**BLOCKS, "weight_block_size": [128, columns]}
+    spec = LinearSpec("m.o", inputs, (8,), "float32")
+    layer = Fp8.from_config(config, OPS).for_layer(spec)
+    assert layer.create(spec)["weight_scale"].shape == (8, inputs // size)
+    kept = layer.kept_bytes(spec)
+    assert kept is not None
+    assert kept <= 1.15 * 8 * inputs
+
+
+def test_inputs_that_end_within_a_small_group_become_floats() -> None:
+    config = {**BLOCKS, "weight_block_size": [128, 128]}
+    layer = Fp8.from_config(config, OPS).for_layer(LinearSpec("m.o", 136, (8,), "float32"))
+    assert layer.is_plain
+
+
+def test_experts_in_one_tensor_become_floats() -> None:
+    spec = LinearSpec("m.mlp.experts.0.gate_up_proj", 64, (64,), "float32")
+    assert Fp8.from_config({"quant_method": "fp8"}, OPS).for_layer(spec).is_plain
 
 
 def test_null_says_nothing() -> None:

@@ -17,8 +17,8 @@ A linear layer with K inputs and N outputs has
 
 Activations of integers stay as they are or become int8 with a scale per token that is found at run
 time (W8A8, W4A8). Those of floats stay as they are, whatever the container says: only weights are
-small. FP8 with other scales than MXFP8's becomes floats while it is loaded
-(:mod:`headrace_quant.fp8_tensors`).
+small. FP8 stays packed where its blocks allow it (:mod:`headrace_quant.fp8.layers`), else it
+becomes floats while it is loaded.
 
 Everything else that the container can say is refused by key and value.
 Source: github.com/vllm-project/compressed-tensors (its compressors).
@@ -37,8 +37,9 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
-from headrace_quant.ignored_layers import matches
+from headrace_quant.fp8.layers import Fp8Layers
+from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
+from headrace_quant.ignored_layers import PartCounts, matches, module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
 from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
@@ -182,6 +183,7 @@ class CompressedTensors(QuantMethod):
         ignore: tuple[str, ...],
     ) -> None:
         self.ops = ops
+        self.layers, self.parts = Fp8Layers(ops), PartCounts()
         self.groups = groups
         self.ignore = ignore
 
@@ -215,10 +217,18 @@ class CompressedTensors(QuantMethod):
         return []
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
-        return method_by_name(spec, self._scheme_of, self._method)
+        self.parts.note(spec)
 
-    def _method(self, scheme: Scheme | None) -> LinearMethod:
-        return PlainWeight(self.ops) if scheme is None else scheme.method(self.ops)
+        def make(scheme: Scheme | None) -> LinearMethod:
+            if scheme is None:
+                return PlainWeight(self.ops)
+            if scheme.fp8 is None:
+                return scheme.method(self.ops)
+            names = module_names(spec)
+            ours = [name for name in names if self._scheme_of(name) == scheme]
+            return self.layers.method(spec, ours if len(ours) < len(names) else None, scheme.fp8)
+
+        return method_by_name(spec, self._scheme_of, make)
 
     def decode(
         self,
@@ -229,21 +239,29 @@ class CompressedTensors(QuantMethod):
         """See :meth:`headrace_core.linear.QuantMethod.decode`: of modules in FP8. Scales of the
         activations of modules in other floats are passed over."""
         schemes = [scheme for _, scheme in self.groups]
-        if any(isinstance(scheme.storage, FloatLayout) for scheme in schemes):
-            tensors = self._without_activation_scales(tensors)
+        tensors = self._settled(tensors)
         if any(scheme.fp8 is not None for scheme in schemes):
             kind = getattr(torch, dtype)
-            return decode_fp8(tensors, kind, self._fp8_of, passes_over=passes_over)
+            return decode_fp8(
+                tensors, kind, self._fp8_of, passes_over=passes_over, keep=self.layers.kept
+            )
         return tensors
 
-    def _without_activation_scales(
+    def _settled(
         self, tensors: Iterable[tuple[str, Tensor, Path]]
     ) -> Iterator[tuple[str, Tensor, Path]]:
         for name, tensor, file in tensors:
             module, _, last = name.rpartition(".")
-            scheme = self._scheme_of(module) if last in _ACTIVATION_SCALES else None
-            if scheme is None or not isinstance(scheme.storage, FloatLayout):
-                yield name, tensor, file
+            scheme = self._scheme_of(module)
+            storage = None if scheme is None else scheme.storage
+            if isinstance(storage, FloatLayout) and last in _ACTIVATION_SCALES:
+                continue
+            by_part: tuple[str | None, ...] = ()
+            if isinstance(storage, FloatLayout):
+                by_part = (storage.outer,)
+            elif isinstance(storage, ByteFormat) and storage.of_module:
+                by_part = (storage.scales, storage.zeros)
+            yield name, self.parts.spread(module, tensor) if last in by_part else tensor, file
 
     def _fp8_of(self, name: str) -> Fp8Layout | None:
         scheme = self._scheme_of(name)

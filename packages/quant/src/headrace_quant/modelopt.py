@@ -32,8 +32,8 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.fp8_layers import Fp8Layers
-from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
+from headrace_quant.fp8.layers import Fp8Layers
+from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name

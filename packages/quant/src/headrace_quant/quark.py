@@ -34,8 +34,8 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNee
 from headrace_core.ops import OpTable
 from headrace_quant.awq import ORDER, AWQWeight
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.fp8_layers import Fp8Layers
-from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
+from headrace_quant.fp8.layers import Fp8Layers
+from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, matches, module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name

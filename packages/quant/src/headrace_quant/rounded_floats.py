@@ -80,7 +80,9 @@ class CodeBook:
             largest = grouped.abs().amax(-1)
             own = self.scales(largest)
             scales[start : start + step] = own + (largest - largest)  # NaN where it is no number
-            found = self.codes(grouped * (1 / own.clamp(min=_LEAST))[..., None])
+            divisors = own.clamp(min=_LEAST)[..., None]
+            # bitsandbytes multiplies by the inverse, which others do not.
+            found = self.codes(grouped / divisors if self.bits == 8 else grouped * (1 / divisors))
             codes[start : start + step] = found.flatten(1)[:, :inputs]
         return QuantizedWeight(
             codes,

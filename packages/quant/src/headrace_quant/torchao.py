@@ -37,8 +37,8 @@ from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import held_bits
 from headrace_quant.code_books import nibble_codes
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.fp8_layers import Fp8Layers
-from headrace_quant.fp8_tensors import Fp8Layout, decode_fp8
+from headrace_quant.fp8.layers import Fp8Layers
+from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import module_names
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales, scale_spec
 from headrace_quant.none import PlainWeight

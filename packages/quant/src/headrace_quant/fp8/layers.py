@@ -17,7 +17,7 @@ import torch
 from headrace_core.errors import WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear
-from headrace_quant.fp8_tensors import Fp8Layout
+from headrace_quant.fp8.tensors import Fp8Layout
 from headrace_quant.ignored_layers import module_names
 from headrace_quant.none import PlainWeight
 from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
@@ -30,6 +30,9 @@ LEAST_GROUP = 32
 FLOATS = "weight_floats"
 """Suffix of a weight that a checkpoint holds in floats where FP8 was expected."""
 _STACKED = ".gate_up_proj"
+_BY_HEAD = ".kv_b_proj"
+"""End of the name of latent attention's projection, which is multiplied head by head, and in floats
+(DeepSeek-AI 2024, arXiv:2405.04434)."""
 
 
 class Packing(NamedTuple):
@@ -101,8 +104,7 @@ class Fp8Layers:
         """The method of a layer, or of those of its parts that are named."""
         names = module_names(spec) if parts is None else parts
         form = packed_layout(layout.block, spec.in_features)
-        is_stacked = ".experts." in spec.name and spec.name.endswith(_STACKED)
-        if form is None or (is_stacked and not spec.part_names):
+        if form is None or _is_floats_here(spec):
             return PlainWeight(self.ops)
         num_parts = 1 if spec.part_names else max(1, len(spec.out_parts))
         may_be_floats = self.may_be_floats and parts is None
@@ -111,6 +113,12 @@ class Fp8Layers:
         if may_be_floats:
             return EitherWeight(self.ops, form)
         return SmallFloatWeight(self.ops, form)
+
+
+def _is_floats_here(spec: LinearSpec) -> bool:
+    """True of layers that their models multiply in floats only."""
+    is_stacked = ".experts." in spec.name and spec.name.endswith(_STACKED)
+    return spec.name.endswith(_BY_HEAD) or (is_stacked and not spec.part_names)
 
 
 def _is_floats(tensor: Tensor) -> bool:

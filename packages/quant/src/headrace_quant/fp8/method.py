@@ -4,9 +4,12 @@
 the blocks of n rows and k columns (``weight_block_size``; DeepSeek-AI 2024, arXiv:2412.19437, section 3.3);
 without blocks one number: ``weight_scale_inv``, ``weight_scale``, or Mistral's ``qscale_weight``.
 
-The weights become floats of the activations' dtype before they are fused or divided, so that blocks need
-not fit heads or ranks; nothing is multiplied in 8 bits. Which layers are quantized is read off the
-tensors: one in FP8 must have its scale, one in floats is as it is. Scales of activations are not needed.
+Linear layers stay packed (:mod:`headrace_quant.fp8.layers`); what else is in FP8 becomes floats of the
+activations' dtype before it is divided. Which layers are quantized is read off the tensors: one in FP8 must
+have its scale, one in floats is as it is. Activations stay floats, and their scales are not needed.
+
+Without a checkpoint made for it, every linear layer but the head is rounded to E4M3 while it is loaded,
+with a scale for each output: its largest magnitude over 448.
 """
 
 from __future__ import annotations
@@ -22,12 +25,18 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.fp8_tensors import Fp8Layout, StoredTensor, decode_fp8
+from headrace_quant.fp8.layers import Fp8Layers
+from headrace_quant.fp8.tensors import Fp8Layout, StoredTensor, decode_fp8
+from headrace_quant.ignored_layers import module_names
 from headrace_quant.none import PlainWeight
+from headrace_quant.parted import method_by_name
+from headrace_quant.rounded_floats import FP8 as BOOK
+from headrace_quant.rounded_floats import RoundedFloats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+HEAD = "lm_head"
 _SERVED: Mapping[str, tuple[object, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", "float8_e4m3fn"),
@@ -50,6 +59,7 @@ class Fp8(QuantMethod):
         block: rows and columns that share a scale; None: a tensor has one.
         has_activation_scales: pass over the scales of activations.
         ignore: entries of layers that the checkpoint says it left alone.
+        stored: the checkpoint holds FP8; else its weights are floats.
     """
 
     name: ClassVar[str] = "fp8"
@@ -61,19 +71,17 @@ class Fp8(QuantMethod):
         *,
         has_activation_scales: bool = False,
         ignore: Sequence[str] = (),
+        stored: bool = True,
     ) -> None:
-        self.ops = ops
+        self.ops, self.stored = ops, stored
+        self.layers = Fp8Layers(ops, may_be_floats=True)
         self.layout = Fp8Layout(block, has_activation_scales)
         self.ignore = {entry: _pattern(entry) for entry in ignore}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Fp8:
         if config is None:
-            raise ConfigError(
-                "quantization 'fp8' needs a checkpoint made with it: floats are not rounded to FP8 while "
-                "loading; 'int8' rounds them to 8 bits",
-                field="model.quantization",
-            )
+            return cls(ops, None, stored=False)
         for key, value in config.items():
             if key not in (*_SERVED, *_LISTS, _BLOCK) and value is not None:
                 raise refusal(key, value, "absent: fp8 has no such key")
@@ -93,7 +101,26 @@ class Fp8(QuantMethod):
         return []
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
-        return PlainWeight(self.ops)
+        if spec.name.rpartition(".")[2] == HEAD:
+            return PlainWeight(self.ops)
+        if not self.stored:
+            return RoundedFloats(self.ops, BOOK)
+        names = module_names(spec)
+        ours = [name for name in names if self._entry_of(name) is None]
+
+        def make(is_left: bool) -> LinearMethod:
+            if is_left:
+                return PlainWeight(self.ops)
+            return self.layers.method(spec, ours if len(ours) < len(names) else None, self.layout)
+
+        return method_by_name(spec, lambda name: self._entry_of(name) is not None, make)
+
+    def _entry_of(self, module: str) -> str | None:
+        """The entry that says that the module was left alone."""
+        for entry, pattern in self.ignore.items():
+            if pattern.match(module) or module.endswith(entry):
+                return entry
+        return None
 
     def decode(
         self,
@@ -102,24 +129,26 @@ class Fp8(QuantMethod):
         passes_over: Callable[[str], bool],
     ) -> Iterator[tuple[str, Tensor, Path]]:
         """See :meth:`headrace_core.linear.QuantMethod.decode`."""
-        kind = getattr(torch, dtype)
-        return decode_fp8(
+        if not self.stored:
+            return iter(tensors)
+        found = decode_fp8(
             tensors,
-            kind,
+            getattr(torch, dtype),
             lambda _: self.layout,
             passes_over=passes_over,
             check=self._check_is_meant,
+            keep=self.layers.kept,
         )
+        return self.layers.with_stand_ins(found)
 
     def _check_is_meant(self, weight: StoredTensor) -> None:
         """Raises: WeightsError: the checkpoint says that the layer was left alone."""
         module = weight.name.rpartition(".")[0]
-        for entry, pattern in self.ignore.items():
-            if pattern.match(module) or module.endswith(entry):
-                raise WeightsError(
-                    f"{weight.file}: tensor {weight.name!r} is in FP8, but quantization_config says by "
-                    f"{entry!r} that it was not converted"
-                )
+        if (entry := self._entry_of(module)) is not None:
+            raise WeightsError(
+                f"{weight.file}: tensor {weight.name!r} is in FP8, but quantization_config says by "
+                f"{entry!r} that it was not converted"
+            )
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
