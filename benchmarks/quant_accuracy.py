@@ -32,7 +32,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
-METHODS = ("none", "int8", "int8_weight_only", "int4", "int4_g32")
+METHODS = (
+    "none", "int8", "int8_weight_only", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "int4", "int4_g32",
+    "nf4", "fp4", "mxfp4",
+)  # fmt: skip
 CACHES = ("auto", "fp8", "fp8+scales", "fp8_e5m2", "fp8_e5m2+scales", "int8+scales")
 SEED = 20261121
 CHUNK = 512
@@ -154,12 +157,14 @@ def _measure_scales(resolved: Any, driver: Any) -> None:
 
 def _packed_bytes(model: Any) -> int:
     """Of all linear layers, the head among them: what a decode step reads of a model's weights."""
+    from headrace_core.ops import PackedLinear
     from headrace_models.layers.base import walk
 
     states = (
         getattr(layer, "state", None) or getattr(layer, "packed", None) for _, layer in walk(model)
     )
-    return sum({id(state): state.num_bytes for state in states if state is not None}.values())
+    packed = {id(state): state for state in states if isinstance(state, PackedLinear)}
+    return sum(state.num_bytes for state in packed.values())
 
 
 def _compared(

@@ -194,11 +194,11 @@ class QuantMethod(ABC):
         dtype: str,
         passes_over: Callable[[str], bool],
     ) -> Iterable[tuple[str, Tensor, Path]]:
-        """A checkpoint's tensors (name, tensor, file) with those that only stand for floats as the
-        floats; all others unchanged.
+        """A checkpoint's tensors (name, tensor, file) with those that no layer takes as they are laid out
+        anew, or as the floats that they stand for; all others unchanged.
 
-        They are whole: what is decoded here can be fused, reordered and divided over ranks at any row
-        or column, and its layer's method is a plain one.
+        They are whole: what becomes floats here can be fused, reordered and divided over ranks at any
+        row or column, and its layer's method is a plain one.
 
         Args:
             dtype: of the activations, which such floats get.

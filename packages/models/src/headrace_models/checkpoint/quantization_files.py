@@ -15,6 +15,7 @@ FILES: Mapping[str, str | None] = {
     "quant_config.json": "awq",
     "quantize_config.json": "gptq",
     "quantization_config.json": None,
+    "hf_quant_config.json": "modelopt",
 }
 """File -> the method of one that names none; None: it must name one. The first that is there counts."""
 

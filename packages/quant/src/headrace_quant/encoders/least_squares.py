@@ -15,8 +15,8 @@ from headrace_core.errors import WeightsError
 
 SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 """Fractions of a group's range that are tried: what is beyond is cut off, and all other steps get finer."""
-_AT_ONCE = 1 << 22
-"""Numbers that are rounded at a time."""
+_AT_ONCE = 1 << 18
+"""Numbers that are rounded at a time: intermediate results stay in the second cache."""
 
 
 class Rounded(NamedTuple):
