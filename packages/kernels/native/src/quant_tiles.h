@@ -358,7 +358,6 @@ template <int KIND, int V> struct Decoder {
   static constexpr int UNIT = unit_steps(KIND);
   Raw masks[V], plane_masks[V], table;
   Field fields[UNIT][V];
-  int lower[V];               // how far codes stay shifted
 
   Decoder(const Layout& l, int pass, int v0) {
     if (KIND == TABLE) table = raw_table(l.table[pass]);
@@ -366,8 +365,13 @@ template <int KIND, int V> struct Decoder {
       HR_UNROLL for (int u = 0; u < UNIT; ++u) fields[u][v] = field(KIND, v0 + v, u);
       masks[v] = raw_mask(fields[0][v].mask);
       plane_masks[v] = raw_mask(fields[0][v].plane_mask);
-      lower[v] = KIND == TABLE ? 0 : fields[0][v].shift;
     }
+  }
+
+  // How far codes of vector v stay shifted.
+  HR_INLINE int shift(int v) const {
+    if (KIND == TABLE) return 0;
+    return V == QV ? field(KIND, v, 0).shift : fields[0][v].shift;
   }
 
   template <int U> HR_INLINE void decode(const uint8_t* unit, Raw (&codes)[V]) const {
@@ -519,12 +523,12 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
   vf outer[V];  // of the block
   float factor = l.factor;
   for (int i = w.pass + 1; i < l.tables; ++i) factor *= 256.0f;
-  HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vset(factor / float(1 << decoder.lower[v]));
+  HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vset(factor / float(1 << decoder.shift(v)));
   int64_t g = begin / p.group_steps, b = g / p.block_groups, in_block = g % p.block_groups;
   const auto enter_block = [&]() HR_INLINE {
     if (l.block_scales == ABSENT) return;
     values_of<V>(p.front + b * QPANEL * bytes_of_stored(l.block_scales), l.block_scales, v0, outer);
-    HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vmul(outer[v], vset(factor / float(1 << decoder.lower[v])));
+    HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vmul(outer[v], vset(factor / float(1 << decoder.shift(v))));
   };
   enter_block();
   for (int64_t s = begin, stop; s < end; s = stop, ++g) {
@@ -538,7 +542,7 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
     if (s == start) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         const int32_t line_sum = l.has_zeros || l.zero != 0 ? w.line_sums[r * w.groups + g] : 0;
-        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum << decoder.lower[v]);
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum << decoder.shift(v));
       }
     } else {
       HR_UNROLL for (int r = 0; r < R; ++r) {
@@ -601,7 +605,7 @@ template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t
       if (UNIT == 2 && step % 2) decoder.template decode<UNIT - 1>(unit, found);
       else decoder.template decode<0>(unit, found);
       HR_UNROLL for (int v = 0; v < QV; ++v, to += VECTOR_BYTES) {
-        put_raw(to, lowered(found[v], decoder.lower[v]));
+        put_raw(to, lowered(found[v], decoder.shift(v)));
       }
     };
     for (int64_t i = s - start; i < stop - start; ++i) put(i);

@@ -161,23 +161,27 @@ def _whole_storage(x: Tensor | None) -> int:
 
 
 def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
-    assert weight.table is not None
-    for dtype, kind in _FLOAT8.items():
-        values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        if weight.bits == 8 and torch.equal(values.nan_to_num(), weight.table.cpu().nan_to_num()):
-            break
-    else:
+    table = weight.table
+    assert table is not None
+    kinds = [kind for dtype, kind in _FLOAT8.items() if _is_float8(table, dtype)]
+    if not kinds:
         raise ConfigError(
-            f"quant_linear: a table of {weight.table.numel()} entries; it may have 16, or 256 that are those "
+            f"quant_linear: a table of {table.numel()} entries; it may have 16, or 256 that are those "
             "of torch.float8_e4m3fn or torch.float8_e5m2"
         )
     if weight.minimums is not None:
         raise ConfigError("quant_linear: a weight of 8-bit floats takes no minimums")
-    numbers = torch.isfinite(weight.table)
-    for place in numbers.logical_not().nonzero().flatten().tolist():
+    for place in table.isfinite().logical_not().nonzero().flatten().tolist():
         if bool((weight.values == place - 128).any()):
             raise WeightsError("the weight holds infinities or NaN")
-    layout.kind = kind
+    layout.kind = kinds[0]
+
+
+def _is_float8(table: Tensor, dtype: torch.dtype) -> bool:
+    if table.numel() != 256:
+        return False
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return torch.equal(values.nan_to_num(), table.nan_to_num())
 
 
 def _set_table(layout: Layout, table: Tensor, dtype: str) -> None:
