@@ -213,14 +213,14 @@ def _table_entries(values: tuple[float, ...], num_bytes: int) -> _TableEntries:
         whole = (table / factor).round()
         if torch.equal((whole * factor).float(), table.float()):
             return _TableEntries(factor, (_shifted(whole),))
-    steps = _best_steps(table / largest) if num_bytes == 2 else _FINE_STEPS * 256.0
-    whole = (table * (steps / largest)).round()
+    fine = _best_steps(table / largest) if num_bytes == 2 else _FINE_STEPS * 256.0
+    whole = (table * (fine / largest)).round()
     found = []
     for _ in range(num_bytes - 1):
         higher = ((whole + 128) / 256).floor()
         found.append(_shifted(whole - 256 * higher))
         whole = higher
-    return _TableEntries(largest / steps, (_shifted(whole), *reversed(found)))
+    return _TableEntries(largest / fine, (_shifted(whole), *reversed(found)))
 
 
 def _best_steps(table: Tensor) -> float:
