@@ -429,12 +429,23 @@ struct Work {
   Fetch fetch;
 };
 
+// Powers of two, by their exponents.
+#if defined(HR_AVX512)
+inline vf ld_powers(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(ild_bytes(p), 23)); }
+#elif defined(HR_AVX2)
+inline vf ld_powers(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(ild_bytes(p), 23)); }
+#else
+inline vf ld_powers(const uint8_t* p) { return (vf)(ild_bytes(p) << 23); }
+#endif
+
 inline vf values_at(const uint8_t* at, int32_t stored, int v) {
   switch (stored) {
     case F32: return ld(reinterpret_cast<const float*>(at) + v * W);
     case BF16: return ld(reinterpret_cast<const bf16*>(at) + v * W);
     case F16: return ld(reinterpret_cast<const f16*>(at) + v * W);
     case SIGNED_BYTE: return to_floats(ild_signed(at + v * W));
+    case EXPONENT_BYTE: return ld_powers(at + v * W);
+    case E4M3_BYTE: return ld(reinterpret_cast<const e4m3*>(at) + v * W);
     default: return to_floats(ild_bytes(at + v * W));
   }
 }
@@ -445,7 +456,8 @@ template <int V> HR_INLINE inline void values_of(const uint8_t* at, int32_t stor
     case F32: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const float*>(at) + (v0 + v) * W); return;
     case BF16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const bf16*>(at) + (v0 + v) * W); return;
     case F16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const f16*>(at) + (v0 + v) * W); return;
-    default: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = to_floats(ild_signed(at + (v0 + v) * W)); return;
+    case SIGNED_BYTE: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = to_floats(ild_signed(at + (v0 + v) * W)); return;
+    default: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = values_at(at, stored, v0 + v); return;
   }
 }
 

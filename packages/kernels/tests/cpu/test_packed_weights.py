@@ -45,12 +45,12 @@ BITS = {
     "iq4_nl": (4.5, 4.5),
     "iq4_xs": (4.25, 4.31),
     "nf4": (4.13, 4.5),
-    "mxfp4": (4.25, 4.5),
-    "nvfp4": (4.5, 5),
+    "mxfp4": (4.25, 4.25),
+    "nvfp4": (4.5, 4.5),
     "fp8": (8, 8.01),
     "fp8-128": (8.25, 8.25),
     "fp8-e5m2": (8, 8.01),
-    "mxfp8": (8.25, 8.5),
+    "mxfp8": (8.25, 8.25),
 }
 """Bits of a weight, with all that belongs to it: in a file (the smallest there is), and as packed here."""
 LEVELS = pytest.mark.parametrize("level", library.ISA_LEVELS)

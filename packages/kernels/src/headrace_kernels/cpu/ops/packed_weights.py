@@ -1,7 +1,8 @@
 """Layouts of packed weights: how the native library stores a :class:`QuantizedWeight`.
 
 Codes keep their bits. Scales, minimums and those of blocks are stored in the narrowest number that holds
-all of them exactly: a byte or half of one, a 16-bit float, or float32. native/src/quant_layout.h says where
+all of them exactly: a byte or half of one, a 16-bit float, or float32. A byte holds whole numbers, powers of
+two, or numbers of float8_e4m3fn. native/src/quant_layout.h says where
 everything lies.
 """
 
@@ -18,7 +19,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import QuantizedWeight, Rounding
 from headrace_kernels.cpu.library import DTYPES
 
-_ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE = -1, 3, 4, 5
+_ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE, _EXPONENT_BYTE, _E4M3_BYTE = -1, 3, 4, 5, 6, 7
 """Storage that is no float, as in native/src/quant_layout.h."""
 _TABLE = 16
 """Kind of codes that choose from a table of 16; other kinds are numbers of bits, or below."""
@@ -79,8 +80,7 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
         _set_table(layout, weight.table, dtype)
     else:
         _set_float8(layout, weight)
-    whole_scales = _are_whole(weight.scales, -128, 127)
-    layout.scales = _SIGNED_BYTE if whole_scales else _storage(weight.scales)
+    layout.scales = _scale_storage(weight.scales)
     layout.minimums = _whole_storage(weight.minimums)
     layout.block_scales = _storage(weight.block_scales)
     layout.block_minimums = _storage(weight.block_minimums)
@@ -148,6 +148,18 @@ def _storage(x: Tensor | None) -> int:
         if torch.equal(x.to(getattr(torch, name)).float(), x):
             return code
     return _FLOATS["float32"]
+
+
+def _scale_storage(x: Tensor) -> int:
+    """A byte, or the narrowest float that holds x."""
+    if _are_whole(x, -128, 127):
+        return _SIGNED_BYTE
+    bits = x.contiguous().view(torch.int32)
+    if bool(((bits & 0x807FFFFF) == 0).all()) and bool(x.isfinite().all()):
+        return _EXPONENT_BYTE
+    if torch.equal(x.to(torch.float8_e4m3fn).float(), x):
+        return _E4M3_BYTE
+    return _storage(x)
 
 
 def _whole_storage(x: Tensor | None) -> int:
