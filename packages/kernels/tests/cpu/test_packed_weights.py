@@ -183,10 +183,13 @@ def test_equal_zero_points_take_no_bytes(linear):
 
 
 def test_experts_may_store_their_scales_differently(linear):
-    """Whatever their values happen to need."""
+    """Whatever their values happen to need; their zero points, too."""
     weights = [KINDS["q4_1"].draw(70, 96, seed=seed) for seed in range(4)]
+    lowest = torch.full((70, 3), -8, dtype=torch.int8)
+    weights[0] = replace(weights[0], zero_points=lowest)
+    weights[2] = replace(weights[2], zero_points=lowest + torch.arange(3).to(torch.int8))
     weights[1] = replace(weights[1], scales=weights[1].scales.bfloat16().float())
-    weights[2] = replace(weights[2], scales=rand(70, 3))
+    weights[2] = replace(weights[2], scales=rand(70, 3).abs())
     weights[3] = replace(weights[3], minimums=torch.ones(70, 3))
     each = [linear.pack(weight, "float32", activations="float") for weight in weights]
     joined = linear.join(each)
