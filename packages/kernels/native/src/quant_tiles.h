@@ -679,32 +679,32 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
   }
 }
 
+// Minimums of group g; `at` is where the panel's begin.
+inline vf minimums_at(const uint8_t* at, int32_t stored, int64_t g, int v) {
+  if (stored != NIBBLE) return values_at(at + g * QPANEL * bytes_of_stored(stored), stored, v);
+  const Raw two = (Raw)ild_bytes(at + g / 2 * QPANEL + v * W);
+  return to_floats((vi)kept(lowered(two, g % 2 ? 4 : 0), raw_mask(15)));
+}
+
 // real [R][QPANEL] -= the minimums times the rows' totals, block by block.
 template <int R> inline void subtract_minimums(const Panel& p, const FixedRows& f, int64_t row, float* real) {
   const Layout& l = *p.layout;
   const uint8_t *minimums = p.front + l.minimums_at(), *outers = p.front + l.block_minimums_at();
-  const int64_t bytes = QPANEL * bytes_of_stored(l.minimums);
-  for (int v = 0; v < QV; ++v) {
-    for (int64_t g = 0, b = 0; g < f.groups; ++b) {
-      vf sum[R];
-      HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vzero();
-      for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
-        vf minimum;
-        if (l.minimums == NIBBLE) {
-          const vi two = ild_bytes(minimums + g / 2 * QPANEL + v * W);
-          minimum = to_floats((vi)kept(lowered((Raw)two, g % 2 ? 4 : 0), raw_mask(15)));
-        } else {
-          minimum = values_at(minimums + g * bytes, l.minimums, v);
-        }
-        HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vfma(minimum, vset(f.totals[(row + r) * f.groups + g]), sum[r]);
+  const float* totals = f.totals + row * f.groups;
+  for (int64_t g = 0, b = 0; g < f.groups; ++b, outers += QPANEL * bytes_of_stored(l.block_minimums)) {
+    vf sum[R][QV];
+    HR_UNROLL for (int r = 0; r < R; ++r) HR_UNROLL for (int v = 0; v < QV; ++v) sum[r][v] = vzero();
+    for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
+      HR_UNROLL for (int v = 0; v < QV; ++v) {
+        const vf minimum = minimums_at(minimums, l.minimums, g, v);
+        HR_UNROLL for (int r = 0; r < R; ++r) sum[r][v] = vfma(minimum, vset(totals[r * f.groups + g]), sum[r][v]);
       }
-      vf outer = vset(1.0f);
-      if (l.block_minimums != ABSENT) {
-        outer = values_at(outers + b * QPANEL * bytes_of_stored(l.block_minimums), l.block_minimums, v);
-      }
+    }
+    HR_UNROLL for (int v = 0; v < QV; ++v) {
+      const vf outer = l.block_minimums == ABSENT ? vset(1.0f) : values_at(outers, l.block_minimums, v);
       HR_UNROLL for (int r = 0; r < R; ++r) {
         float* to = real + r * QPANEL + v * W;
-        st(to, vsub(ld(to), vmul(sum[r], outer)));
+        st(to, vsub(ld(to), vmul(sum[r][v], outer)));
       }
     }
   }
@@ -722,8 +722,9 @@ inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* 
     }
   }
   if (f.totals == nullptr) return;
+  constexpr int TOGETHER = TILE_V == QV ? 4 : 2;  // rows whose sums fit into registers
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) subtract_minimums<4>(p, f, begin + i, sums.real + i * QPANEL);
+  for (; i + TOGETHER <= rows; i += TOGETHER) subtract_minimums<TOGETHER>(p, f, begin + i, sums.real + i * QPANEL);
   for (; i < rows; ++i) subtract_minimums<1>(p, f, begin + i, sums.real + i * QPANEL);
 }
 
