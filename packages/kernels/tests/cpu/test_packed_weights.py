@@ -81,7 +81,7 @@ def test_packed_bytes(level, kind):
         weight = replace(weight, minimums=weight.minimums.half().float())
     packed = linear_at(level).pack(weight, "bfloat16", activations="float")
     bits = packed.num_bytes * 8 / (256 * 2048)
-    assert bits == pytest.approx(ours, abs=0.02)
+    assert bits == pytest.approx(ours, abs=0.04)  # and the ends of panels
     assert bits <= 1.15 * of_file
 
 
