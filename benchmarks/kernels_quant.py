@@ -2,6 +2,10 @@
 
 Each row is one layer's product at one number of rows, activations in bfloat16, beside torch: its bf16
 linear, its dynamic int8 linear (fp32 in and out, the only one it has), and its weight-only int8 and int4.
+With ``--formats`` a row is a published format instead (Q4_K, nf4, FP8 and so on, as the conformance suite
+draws them) beside this engine's own bf16 linear, with the bits of a weight, packed bytes read in a second
+and products in a second; ``--list`` names the formats.
+
 Calls go round over copies beyond the caches, so weights come from memory as they do in a decode step.
 
 The limits are measured in the same run: reading by torch's sum over large pages, integer products by
@@ -11,6 +15,7 @@ float activation counts as two integer products (it has 16 bits, see docs/quanti
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +27,7 @@ from torch import Tensor
 from headrace_core.ops import KernelNeed, QuantizedWeight
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.provider import PROVIDER
+from headrace_testing.ops.weights import KINDS as FORMATS
 
 SHAPES = {
     "gate_up": (6144, 1024),
@@ -45,7 +51,15 @@ def main() -> None:
     parser.add_argument("--shapes", default="gate_up,down", help="of " + ", ".join(SHAPES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
+    parser.add_argument("--formats", metavar="NAMES", help="published formats; all for every one")
+    parser.add_argument(
+        "--activations", default="float", choices=("float", "int8"), help="of formats"
+    )
+    parser.add_argument("--list", action="store_true", help="name the formats and end")
     arguments = parser.parse_args()
+    if arguments.list:
+        print(", ".join(FORMATS))
+        return
     ops = PROVIDER.operations(KernelNeed("cpu", "bfloat16", num_threads=torch.get_num_threads()))
     read, products = _read_bytes_s(), _int8_ops_s()
     print(f"torch reads {read / 1e9:.1f} GB/s, multiplies int8 at {products / 1e12:.2f} TOP/s")
@@ -54,6 +68,10 @@ def main() -> None:
         if arguments.quick
         else {"rounds": 7, "min_seconds": 0.01}
     )
+    if arguments.formats:
+        for shape in arguments.shapes.split(","):
+            _compare_formats(ops, shape, arguments, timing.Limits(read, products), rounds)
+        return
     for shape, (kind, settings) in itertools.product(arguments.shapes.split(","), KINDS.items()):
         if arguments.only not in f"{shape} {kind}":
             continue
@@ -74,6 +92,54 @@ def main() -> None:
             )
         print(timing.table(rows), flush=True)
         timing.save(rows, arguments.json, read_bytes_s=read, int8_ops_s=products)
+
+
+def _compare_formats(
+    ops: Any, shape: str, arguments: Any, limits: timing.Limits, rounds: dict[str, Any]
+) -> None:
+    """One line for each format and number of rows."""
+    outputs, inputs = SHAPES[shape]
+    wanted = list(FORMATS) if arguments.formats == "all" else arguments.formats.split(",")
+    plain = _copies(lambda: ops["linear"].pack(torch.randn(outputs, inputs).bfloat16()))
+    pack = functools.partial(
+        ops["quant_linear"].pack, dtype="bfloat16", activations=arguments.activations
+    )
+    print(
+        "| format | bits | rows | us | bf16 us | GB/s | of the reads | GOP/s |\n" + "|---" * 8 + "|"
+    )
+    for name, count in itertools.product(wanted, map(int, arguments.rows.split(","))):
+        weight = FORMATS[name].draw(outputs, inputs)
+        each = _copies(functools.partial(pack, weight))
+        x = torch.randn(count, inputs).bfloat16()
+        calls = {
+            "ours": timing.rotate([functools.partial(ops["quant_linear"], x, p) for p in each]),
+            "bf16": timing.rotate([functools.partial(ops["linear"], x, p) for p in plain]),
+        }
+        timings = timing.compare(calls, **rounds)
+        ours, bf16 = (timings[which].median for which in ("ours", "bf16"))
+        num_bytes, cells = each[0].num_bytes, outputs * inputs
+        rate = num_bytes / ours
+        line = [
+            f"{shape} {name}",
+            f"{8 * num_bytes / cells:.2f}",
+            f"{count}",
+            f"{ours * 1e6:.4g}",
+            f"{bf16 * 1e6:.4g}",
+            f"{rate / 1e9:.1f}",
+            f"{rate / limits.read_bytes_s:.0%}",
+            f"{2 * count * cells / ours / 1e9:.0f}",
+        ]
+        print("| " + " | ".join(line) + " |", flush=True)
+        row = timing.Row(f"{shape} {name} x {count}", timings, timing.Work(num_bytes), limits)
+        timing.save([row], arguments.json, read_bytes_s=limits.read_bytes_s)
+
+
+def _copies(pack: Callable[[], Any]) -> list[Any]:
+    """As many packed weights as leave the caches."""
+    once = pack()
+    return [once] + [
+        pack() for _ in range(timing.copies_beyond_caches(once.num_bytes, total=128 << 20) - 1)
+    ]
 
 
 class Layer:

@@ -9,7 +9,8 @@ namespace quant {
 template <class T, class L, class Row>
 inline void experts_product(L* lines, const Row& row, const void* const* weights, const T* biases,
                             const Sorted& sorted, int limbs) {
-  const Layout first = layout_of(weights[0]);
+  Layout first = layout_of(weights[0]);
+  first.has_zeros = 1;  // another expert may have some: rows are summed for them
   const int64_t entries = sorted.begin[sorted.used], panels = first.panels(), most = TASK_LINES / limbs;
   const auto sorted_row = [&](int64_t i) { return row(int64_t(sorted.order[i])); };
   with_activations<T>(sorted_row, entries, first, limbs, [&](const auto& f) {

@@ -26,8 +26,8 @@ constexpr uint32_t EACH = 0x01010101u;    // times a byte: that byte four times
 constexpr int32_t TABLE = 16;             // nibbles that choose from a table
 constexpr int32_t E4M3 = 17, E5M2 = 18;   // floats of 8 bits
 
-// How scales and minimums are stored: a DType, or
-constexpr int32_t ABSENT = -1, SIGNED_BYTE = 3, BYTE = 4, NIBBLE = 5;
+// How scales and minimums are stored: a DType, or whole numbers, an exponent of two, an 8-bit float.
+constexpr int32_t ABSENT = -1, SIGNED_BYTE = 3, BYTE = 4, NIBBLE = 5, EXPONENT_BYTE = 6, E4M3_BYTE = 7;
 
 constexpr bool is_float8(int kind) { return kind >= E4M3; }
 constexpr int bits_of(int kind) { return is_float8(kind) ? 8 : kind == TABLE ? 4 : kind; }
@@ -116,6 +116,8 @@ inline float stored_value(const uint8_t* at, int32_t stored, int64_t n) {
     case BF16: { bf16 x; __builtin_memcpy(&x, at + 2 * n, 2); return to_float(x); }
     case F16: { f16 x; __builtin_memcpy(&x, at + 2 * n, 2); return to_float(x); }
     case SIGNED_BYTE: return float(int8_t(at[n]));
+    case EXPONENT_BYTE: return bits_float(uint32_t(at[n]) << 23);
+    case E4M3_BYTE: return to_float(e4m3{at[n]});
     default: return float(at[n]);
   }
 }
@@ -137,6 +139,8 @@ inline void put_value(uint8_t* to, int32_t stored, int64_t n, float x) {
     case F32: return put_float<float>(to, n, x);
     case BF16: return put_float<bf16>(to, n, x);
     case F16: return put_float<f16>(to, n, x);
+    case EXPONENT_BYTE: to[n] = uint8_t(float_bits(x) >> 23); return;
+    case E4M3_BYTE: return put_float<e4m3>(to, n, x);
     default: to[n] = uint8_t(int32_t(x));
   }
 }

@@ -358,7 +358,6 @@ template <int KIND, int V> struct Decoder {
   static constexpr int UNIT = unit_steps(KIND);
   Raw masks[V], plane_masks[V], table;
   Field fields[UNIT][V];
-  int lower[V];               // how far codes stay shifted
 
   Decoder(const Layout& l, int pass, int v0) {
     if (KIND == TABLE) table = raw_table(l.table[pass]);
@@ -366,8 +365,13 @@ template <int KIND, int V> struct Decoder {
       HR_UNROLL for (int u = 0; u < UNIT; ++u) fields[u][v] = field(KIND, v0 + v, u);
       masks[v] = raw_mask(fields[0][v].mask);
       plane_masks[v] = raw_mask(fields[0][v].plane_mask);
-      lower[v] = KIND == TABLE ? 0 : fields[0][v].shift;
     }
+  }
+
+  // How far codes of vector v stay shifted.
+  HR_INLINE int shift(int v) const {
+    if (KIND == TABLE) return 0;
+    return V == QV ? field(KIND, v, 0).shift : fields[0][v].shift;
   }
 
   template <int U> HR_INLINE void decode(const uint8_t* unit, Raw (&codes)[V]) const {
@@ -425,12 +429,23 @@ struct Work {
   Fetch fetch;
 };
 
+// Powers of two, by their exponents.
+#if defined(HR_AVX512)
+inline vf ld_powers(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(ild_bytes(p), 23)); }
+#elif defined(HR_AVX2)
+inline vf ld_powers(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(ild_bytes(p), 23)); }
+#else
+inline vf ld_powers(const uint8_t* p) { return (vf)(ild_bytes(p) << 23); }
+#endif
+
 inline vf values_at(const uint8_t* at, int32_t stored, int v) {
   switch (stored) {
     case F32: return ld(reinterpret_cast<const float*>(at) + v * W);
     case BF16: return ld(reinterpret_cast<const bf16*>(at) + v * W);
     case F16: return ld(reinterpret_cast<const f16*>(at) + v * W);
     case SIGNED_BYTE: return to_floats(ild_signed(at + v * W));
+    case EXPONENT_BYTE: return ld_powers(at + v * W);
+    case E4M3_BYTE: return ld(reinterpret_cast<const e4m3*>(at) + v * W);
     default: return to_floats(ild_bytes(at + v * W));
   }
 }
@@ -441,7 +456,8 @@ template <int V> HR_INLINE inline void values_of(const uint8_t* at, int32_t stor
     case F32: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const float*>(at) + (v0 + v) * W); return;
     case BF16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const bf16*>(at) + (v0 + v) * W); return;
     case F16: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(reinterpret_cast<const f16*>(at) + (v0 + v) * W); return;
-    default: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = to_floats(ild_signed(at + (v0 + v) * W)); return;
+    case SIGNED_BYTE: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = to_floats(ild_signed(at + (v0 + v) * W)); return;
+    default: HR_UNROLL for (int v = 0; v < V; ++v) x[v] = values_at(at, stored, v0 + v); return;
   }
 }
 
@@ -519,12 +535,12 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
   vf outer[V];  // of the block
   float factor = l.factor;
   for (int i = w.pass + 1; i < l.tables; ++i) factor *= 256.0f;
-  HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vset(factor / float(1 << decoder.lower[v]));
+  HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vset(factor / float(1 << decoder.shift(v)));
   int64_t g = begin / p.group_steps, b = g / p.block_groups, in_block = g % p.block_groups;
   const auto enter_block = [&]() HR_INLINE {
     if (l.block_scales == ABSENT) return;
     values_of<V>(p.front + b * QPANEL * bytes_of_stored(l.block_scales), l.block_scales, v0, outer);
-    HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vmul(outer[v], vset(factor / float(1 << decoder.lower[v])));
+    HR_UNROLL for (int v = 0; v < V; ++v) outer[v] = vmul(outer[v], vset(factor / float(1 << decoder.shift(v))));
   };
   enter_block();
   for (int64_t s = begin, stop; s < end; s = stop, ++g) {
@@ -538,7 +554,7 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
     if (s == start) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         const int32_t line_sum = l.has_zeros || l.zero != 0 ? w.line_sums[r * w.groups + g] : 0;
-        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum << decoder.lower[v]);
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum << decoder.shift(v));
       }
     } else {
       HR_UNROLL for (int r = 0; r < R; ++r) {
@@ -601,7 +617,7 @@ template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t
       if (UNIT == 2 && step % 2) decoder.template decode<UNIT - 1>(unit, found);
       else decoder.template decode<0>(unit, found);
       HR_UNROLL for (int v = 0; v < QV; ++v, to += VECTOR_BYTES) {
-        put_raw(to, lowered(found[v], decoder.lower[v]));
+        put_raw(to, lowered(found[v], decoder.shift(v)));
       }
     };
     for (int64_t i = s - start; i < stop - start; ++i) put(i);
@@ -663,32 +679,32 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
   }
 }
 
+// Minimums of group g; `at` is where the panel's begin.
+inline vf minimums_at(const uint8_t* at, int32_t stored, int64_t g, int v) {
+  if (stored != NIBBLE) return values_at(at + g * QPANEL * bytes_of_stored(stored), stored, v);
+  const Raw two = (Raw)ild_bytes(at + g / 2 * QPANEL + v * W);
+  return to_floats((vi)kept(lowered(two, g % 2 ? 4 : 0), raw_mask(15)));
+}
+
 // real [R][QPANEL] -= the minimums times the rows' totals, block by block.
 template <int R> inline void subtract_minimums(const Panel& p, const FixedRows& f, int64_t row, float* real) {
   const Layout& l = *p.layout;
   const uint8_t *minimums = p.front + l.minimums_at(), *outers = p.front + l.block_minimums_at();
-  const int64_t bytes = QPANEL * bytes_of_stored(l.minimums);
-  for (int v = 0; v < QV; ++v) {
-    for (int64_t g = 0, b = 0; g < f.groups; ++b) {
-      vf sum[R];
-      HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vzero();
-      for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
-        vf minimum;
-        if (l.minimums == NIBBLE) {
-          const vi two = ild_bytes(minimums + g / 2 * QPANEL + v * W);
-          minimum = to_floats((vi)kept(lowered((Raw)two, g % 2 ? 4 : 0), raw_mask(15)));
-        } else {
-          minimum = values_at(minimums + g * bytes, l.minimums, v);
-        }
-        HR_UNROLL for (int r = 0; r < R; ++r) sum[r] = vfma(minimum, vset(f.totals[(row + r) * f.groups + g]), sum[r]);
+  const float* totals = f.totals + row * f.groups;
+  for (int64_t g = 0, b = 0; g < f.groups; ++b, outers += QPANEL * bytes_of_stored(l.block_minimums)) {
+    vf sum[R][QV];
+    HR_UNROLL for (int r = 0; r < R; ++r) HR_UNROLL for (int v = 0; v < QV; ++v) sum[r][v] = vzero();
+    for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
+      HR_UNROLL for (int v = 0; v < QV; ++v) {
+        const vf minimum = minimums_at(minimums, l.minimums, g, v);
+        HR_UNROLL for (int r = 0; r < R; ++r) sum[r][v] = vfma(minimum, vset(totals[r * f.groups + g]), sum[r][v]);
       }
-      vf outer = vset(1.0f);
-      if (l.block_minimums != ABSENT) {
-        outer = values_at(outers + b * QPANEL * bytes_of_stored(l.block_minimums), l.block_minimums, v);
-      }
+    }
+    HR_UNROLL for (int v = 0; v < QV; ++v) {
+      const vf outer = l.block_minimums == ABSENT ? vset(1.0f) : values_at(outers, l.block_minimums, v);
       HR_UNROLL for (int r = 0; r < R; ++r) {
         float* to = real + r * QPANEL + v * W;
-        st(to, vsub(ld(to), vmul(sum[r], outer)));
+        st(to, vsub(ld(to), vmul(sum[r][v], outer)));
       }
     }
   }
@@ -706,8 +722,9 @@ inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* 
     }
   }
   if (f.totals == nullptr) return;
+  constexpr int TOGETHER = TILE_V == QV ? 4 : 2;  // rows whose sums fit into registers
   int64_t i = 0;
-  for (; i + 4 <= rows; i += 4) subtract_minimums<4>(p, f, begin + i, sums.real + i * QPANEL);
+  for (; i + TOGETHER <= rows; i += TOGETHER) subtract_minimums<TOGETHER>(p, f, begin + i, sums.real + i * QPANEL);
   for (; i < rows; ++i) subtract_minimums<1>(p, f, begin + i, sums.real + i * QPANEL);
 }
 

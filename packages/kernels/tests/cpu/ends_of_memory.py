@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from headrace_core.ops import Rounding
+from headrace_core.ops import QuantizedWeight, Rounding
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.ops import native_ops
 from headrace_testing.ops import (
@@ -28,6 +29,7 @@ from headrace_testing.ops import (
     varlen_case,
 )
 from headrace_testing.ops.mla import with_topk
+from headrace_testing.ops.weights import KINDS
 
 _NO_ACCESS = 0
 _WIDTHS = (1, 15, 33, 64, 100, 129)
@@ -69,6 +71,17 @@ def where_memory_ends(op: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def packed_product(linear: Any, x: Tensor, bias: Tensor, *parts: Any) -> Tensor:
+    """Rows times a weight that is packed here, one of them alone too, and rows of the weight."""
+    packed = linear.pack(
+        QuantizedWeight(*parts), str(x.dtype).removeprefix("torch."), activations="float"
+    )
+    own = linear.rows(torch.arange(packed.out_features), packed)
+    return torch.cat(
+        [linear(each, packed, bias).flatten() for each in (x, x[:1])] + [own.flatten()]
+    )
+
+
 def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """(what, a function of a way to call ops, its arguments)."""
     for width in _WIDTHS:
@@ -85,6 +98,10 @@ def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple
         integers = ops["quant_linear"].round(weight, dtype, Rounding(8, None), activations="float")
         joined = ops["quant_linear"].join([integers] * 3)
         yield f"routed integers of {width}", ops["quant_linear"].routed, (x, joined, ids)
+        for kind in ("q2_k", "q3_k", "q5_k", "q6_k", "q8_0", "nf4", "fp8-128"):
+            drawn = KINDS[kind].draw(width, 40)
+            parts = [getattr(drawn, field.name) for field in fields(drawn)]
+            yield f"{kind} of {width}", packed_product, (ops["quant_linear"], x, bias, *parts)
         rows = rand(5, width + 2, dtype=dtype)[:, 2:]
         like = rand(5, width, dtype=dtype, seed=1)
         yield f"gate of {width}", ops["gate"], (rows, like)
@@ -112,7 +129,7 @@ def main() -> None:
             for what, function, arguments in calls(ops, dtype):
                 print(level, dtype, what, flush=True)
                 expected = function(*arguments)
-                if callable(arguments[0]):
+                if len(arguments) == 1:
                     found = function(where_memory_ends(arguments[0]))
                 else:
                     found = where_memory_ends(function)(*arguments)

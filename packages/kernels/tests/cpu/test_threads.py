@@ -16,6 +16,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.ops import KernelNeed, QuantizedWeight
 from headrace_kernels.cpu import library
 from headrace_testing.ops import bits_equal, paged_case, rand
+from headrace_testing.ops.weights import KINDS
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -57,6 +58,13 @@ def everything(ops):
     packed = ops["quant_linear"].pack(weight, DTYPE, activations="int8")
     yield ops["quant_linear"](x, packed)
     yield ops["quant_linear"](x[:1], packed)
+    for kind in ("q4_k", "q5_1", "nf4", "fp8-128"):
+        packed_kind = ops["quant_linear"].pack(
+            KINDS[kind].draw(700, 300), DTYPE, activations="float"
+        )
+        yield ops["quant_linear"](x, packed_kind)
+        yield ops["quant_linear"](x[:1], packed_kind)
+        yield ops["quant_linear"].rows(torch.arange(700), packed_kind)
     yield ops["rms_norm"](rand(600, 512, dtype=DTYPE), rand(512, dtype=DTYPE), 1e-6)
     yield ops["activation_and_mul"](rand(100, 9000, dtype=DTYPE), "silu")
     moe = ops["moe"].pack(rand(8, 128, 300, dtype=DTYPE), rand(8, 300, 64, dtype=DTYPE))

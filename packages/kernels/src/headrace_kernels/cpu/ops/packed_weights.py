@@ -1,7 +1,8 @@
 """Layouts of packed weights: how the native library stores a :class:`QuantizedWeight`.
 
 Codes keep their bits. Scales, minimums and those of blocks are stored in the narrowest number that holds
-all of them exactly: a byte or half of one, a 16-bit float, or float32. native/src/quant_layout.h says where
+all of them exactly: a byte or half of one, a 16-bit float, or float32. A byte holds whole numbers, powers of
+two, or numbers of float8_e4m3fn. native/src/quant_layout.h says where
 everything lies.
 """
 
@@ -18,7 +19,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import QuantizedWeight, Rounding
 from headrace_kernels.cpu.library import DTYPES
 
-_ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE = -1, 3, 4, 5
+_ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE, _EXPONENT_BYTE, _E4M3_BYTE = -1, 3, 4, 5, 6, 7
 """Storage that is no float, as in native/src/quant_layout.h."""
 _TABLE = 16
 """Kind of codes that choose from a table of 16; other kinds are numbers of bits, or below."""
@@ -79,8 +80,7 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
         _set_table(layout, weight.table, dtype)
     else:
         _set_float8(layout, weight)
-    whole_scales = _are_whole(weight.scales, -128, 127)
-    layout.scales = _SIGNED_BYTE if whole_scales else _storage(weight.scales)
+    layout.scales = _scale_storage(weight.scales)
     layout.minimums = _whole_storage(weight.minimums)
     layout.block_scales = _storage(weight.block_scales)
     layout.block_minimums = _storage(weight.block_minimums)
@@ -150,6 +150,18 @@ def _storage(x: Tensor | None) -> int:
     return _FLOATS["float32"]
 
 
+def _scale_storage(x: Tensor) -> int:
+    """A byte, or the narrowest float that holds x."""
+    if _are_whole(x, -128, 127):
+        return _SIGNED_BYTE
+    bits = x.contiguous().view(torch.int32)
+    if bool(((bits & 0x807FFFFF) == 0).all()) and bool(x.isfinite().all()):
+        return _EXPONENT_BYTE
+    if torch.equal(x.to(torch.float8_e4m3fn).float(), x):
+        return _E4M3_BYTE
+    return _storage(x)
+
+
 def _whole_storage(x: Tensor | None) -> int:
     """Half a byte, a byte, or the narrowest float that holds x."""
     if x is None or not _are_whole(x, 0, 255):
@@ -161,23 +173,27 @@ def _whole_storage(x: Tensor | None) -> int:
 
 
 def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
-    assert weight.table is not None
-    for dtype, kind in _FLOAT8.items():
-        values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        if weight.bits == 8 and torch.equal(values.nan_to_num(), weight.table.cpu().nan_to_num()):
-            break
-    else:
+    table = weight.table
+    assert table is not None
+    kinds = [kind for dtype, kind in _FLOAT8.items() if _is_float8(table, dtype)]
+    if not kinds:
         raise ConfigError(
-            f"quant_linear: a table of {weight.table.numel()} entries; it may have 16, or 256 that are those "
+            f"quant_linear: a table of {table.numel()} entries; it may have 16, or 256 that are those "
             "of torch.float8_e4m3fn or torch.float8_e5m2"
         )
     if weight.minimums is not None:
         raise ConfigError("quant_linear: a weight of 8-bit floats takes no minimums")
-    numbers = torch.isfinite(weight.table)
-    for place in numbers.logical_not().nonzero().flatten().tolist():
+    for place in table.isfinite().logical_not().nonzero().flatten().tolist():
         if bool((weight.values == place - 128).any()):
             raise WeightsError("the weight holds infinities or NaN")
-    layout.kind = kind
+    layout.kind = kinds[0]
+
+
+def _is_float8(table: Tensor, dtype: torch.dtype) -> bool:
+    if table.numel() != 256:
+        return False
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    return torch.equal(values.nan_to_num(), table.nan_to_num())
 
 
 def _set_table(layout: Layout, table: Tensor, dtype: str) -> None:
@@ -209,14 +225,14 @@ def _table_entries(values: tuple[float, ...], num_bytes: int) -> _TableEntries:
         whole = (table / factor).round()
         if torch.equal((whole * factor).float(), table.float()):
             return _TableEntries(factor, (_shifted(whole),))
-    steps = _best_steps(table / largest) if num_bytes == 2 else _FINE_STEPS * 256.0
-    whole = (table * (steps / largest)).round()
+    fine = _best_steps(table / largest) if num_bytes == 2 else _FINE_STEPS * 256.0
+    whole = (table * (fine / largest)).round()
     found = []
     for _ in range(num_bytes - 1):
         higher = ((whole + 128) / 256).floor()
         found.append(_shifted(whole - 256 * higher))
         whole = higher
-    return _TableEntries(largest / steps, (_shifted(whole), *reversed(found)))
+    return _TableEntries(largest / fine, (_shifted(whole), *reversed(found)))
 
 
 def _best_steps(table: Tensor) -> float:
