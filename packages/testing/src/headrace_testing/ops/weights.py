@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class WeightKind:
         if self.scales == "half":
             scales = scales.half().float()
         outer = norm / float(scales.abs().amax().clamp(min=1e-9))
-        parts = {
+        parts: dict[str, Any] = {
             "scales": scales,
             "zero_points": torch.randint(-half, half, (features, groups), generator=generator)
             if self.has_zeros
@@ -82,9 +83,12 @@ class WeightKind:
         }
         if parts["zero_points"] is not None:
             parts["zero_points"] = parts["zero_points"].to(torch.int8)
+        moved: dict[str, Any] = {
+            name: None if part is None else part.to(device) for name, part in parts.items()
+        }
         return QuantizedWeight(
             codes.to(torch.int8).to(device),
-            **{name: None if part is None else part.to(device) for name, part in parts.items()},
+            **moved,
             bits=self.bits,
             group_size=self.group_size,
             block_size=self.block_size or None,
