@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -31,6 +32,7 @@ from headrace_testing.graphs.steps import (
     make_batch,
 )
 from headrace_testing.ops import bits_equal
+from headrace_testing.ops.weights import KINDS
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -146,6 +148,37 @@ def captured() -> tuple[SmallModel, NativeStepGraph]:
     model, graph, _ = make()
     graph.capture(model, GraphNeed((3, 16, 40), max_num_seqs=12, num_groups=NUM_GROUPS))
     return model, graph
+
+
+class Quantized:
+    """A linear op over packed weights of one kind after the other."""
+
+    def __init__(self, ops: Mapping[str, Any]) -> None:
+        self.op = ops["quant_linear"]
+        self.kinds = itertools.cycle(["q4_k", "fp8-128", "nf4", "int8"])
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        drawn = KINDS[next(self.kinds)].draw(*weight.shape)
+        return self.op.pack(drawn, "bfloat16", activations="float")
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        return self.op(*arguments)
+
+    def gated(self, *arguments: Any) -> torch.Tensor:
+        return self.op.gated(*arguments)
+
+
+def test_steps_of_packed_weights_replay_to_the_same_bits():
+    kernels = library.load(library.isa())
+    ops = native_ops(kernels)
+    model = SmallModel({**ops, "linear": Quantized(ops)}, "bfloat16")
+    graph = NativeStepGraph(kernels)
+    graph.capture(model, GraphNeed((3, 16), max_num_seqs=12, num_groups=NUM_GROUPS))
+    for lengths in ([(1, 5)], [(1, 9), (7, 12), (2, 2)]):
+        batch = make_batch(lengths, seed=1)
+        batch = dataclasses.replace(batch, logits_rows=torch.arange(len(lengths)))
+        assert graph.fits(batch)
+        StepGraphConformance().check_same(model, graph, batch)
 
 
 REQUESTS = st.tuples(st.integers(1, 12), st.integers(0, 8)).map(lambda r: (r[0], r[0] + r[1]))
