@@ -153,12 +153,14 @@ class Peers:
                 "-fa", "1", "-p", str(prompt), "-n", str(output), "-r", "1", "-o", "json"]  # fmt: skip
 
     def version(self, engine: str) -> str:
-        """What a program without a worker says of itself."""
+        """What a program without a worker says of itself; nothing where only its benchmark is installed."""
         if engine not in ("llamacpp", "llama-bench"):
             return ""
-        said = subprocess.run(
-            [self.program("llamacpp", "llama-server"), "--version"], capture_output=True, text=True
-        )
+        try:
+            server = self.program("llamacpp", "llama-server")
+        except Absent:
+            return ""
+        said = subprocess.run([server, "--version"], capture_output=True, text=True)
         return next(
             (line for line in (said.stderr + said.stdout).splitlines() if "version" in line), ""
         )
