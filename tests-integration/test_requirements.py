@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,11 @@ def test_every_error_has_its_page_as_the_catalogue_says():
 def test_the_page_of_supported_models_is_made_of_the_catalogue() -> None:
     said = (ROOT / "docs" / "supported" / "models.md").read_text()
     assert said == _module("supported_models").page(), "run python tools/supported_models.py"
+
+
+def test_the_table_of_quantization_methods_is_made_of_the_registry() -> None:
+    tool, text = _module("quantization_table"), (ROOT / "docs" / "quantization.md").read_text()
+    assert text == tool.page(text), "run python tools/quantization_table.py"
+    figures = json.loads(tool.FIGURES.read_text())
+    names = {name for row in tool.rows() for name in row.names}
+    assert names >= set(figures["methods"])
