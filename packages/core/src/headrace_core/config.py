@@ -120,6 +120,10 @@ class ModelConfig:
         flag="quantization",
         other_flag="-q",
     )
+    quantization_overrides: Mapping[str, str] = option(
+        {}, "JSON object: a layer's name, the beginning of one up to a dot, or a pattern after re: -> the "
+        "method for it ('none': floats), in place of quantization. Of methods that round while loading.",
+    )  # fmt: skip
     max_model_len: int | None = option(
         None, "Longest context (prompt and output). Default: the model's own limit; -1: the same, "
         "or the largest that fits into the KV cache.", human_int=True,
@@ -196,6 +200,10 @@ class ModelConfig:
         overrides = self.hf_overrides
         require(isinstance(overrides, Mapping) or callable(overrides), "model.hf_overrides", overrides,
                "a mapping, or a function of config.json's content")  # fmt: skip
+        for layer, method in self.quantization_overrides.items():
+            require(
+                isinstance(method, str), f"model.quantization_overrides.{layer}", method, "a name"
+            )
         names: object = self.served_model_name
         if isinstance(names, str):
             object.__setattr__(self, "served_model_name", (names,))

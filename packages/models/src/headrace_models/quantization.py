@@ -10,6 +10,7 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.linear import QuantMethod, QuantNeed
 from headrace_core.model import ModelInfo
 from headrace_core.ops import OpTable
+from headrace_models.layer_overrides import LayerOverrides
 
 GROUP = "headrace.quantization"
 PLAIN = "none"
@@ -71,13 +72,20 @@ def quant_method(
     *,
     device: str,
     device_capability: tuple[int, int] | None = None,
+    overrides: Mapping[str, str] | None = None,
 ) -> QuantMethod:
     """The method itself, from the plug-ins of the group ``headrace.quantization``.
 
+    Args:
+        overrides: see ``model.quantization_overrides``.
+
     Raises:
-        ConfigError: see :func:`quant_method_name`; or the method refuses device, dtype or block.
+        ConfigError: see :func:`quant_method_name`; or the method refuses device, dtype or block; or there are
+            overrides for a checkpoint that is quantized already.
         PluginNotFound: no such method is installed.
     """
+    if overrides:
+        return _with_overrides(info, wanted, ops, device, device_capability, overrides)
     name = quant_method_name(info, wanted)
     method: type[QuantMethod] = plugins.load(GROUP, name)
     need = QuantNeed(dtype=info.dtype, device=device, device_capability=device_capability)
@@ -91,3 +99,26 @@ def quant_method(
     if block is not None and name == BLOCKS and wanted not in (None, name):
         block = {**block, "requantize": wanted}
     return method.from_config(block, ops)
+
+
+def _with_overrides(
+    info: ModelInfo,
+    wanted: str | None,
+    ops: OpTable,
+    device: str,
+    device_capability: tuple[int, int] | None,
+    overrides: Mapping[str, str],
+) -> QuantMethod:
+    block = quantization_config(info)
+    if block is not None:
+        raise ConfigError(
+            f"model.quantization_overrides: the checkpoint {info.name!r} is quantized with "
+            f"{block['quant_method']!r} already; overrides are for methods that round while loading",
+            field="model.quantization_overrides",
+        )
+    methods = {
+        name: quant_method(info, name, ops, device=device, device_capability=device_capability)
+        for name in dict.fromkeys([wanted or PLAIN, *overrides.values()])
+    }
+    entries = [(entry, methods[name]) for entry, name in overrides.items()]
+    return LayerOverrides(methods[wanted or PLAIN], entries)

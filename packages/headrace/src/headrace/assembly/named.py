@@ -30,8 +30,10 @@ def check_named(
     plugins.find("headrace.schedulers", config.scheduler.scheduler_cls)
     plugins.find("headrace.executors", config.parallel.distributed_executor_backend)
     _check_load_format(config.load.load_format.lower())
-    if config.model.quantization is not None:
-        plugins.find("headrace.quantization", config.model.quantization)
+    model = config.model
+    for name in (model.quantization, *model.quantization_overrides.values()):
+        if name is not None:
+            plugins.find("headrace.quantization", name)
     if config.attention.backend is not None:
         plugins.find("headrace.attention_backends", config.attention.backend)
     if not isinstance(platform, BringsWorker):
