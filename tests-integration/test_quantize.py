@@ -79,6 +79,7 @@ def test_the_report_for_people(tmp_path: Path) -> None:
         (("--to", "q4_k"), "--out"),
         (("--to", "q4_k", "--out", "OUT", "--tokens", "1"), "--tokens 1: must be at least 2"),
         (("--to", "q4_k", "--out", "OUT", "--text", "absent.txt"), "absent.txt"),
+        (("--to", "q4_k", "--out", "OUT", "--text", "/dev/null"), "--text: has 0 tokens"),
     ],
 )
 def test_what_goes_wrong_is_told_before_anything_is_written(words, message, tmp_path: Path) -> None:
@@ -88,6 +89,21 @@ def test_what_goes_wrong_is_told_before_anything_is_written(words, message, tmp_
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(out.glob("*"))
+
+
+def test_an_interrupted_run_is_told_how_to_go_on(tmp_path: Path) -> None:
+    """The same command again goes on, and after the end it only measures."""
+    out, text = tmp_path / "sp ace", tmp_path / "text.txt"
+    text.write_text(TEXT)
+    first = quantize(str(model_path()), "--to", "q8_0", "--out", str(out))
+    assert f"next: headrace serve '{out}'" in first.stdout
+    again = quantize(str(model_path()), "--to", "q8_0", "--out", str(out), "--text", str(text))
+    assert again.returncode == 0, again.stderr
+    assert "1 files were there from an earlier run" in again.stdout
+    assert "divergence" in again.stdout
+    other = quantize(str(model_path()), "--to", "q4_0", "--out", str(out))
+    assert other.returncode != 0
+    assert "another model, format or setting" in other.stderr
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def test_linear_layers_are_encoded_and_the_rest_is_as_it_was(
     own = json.loads((llama.path / "config.json").read_text())
     assert config.items() >= own.items()
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert not (tmp_path / "out" / JOURNAL).exists()
+    again = Negated()
+    assert write(llama, tmp_path / "out", again).encoded == copied.encoded
+    assert not again.shapes, "everything is there"
     assert copied.source_bytes == sum(tensor.nbytes for tensor in before.values())
 
 
@@ -89,6 +91,16 @@ def test_the_head_where_it_is_asked_for(llama: Checkpoint, tmp_path: Path) -> No
     copied = write(llama, tmp_path, Negated(), with_head=True)
     assert "lm_head" in copied.encoded
     assert "lm_head.codes" in tensors_of(tmp_path)
+
+
+def test_a_tied_head_is_told_to_readers(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    tied = LLAMA.make_checkpoint(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    copied = write(tied, tmp_path, Negated(), with_head=True)
+    assert copied.left == ["lm_head"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["left"] == ["lm_head"]
 
 
 def test_layers_that_do_not_fit_stay(llama: Checkpoint, tmp_path: Path) -> None:
@@ -117,6 +129,7 @@ def test_an_interrupted_run_goes_on(llama: Checkpoint, tmp_path: Path) -> None:
     write(llama, tmp_path / "whole", whole, file_bytes=size)
     with pytest.raises(KeyboardInterrupt):
         write(llama, tmp_path / "out", Negated(fails_at=5), file_bytes=size)
+    assert (tmp_path / "out" / JOURNAL).is_file()
     done = sorted((tmp_path / "out").glob("*.safetensors"))
     assert done
     assert not (tmp_path / "out" / "config.json").exists()
@@ -138,8 +151,16 @@ def test_an_interrupted_run_goes_on(llama: Checkpoint, tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_refused(llama: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(llama, tmp_path, Negated(fails_at=5), file_bytes=40_000)
-    with pytest.raises(ConfigError, match="name an empty folder"):
+    with pytest.raises(ConfigError, match="a run of another model, format or setting"):
         write(llama, tmp_path, Negated(), with_head=True, file_bytes=40_000)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty: name a folder that is new or empty"):
+        write(llama, own, Negated())
+    assert (own / "README.md").read_text() == "mine"
+    with pytest.raises(ConfigError, match="is a file: name a folder"):
+        write(llama, own / "README.md", Negated())
     with pytest.raises(ConfigError, match="another folder than the model's"):
         write(llama, llama.path, Negated())
 

@@ -58,13 +58,13 @@ def real(case: str, tensors: dict[str, Tensor]) -> Tensor:
     return dequantized(layer.finish(spec, arrived).data[0])
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", sorted(CONFIGS))
 def test_the_librarys_layers(case: str) -> None:
     tensors, meant = library(case)
     torch.testing.assert_close(real(case, tensors), meant, rtol=3e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", sorted(CONFIGS))
 def test_misread_layers_show(case: str) -> None:
     """Zero points off by one, scales turned."""
     for name in ("_weight_zero_point", "_weight_scale"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,12 +37,12 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
     )
     formats = sorted(plugins.installed("headrace.weight_encoders"))
-    parser.add_model("folder or hub name of a checkpoint in floats")
+    parser.add_model("folder or hub name of a checkpoint in floats (no GGUF file)")
     parser.add_argument("--to", required=True, metavar="FORMAT", help=f"of {', '.join(formats)}")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the new checkpoint")
     parser.add_argument(
         "--with-head", action="store_true",
-        help="quantize lm_head too (default: it stays in floats, and a tied one always does)",
+        help="quantize lm_head too (default: floats, as it always is where it is tied to the embedding)",
     )  # fmt: skip
     parser.add_argument(
         "--text", metavar="FILE",
@@ -57,8 +59,14 @@ def main(argv: Sequence[str]) -> int:
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
     original = EngineArgs.from_cli_args(args)
-    with ending_at_once():
-        print(_run(args, original, text))
+    try:
+        with ending_at_once():
+            print(_run(args, original, text))
+    except KeyboardInterrupt:
+        print(
+            "headrace quantize: complete files are kept: the same command goes on", file=sys.stderr
+        )
+        raise
     return 0
 
 
@@ -71,8 +79,9 @@ def _text(name: str) -> str:
 
 def _run(args: Namespace, original: EngineArgs, text: str | None) -> str:
     from headrace.quantizing.checkpoint import quantize_checkpoint
-    from headrace.quantizing.quality import compare_quality
+    from headrace.quantizing.quality import compare_quality, text_ids
 
+    ids = None if text is None else text_ids(original, text, args.tokens)  # before hours of work
     copied = quantize_checkpoint(original, args.to, args.out, with_head=args.with_head)
     facts: dict[str, Any] = {
         "folder": str(copied.folder),
@@ -82,9 +91,9 @@ def _run(args: Namespace, original: EngineArgs, text: str | None) -> str:
         "bytes_before": copied.source_bytes,
         "bytes_after": copied.written_bytes,
     }
-    if text is not None:
+    if ids is not None:
         quantized = EngineArgs(**{**original.settings, "model": str(copied.folder)})
-        before, after = compare_quality(original, quantized, text, args.tokens)
+        before, after = compare_quality(original, quantized, ids)
         facts |= {"before": before._asdict(), "after": after._asdict()}
     return json.dumps(facts, indent=2) if args.json else _report(copied, facts)
 
@@ -105,7 +114,7 @@ def _report(copied: Copied, facts: dict[str, Any]) -> str:
             f"divergence    {after['divergence']:.5f} nats a token, at least",
             f"same token    {after['same_likeliest']:.1%} of the positions",
         ]
-    return "\n".join([*lines, f"next: headrace serve {copied.folder}"])
+    return "\n".join([*lines, f"next: headrace serve {shlex.quote(str(copied.folder))}"])
 
 
 def _mib(size: int) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.assembly.plugged import read_tokenizer
+from headrace.assembly.resolved import resolve_engine
 from headrace.engine_args import EngineArgs
 from headrace_core.errors import ConfigError, EngineError
 from headrace_core.sampling.params import SamplingParams
@@ -33,38 +35,46 @@ class Quality(NamedTuple):
     """Share of the positions where both find the same token likeliest."""
 
 
+def text_ids(args: EngineArgs, text: str, most_tokens: int) -> list[int]:
+    """The text's first tokens, by the model's tokenizer; the model is not loaded.
+
+    Raises:
+        ConfigError: there are fewer than two, or the model has no tokenizer.
+    """
+    tokenizer = read_tokenizer(resolve_engine(args.create_engine_config()))
+    if tokenizer is None:
+        raise ConfigError("--text: the model has no tokenizer to read it with")
+    ids = list(tokenizer.encode(text))[:most_tokens]
+    if len(ids) < 2:
+        raise ConfigError(f"--text: has {len(ids)} tokens: must have at least 2")
+    return ids
+
+
 def compare_quality(
-    original: EngineArgs, quantized: EngineArgs, text: str, most_tokens: int
+    original: EngineArgs, quantized: EngineArgs, ids: Sequence[int]
 ) -> list[Quality]:
     """The quality of the original and of the quantized model.
 
     One model after the other is loaded; the text is read in windows of :data:`WINDOW` tokens.
 
+    Args:
+        ids: of the text.
+
     Raises:
-        ConfigError: the text has fewer than two tokens. HeadraceError: a model cannot be loaded.
+        HeadraceError: a model cannot be loaded, or cannot read the text.
     """
-    ids, before = _read(original, text, most_tokens)
-    _, after = _read(quantized, ids, most_tokens)
+    before, after = (_read(args, ids) for args in (original, quantized))
     return [_quality(before, before), _quality(before, after)]
 
 
-def _read(
-    args: EngineArgs, text: str | list[int], most_tokens: int
-) -> tuple[list[int], list[PositionLogprobs]]:
+def _read(args: EngineArgs, ids: Sequence[int]) -> list[PositionLogprobs]:
     from headrace.llm import LLM
 
     settings: dict[str, Any] = {
-        name: getattr(args, name)
-        for name in ("model", "tokenizer", "dtype", "trust_remote_code", "quantization")
+        name: getattr(args, name) for name in ("model", "tokenizer", "dtype", "trust_remote_code")
     }
     with LLM(**settings, max_model_len=WINDOW + 1, max_logprobs=LIKELIEST) as llm:
-        ids = llm.get_tokenizer().encode(text) if isinstance(text, str) else text
-        ids = ids[:most_tokens]
-        if len(ids) < 2:
-            raise ConfigError(
-                "the text to measure with has fewer than two tokens: name a longer one"
-            )
-        return ids, list(_positions(llm, ids))
+        return list(_positions(llm, ids))
 
 
 def _positions(llm: LLM, ids: Sequence[int]) -> Iterator[PositionLogprobs]:

@@ -374,17 +374,26 @@ class _Filling:
         views = self.context.device == "cpu" and (
             self.deliver is not None or self.leaves[leaf].takes_views
         )
-        tensors = {}
+        tensors, stored = {}, dict[str, Path]()
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
+                stored |= {name: file for _, _, name, file in parts.values()}
                 tensors[key] = self._assemble(slot, parts, views)
         if self.deliver is not None:
             self.deliver(leaf, tensors)
         else:
-            self.leaves[leaf].load(tensors)
+            self._hand_over(leaf, tensors, stored)
         self.scratch.reset()
         self.loaded.add(leaf)
+
+    def _hand_over(self, leaf: str, tensors: dict[str, Tensor], stored: Mapping[str, Path]) -> None:
+        """Raises: WeightsError: the leaf cannot use the tensors; names them and their files."""
+        try:
+            self.leaves[leaf].load(tensors)
+        except WeightsError as error:
+            files = ", ".join(dict.fromkeys(str(file) for file in stored.values()))
+            raise WeightsError(f"{files}: {error} (of tensors {listed([*stored])})") from None
 
     def _assemble(
         self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]], views: bool

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 PATTERN = "model-{number:05d}.safetensors"
 JOURNAL = "headrace-quantize.json"
-"""What an unfinished run has written."""
-FILE_BYTES = 2 << 30
+"""What a run has written; it stays beside the checkpoint."""
+MOST_FILE_BYTES, LEAST_FILE_BYTES, FILES = 2 << 30, 128 << 20, 16
 """Bytes of the source's tensors that go into one file: what an interrupted run does again at most."""
 _ROOM = 1 << 10
 """Bytes of a file's header besides its tensors' entries."""
@@ -104,21 +104,22 @@ def write_quantized(
     *,
     with_head: bool = False,
     load: LoadConfig | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Copied:
     """Write the checkpoint with every linear layer that the format takes encoded, the rest unchanged.
 
-    One tensor is in memory at a time. Files that an interrupted run has completed are kept.
+    One tensor is in memory at a time. Files that an earlier run of the same settings has completed are kept.
 
     Args:
         context: of the plain checkpoint, on one rank.
         folder: created if need be; may not be the checkpoint's own.
         with_head: encode ``lm_head`` too.
-        file_bytes: bytes of the source's tensors that go into one file.
+        file_bytes: bytes of the source's tensors that go into one file; default: a sixteenth, within limits.
 
     Raises:
-        ConfigError: the model is quantized already; the folder is the model's, or holds another checkpoint.
+        ConfigError: the model is quantized already, or a GGUF file; the folder is a file, the model's, or
+            holds something else.
         WeightsError: see :func:`headrace_models.loading.loader.load_model`; or no layer fits the format.
     """
     load = load or LoadConfig()
@@ -127,12 +128,21 @@ def write_quantized(
             f"model.model = {info.name!r}: is quantized with {block['quant_method']!r} already; name the "
             "checkpoint in floats", field="model.model",
         )  # fmt: skip
+    if not info.path.is_dir():
+        raise ConfigError(
+            f"model.model = {info.name!r}: must be a folder or hub name: a GGUF file's tokenizer would "
+            "be lost; name the checkpoint that it was made from", field="model.model",
+        )  # fmt: skip
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file: name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
-    if info.path.is_dir() and folder.samefile(info.path):
+    if folder.samefile(info.path):
         raise ConfigError(f"{folder}: must be another folder than the model's")
     recorder = _Recorder(context.quant)
     built = Built.of(info, dataclasses.replace(context, quant=recorder))
     copied = Copied(folder)
+    if file_bytes is None:
+        file_bytes = min(MOST_FILE_BYTES, max(LEAST_FILE_BYTES, info.weight_bytes // FILES))
     stamp = _stamp(info, encoder, with_head, file_bytes)
     copy = _Copy(copied, encoder, recorder.modules, with_head, stamp)
     stored = choose_format(info.path, load).tensors(info.path, progress)
@@ -141,12 +151,14 @@ def write_quantized(
         copy.run(wanted, file_bytes)
     if not copied.encoded:
         raise WeightsError(f"{info.path}: no linear layer has a shape that the format takes")
-    if info.path.is_dir():
-        copy_others(info.path, folder)
+    stored_nowhere = recorder.modules - set(copied.encoded) - set(copied.left)
+    copied.left += sorted(
+        stored_nowhere
+    )  # a tied head: readers must know that it is no layer of the format
+    copy_others(info.path, folder)
     config = {**info.whole_config} if info.whole_config else {**info.config}
     config["quantization_config"] = dict(encoder.config(copied.encoded, copied.left))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    copy.journal.unlink()
     return copied
 
 
@@ -161,7 +173,7 @@ def _stamp(info: ModelInfo, encoder: WeightEncoder, with_head: bool, file_bytes:
 
 
 class _Copy:
-    """The files of one run. What is complete stands in a journal, which goes with the end."""
+    """The files of one run. What is complete stands in a journal."""
 
     def __init__(
         self, copied: Copied, encoder: WeightEncoder, modules: set[str], with_head: bool, stamp: str
@@ -178,19 +190,31 @@ class _Copy:
 
     def _files_before(self) -> dict[str, _File]:
         """Raises: ConfigError: the folder holds something else."""
+        found: dict[str, Any] = {}
         if self.journal.is_file():
             found = json.loads(self.journal.read_text(encoding="utf-8"))
-            if found.get("stamp") == self.stamp:
-                return {name: _File(**each) for name, each in found["files"].items()}
-        elif not any(self.copied.folder.glob("*.safetensors")):
-            return {}
-        raise ConfigError(
-            f"{self.copied.folder}: holds another checkpoint, or one of another model, format or setting: "
-            "name an empty folder"
-        )
+        elif any(self.copied.folder.iterdir()):
+            raise ConfigError(
+                f"{self.copied.folder}: is not empty: name a folder that is new or empty, or that of an "
+                "unfinished run"
+            )
+        if found and found.get("stamp") != self.stamp:
+            raise ConfigError(
+                f"{self.copied.folder}: holds a run of another model, format or setting: name a folder "
+                "that is new or empty"
+            )
+        return {name: _File(**each) for name, each in found.get("files", {}).items()}
+
+    def _note(self) -> None:
+        """Write the journal, so that it is whole at every moment."""
+        state = {"stamp": self.stamp, "files": {n: asdict(f) for n, f in self.files.items()}}
+        partial = self.journal.with_name(self.journal.name + ".partial")
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(self.journal)
 
     def run(self, stored: Iterator[tuple[str, Tensor]], file_bytes: int) -> None:
         """Write all files and their index."""
+        self._note()
         pending: list[tuple[str, Tensor]] = []
         size = number = 0
         for name, tensor in stored:
@@ -215,8 +239,7 @@ class _Copy:
             self.copied.resumed_files += 1
         else:
             self.files[path.name] = self._write(path, tensors)
-            state = {"stamp": self.stamp, "files": {n: asdict(f) for n, f in self.files.items()}}
-            self.journal.write_text(json.dumps(state), encoding="utf-8")
+            self._note()
         self.copied.add(self.files[path.name])
 
     def _write(self, path: Path, tensors: list[tuple[str, Tensor]]) -> _File:

@@ -97,8 +97,8 @@ class Gguf(QuantMethod):
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Gguf:
         if config is None:
             raise ConfigError(
-                "quantization 'gguf' needs a GGUF file: floats are not made blocks while loading; 'int8' and "
-                "'int4' round them",
+                "quantization 'gguf' needs a GGUF file; 'q4_k', 'q5_k', 'q6_k', 'q8_0' and 'q4_0' make such "
+                "blocks of floats while loading",
                 field="model.quantization",
             )
         for key, value in config.items():
