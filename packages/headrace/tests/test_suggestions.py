@@ -95,7 +95,7 @@ def test_aliases_are_names_that_we_do_not_have(flags: list[str]) -> None:
         ("bench", ["latencies"], "Did you mean 'latency'?"),
         ("serv", [], "Did you mean 'serve'?"),
         ("run_batch", [], "Did you mean 'run-batch'?"),
-        ("quantize", [], "unknown command 'quantize'."),
+        ("distill", [], "unknown command 'distill'."),
     ],
 )  # fmt: skip
 def test_on_the_command_line(
