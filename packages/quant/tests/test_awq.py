@@ -8,7 +8,8 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec
-from headrace_quant.awq import AWQWeight, _unpacked
+from headrace_core.ops import KernelNeed, bind_ops
+from headrace_quant.awq import AWQ, AWQWeight, _unpacked
 from headrace_quant.none import PlainWeight
 from headrace_testing.model.quant_methods import QuantConformance
 from headrace_testing.model.quantized_layers import awq_tensors
@@ -79,3 +80,18 @@ def test_nibbles_are_outputs_in_their_order() -> None:
     word = sum(output << (4 * place) for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
     word = word - 2**32 if word >= 2**31 else word
     assert _unpacked(torch.tensor([[word]], dtype=torch.int32)).tolist() == [list(range(8))]
+
+
+def test_unknown_keys_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    ops = bind_ops(KernelNeed(device="cpu", dtype="float32"), choose={"*": "reference"})
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "version": "gemm",
+        "backend": None,
+    }
+    AWQ.from_config(config, ops)
+    assert not caplog.records
+    AWQ.from_config({**config, "frobnicate": 1}, ops)
+    assert "frobnicate" in caplog.text

@@ -20,7 +20,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import signed, unpack_rows
-from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales, scale_spec
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
@@ -33,6 +33,13 @@ PER_WORD = 8
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each nibble of a word, less the word's first."""
 HEAD = "lm_head"
+
+
+_KNOWN = (
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "backend",
+    "modules_to_not_convert", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
+)  # fmt: skip
+"""Keys that AutoAWQ and transformers write."""
 
 
 class AWQWeight(IntegerMethod):
@@ -105,6 +112,7 @@ class AWQ(QuantMethod):
                 "quantization 'awq' needs a checkpoint made with it; 'int4' quantizes while loading",
                 field="model.quantization",
             )
+        warn_of_unknown(cls.name, config, _KNOWN)
         bits = config.get("bits", config.get("w_bit", BITS))
         if bits != BITS:
             raise refusal("bits" if "bits" in config else "w_bit", bits, str(BITS))

@@ -36,7 +36,7 @@ import torch
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
-from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
 from headrace_quant.fp8.layers import Fp8Layers
 from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, matches, module_names
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR_CLASS = "Linear"
+_KNOWN = (
+    "quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme", "version",
+    "sparsity_config", "transform_config", "global_compression_ratio",
+)  # fmt: skip
+"""Keys that llm-compressor writes."""
 _REFUSED = {
     "sparsity_config": "sparse weights (2:4, bitmasks) are not read; decompress them first",
     "transform_config": "transforms of activations (Hadamard rotations) are not applied",
@@ -195,6 +200,7 @@ class CompressedTensors(QuantMethod):
                 "quantizes while loading",
                 field="model.quantization",
             )
+        warn_of_unknown(cls.name, config, _KNOWN)
         for key, why in _REFUSED.items():
             if config.get(key):
                 raise refusal(key, config[key], f"absent: {why}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection, Mapping
+
 from headrace_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def refusal(key: str, value: object, accepted: str) -> ConfigError:
@@ -19,3 +24,15 @@ def listed_names(key: str, value: object) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise refusal(key, value, "a list of names")
     return value
+
+
+def warn_of_unknown(method: str, config: Mapping[str, object], known: Collection[str]) -> None:
+    """Log the keys that no version of a format that we know has: a newer one may mean other numbers."""
+    unknown = sorted(key for key in config if key not in known and config[key] is not None)
+    if unknown:
+        logger.warning(
+            "quantization_config: %s: keys that %r is not known to have, and that change nothing here; check "
+            "the answers",
+            ", ".join(unknown),
+            method,
+        )
