@@ -113,7 +113,7 @@ class Q6KEncoder(BlockEncoder):
 
     def blocks(self, numbers: Tensor) -> Tensor:
         groups = numbers.view(-1, 16, 16)
-        wanted = symmetric(groups, -32, 31, signed_scale=True).scale
+        wanted = symmetric(groups, -32, 31, signed_scale=True, shrinks=(1.0,)).scale
         largest = wanted.gather(1, wanted.abs().argmax(1, keepdim=True))
         outer = (largest / -128).half()
         scales = _codes(wanted, outer.float(), -128, 127)
