@@ -1,3 +1,3 @@
-"""What all tests of the repository share: samples of long tails, where a run asks for them."""
+"""Plug-in of all tests of the repository: a run may ask for samples of long tails."""
 
 pytest_plugins = ["headrace_testing.sampling"]

@@ -115,7 +115,7 @@ class Environment:
         self._run(self.session.run, program, words, env or {})
 
     def install(self, *words: str) -> None:
-        """Install with pip, quietly; nothing where there are no words."""
+        """Install with pip, quietly; no words install nothing."""
         if words:
             pip = ("-m", "pip", "install", "--quiet", *words)
             self._run(self.session.run_install, "python", pip, {})

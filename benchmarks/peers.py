@@ -153,7 +153,7 @@ class Peers:
                 "-fa", "1", "-p", str(prompt), "-n", str(output), "-r", "1", "-o", "json"]  # fmt: skip
 
     def version(self, engine: str) -> str:
-        """What a program without a worker says of itself; nothing where only its benchmark is installed."""
+        """Version line of a program without a worker; empty where only its benchmark is installed."""
         if engine not in ("llamacpp", "llama-bench"):
             return ""
         try:

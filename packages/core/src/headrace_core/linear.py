@@ -109,7 +109,7 @@ class LinearMethod(ABC):
     def rows(self, state: Any, ids: Tensor) -> Tensor:
         """Rows of the weight, of a method that :meth:`QuantMethod.for_table` gives: ids [T] int64 ->
         [T, in_features], in the activations' dtype."""
-        raise NotImplementedError(f"{type(self).__name__} looks no rows up")
+        raise NotImplementedError(f"{type(self).__name__} cannot look up rows")
 
     def apply_activated(
         self, ops: OpTable, state: Any, x: Tensor, kind: str, bias: Tensor | None = None

@@ -89,7 +89,7 @@ class QuantizedWeight:
     zero_points: Tensor | None = None
     """[N, groups] int8, in the values' range; not with a table."""
     bits: int = 8
-    """Of :data:`QUANT_BITS`."""
+    """Bits of a code; one of :data:`QUANT_BITS`."""
     group_size: int | None = None
     """None: one group, a scale per output."""
     table: Tensor | None = None

@@ -92,7 +92,7 @@ class OpTable:
     sample: SampleOp
     top_logprobs: TopLogprobsOp
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Op name -> implementation, of those that are no fields."""
+    """Op name -> implementation, for the ops that have no field."""
     providers: Mapping[str, str] = field(default_factory=dict)
     """Name of the provider of each op."""
     row_invariant: bool = False

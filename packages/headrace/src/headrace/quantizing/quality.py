@@ -1,4 +1,4 @@
-"""What fewer bits cost: how two models read one text."""
+"""Measurement of what fewer bits cost: two models read one text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``int4``, ``int4_g32``, ``int8`` and ``fp8`` in the container ``compressed-tensors``, which vLLM reads too.
+"""``int4``, ``int4_g32``, ``int8`` and ``fp8`` in the container ``compressed-tensors``.
 
 Source: github.com/vllm-project/compressed-tensors (documentation of the formats).
 """
