@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import QuantizedWeight
-from headrace_quant.gguf.blocks import KINDS, CodeKind, Codes, dequantize
+from headrace_quant.gguf.blocks import KINDS, dequantize
+from headrace_quant.gguf.codes import CodeKind, Codes
 
 _NUMBERS_AT_ONCE = 1 << 20
 """Blocks are taken apart in slices, so that intermediate results never exist of a whole weight."""
@@ -19,14 +20,13 @@ def packed_weight(name: str, raw: Tensor) -> QuantizedWeight:
     """The weight that rows of blocks are. Nothing of ``raw`` is kept.
 
     Args:
-        name: of a :class:`~headrace_quant.gguf.blocks.CodeKind`.
+        name: one of :data:`~headrace_quant.gguf.blocks.KINDS`.
         raw: uint8 [N, bytes of a row].
 
     Raises:
         ValueError: a scale or a minimum is infinite or no number.
     """
     kind = KINDS[name]
-    assert isinstance(kind, CodeKind), name
     rows, blocks = raw.shape[0], raw.shape[1] // kind.num_bytes
     found: dict[str, Tensor] = {}
     for start, codes in _slices(kind, raw):
