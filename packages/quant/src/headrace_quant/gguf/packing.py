@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 import torch
@@ -27,9 +27,24 @@ def packed_weight(name: str, raw: Tensor) -> QuantizedWeight:
         ValueError: a scale or a minimum is infinite or no number.
     """
     kind = KINDS[name]
-    rows, blocks = raw.shape[0], raw.shape[1] // kind.num_bytes
+    blocks = raw.shape[1] // kind.num_bytes
+    return weight_of_codes(name, raw.shape[0], blocks, _slices(kind, raw))
+
+
+def weight_of_codes(
+    name: str, rows: int, blocks: int, pieces: Iterable[tuple[int, Codes]]
+) -> QuantizedWeight:
+    """A weight of ``rows`` rows, each of so many blocks of a type.
+
+    Args:
+        pieces: codes of some rows at a time, and the first of these rows.
+
+    Raises:
+        ValueError: a scale or a minimum is infinite or no number.
+    """
+    kind = KINDS[name]
     found: dict[str, Tensor] = {}
-    for start, codes in _slices(kind, raw):
+    for start, codes in pieces:
         for field in fields(codes):
             part: Tensor | None = getattr(codes, field.name)
             if part is None:
