@@ -209,7 +209,7 @@ def test_parts_of_vectors_and_of_codes_are_each_packed() -> None:
     torch.testing.assert_close(layer.apply(state, x), x @ meant.T)
 
 
-VECTORS = {"IQ1_S": 2, "IQ1_M": 4, "IQ2_XXS": 4, "IQ2_XS": 4, "IQ2_S": 4, "IQ3_XXS": 4, "IQ3_S": 4}
+VECTORS = {"IQ1_S": 2, "IQ1_M": 3, "IQ2_XXS": 3, "IQ2_XS": 3, "IQ2_S": 3, "IQ3_XXS": 4, "IQ3_S": 4}
 """Types whose blocks choose vectors -> bits of a code."""
 
 

@@ -18,17 +18,13 @@ from torch import Tensor
 from headrace_quant.gguf.code_books import code_numbers, code_places
 from headrace_quant.gguf.codes import CodeKind, Codes, halves
 
-_BITS = 4
-_MIDDLE = 1 << _BITS - 1
-_ALL = (1 << _BITS) - 1
-"""A place's bits."""
 _OCTETS = 0x0101010101010101
 """Times a number below 256: that number in eight bytes."""
 
 
 def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    """Table of numbers in ascending order; the zeros at both ends fill it up."""
-    rest = (0.0,) * (_MIDDLE - len(magnitudes))
+    """Table of numbers in ascending order, 8 or 16 of them; zeros at both ends fill it up."""
+    rest = (0.0,) * ((4 if len(magnitudes) <= 4 else 8) - len(magnitudes))
     return (*rest, *(-each for each in reversed(magnitudes)), *magnitudes, *rest)
 
 
@@ -64,10 +60,10 @@ def _iq1_m(blocks: Tensor) -> Codes:
     bits = (words >> 12 << torch.tensor([0, 4, 8, 12])).sum(1, keepdim=True)
     outer = bits.to(torch.uint16).view(torch.float16).float()
     scales = 2 * (words[:, :, None] >> torch.tensor([0, 3, 6, 9]) & 7).flatten(1) + 1
-    # Ascending, the table is -9, -7, -1, 1, 7, 9 eighths: -1, 0 and 1 take every other one.
-    first = torch.where(fields >> 3 == 1, _MIDDLE - 3, _MIDDLE - 2)
+    # The table is 0, -9, -7, -1, 1, 7, 9, 0 eighths: -1, 0 and 1 take every other place, from 1 or 2 on.
+    first = torch.where(fields >> 3 == 1, 1, 2)
     places = _vectors("IQ1_S")[blocks[:, :32].long() | (fields & 7) << 8]
-    return _codes(2 * places + first * _OCTETS, scales, outer)
+    return _codes(2 * places + first * _OCTETS, 3, scales, outer)
 
 
 # --- IQ2 and IQ3: magnitudes and signs --------------------------------------------------------
@@ -77,43 +73,43 @@ def _iq2_xxs(blocks: Tensor) -> Codes:
     """Eight groups of 32 with scales of 4 bits."""
     chosen = blocks[:, 2:66].reshape(-1, 8, 8)[:, :, :4].flatten(1)
     fields = _words(blocks[:, 2:66], torch.int32)[:, 1::2]
-    places = _magnitudes("IQ2_XXS")[chosen.long()] ^ _seven_signs(fields)
-    return _codes(places, 2 * (fields >> 28) + 1, halves(blocks, 0))
+    places = _magnitudes("IQ2_XXS", 3)[chosen.long()] ^ _seven_signs(fields, 3)
+    return _codes(places, 3, 2 * (fields >> 28) + 1, halves(blocks, 0))
 
 
 def _iq2_xs(blocks: Tensor) -> Codes:
     """Sixteen groups of 16 with scales of 4 bits."""
     fields = _words(blocks[:, 2:66], torch.int16)
-    places = _magnitudes("IQ2_XS")[fields & 511] ^ _flips(parity=True)[fields >> 9]
-    return _codes(places, 2 * _nibbles(blocks[:, 66:74]) + 1, halves(blocks, 0))
+    places = _magnitudes("IQ2_XS", 3)[fields & 511] ^ _flips(3, parity=True)[fields >> 9]
+    return _codes(places, 3, 2 * _nibbles(blocks[:, 66:74]) + 1, halves(blocks, 0))
 
 
 def _iq2_s(blocks: Tensor) -> Codes:
     """Sixteen groups of 16 with scales of 4 bits."""
     high = (blocks[:, 66:74, None].long() >> torch.tensor([0, 2, 4, 6]) & 3).flatten(1)
-    places = _magnitudes("IQ2_S")[blocks[:, 2:34].long() | high << 8]
-    places = places ^ _flips()[blocks[:, 34:66].long()]
-    return _codes(places, 2 * _nibbles(blocks[:, 74:82]) + 1, halves(blocks, 0))
+    places = _magnitudes("IQ2_S", 3)[blocks[:, 2:34].long() | high << 8]
+    places = places ^ _flips(3)[blocks[:, 34:66].long()]
+    return _codes(places, 3, 2 * _nibbles(blocks[:, 74:82]) + 1, halves(blocks, 0))
 
 
 def _iq3_xxs(blocks: Tensor) -> Codes:
     """Eight groups of 32 with scales of 4 bits; vectors of four."""
     fields = _words(blocks[:, 66:98], torch.int32)
-    places = _pairs(_magnitudes("IQ3_XXS"), blocks[:, 2:66].long()) ^ _seven_signs(fields)
-    return _codes(places, 2 * (fields >> 28) + 1, halves(blocks, 0))
+    places = _pairs(_magnitudes("IQ3_XXS", 4), blocks[:, 2:66].long()) ^ _seven_signs(fields, 4)
+    return _codes(places, 4, 2 * (fields >> 28) + 1, halves(blocks, 0))
 
 
 def _iq3_s(blocks: Tensor) -> Codes:
     """Eight groups of 32 with scales of 4 bits; vectors of four."""
     high = (blocks[:, 66:74, None].long() >> torch.arange(8) & 1).flatten(1)
-    places = _pairs(_magnitudes("IQ3_S"), blocks[:, 2:66].long() | high << 8)
-    places = places ^ _flips()[blocks[:, 74:106].long()]
-    return _codes(places, 2 * _nibbles(blocks[:, 106:110]) + 1, halves(blocks, 0))
+    places = _pairs(_magnitudes("IQ3_S", 4), blocks[:, 2:66].long() | high << 8)
+    places = places ^ _flips(4)[blocks[:, 74:106].long()]
+    return _codes(places, 4, 2 * _nibbles(blocks[:, 106:110]) + 1, halves(blocks, 0))
 
 
-def _codes(places: Tensor, scales: Tensor, outer: Tensor) -> Codes:
+def _codes(places: Tensor, bits: int, scales: Tensor, outer: Tensor) -> Codes:
     """places int64 [n, vectors] of eight bytes, scales int64 [n, groups]."""
-    return Codes(_octets(places) - _MIDDLE, scales.float(), block_scales=outer)
+    return Codes(_octets(places) - (1 << bits - 1), scales.float(), block_scales=outer)
 
 
 # --- vectors as words of eight bytes ----------------------------------------------------------
@@ -127,29 +123,30 @@ def _vectors(name: str) -> Tensor:
 
 
 @functools.cache
-def _magnitudes(name: str) -> Tensor:
+def _magnitudes(name: str, bits: int) -> Tensor:
     """The same as places of positive numbers in a table of :func:`_signed`."""
     vectors = _vectors(name)
-    return vectors + _MIDDLE * (_OCTETS & (1 << 8 * vectors.itemsize) - 1)
+    return vectors + (1 << bits - 1) * (_OCTETS & (1 << 8 * vectors.itemsize) - 1)
 
 
 @functools.cache
-def _flips(*, parity: bool = False) -> Tensor:
+def _flips(bits: int, *, parity: bool = False) -> Tensor:
     """Words that change the signs of eight places, by the bits that say which: int64 [256].
 
     Args:
+        bits: of a place.
         parity: 7 bits say it, [128]; the eighth makes the number of changed signs even.
     """
-    bits = torch.arange(128 if parity else 256)[:, None] >> torch.arange(8) & 1
+    changed = torch.arange(128 if parity else 256)[:, None] >> torch.arange(8) & 1
     if parity:
-        bits[:, 7] = bits.sum(1) & 1
-    return (bits * _ALL).byte().view(torch.int64)[:, 0]
+        changed[:, 7] = changed.sum(1) & 1
+    return (changed * ((1 << bits) - 1)).byte().view(torch.int64)[:, 0]
 
 
-def _seven_signs(fields: Tensor) -> Tensor:
+def _seven_signs(fields: Tensor, bits: int) -> Tensor:
     """fields int64 [n, groups], which say the signs of four vectors of eight each, in 7 bits a vector ->
     int64 [n, 4 * groups]."""
-    return _flips(parity=True)[
+    return _flips(bits, parity=True)[
         (fields[:, :, None] >> torch.tensor([0, 7, 14, 21]) & 127).flatten(1)
     ]
 
@@ -179,8 +176,9 @@ def _kind(
     num_bytes: int, group_size: int, codes: Callable[[Tensor], Codes], table: tuple[float, ...]
 ) -> CodeKind:
     """256 codes of a table, a byte for each group's scale and two for the block's."""
-    kept = 256 * _BITS // 8 + 256 // group_size + 2
-    return CodeKind(256, num_bytes, _BITS, group_size, codes, table=table, kept_bytes=kept)
+    bits = 3 if len(table) == 8 else 4
+    kept = 256 * bits // 8 + 256 // group_size + 2
+    return CodeKind(256, num_bytes, bits, group_size, codes, table=table, kept_bytes=kept)
 
 
 VECTOR_KINDS: Mapping[str, CodeKind] = {
