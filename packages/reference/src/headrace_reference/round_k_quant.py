@@ -35,9 +35,9 @@ def round_k_quant(weight: Tensor, bits: int) -> QuantizedWeight:
         parts = _six_bits_of(piece) if bits == 6 else _with_minimums(piece, bits)
         for name, part in parts.items():
             getattr(found, name)[rows] = part
-    for part in (weight, found.block_scales, found.block_minimums):
-        if part is not None and not bool(part.isfinite().all()):
-            raise WeightsError("the weight holds infinities or NaN")
+    parts = (weight, found.block_scales, found.block_minimums)
+    if not all(part is None or bool(part.isfinite().all()) for part in parts):
+        raise WeightsError("the weight holds infinities or NaN")
     return found
 
 
