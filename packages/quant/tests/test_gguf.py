@@ -207,6 +207,10 @@ def test_parts_of_vectors_and_of_codes_are_each_packed() -> None:
     meant = torch.cat([their_floats("IQ2_S", gate), their_floats("Q6_K", up)])
     x = torch.randn(3, 512)
     torch.testing.assert_close(layer.apply(state, x), x @ meant.T)
+    blocks = 24 * 2 * KINDS["IQ2_S"].kept_bytes + 16 * 2 * KINDS["Q6_K"].num_bytes
+    assert layer.kept_bytes(spec()) == blocks
+    codes = method(dict(zip(PARTS, ("Q4_K", "Q6_K"), strict=True))).for_layer(spec())
+    assert codes.kept_bytes(spec()) is None
 
 
 VECTORS = {"IQ1_S": 2, "IQ1_M": 3, "IQ2_XXS": 3, "IQ2_XS": 3, "IQ2_S": 3, "IQ3_XXS": 4, "IQ3_S": 4}

@@ -35,8 +35,8 @@ def round_k_quant(weight: Tensor, bits: int) -> QuantizedWeight:
         parts = _six_bits_of(piece) if bits == 6 else _with_minimums(piece, bits)
         for name, part in parts.items():
             getattr(found, name)[rows] = part
-    parts = (weight, found.block_scales, found.block_minimums)
-    if not all(part is None or bool(part.isfinite().all()) for part in parts):
+    floats = (weight, found.block_scales, found.block_minimums)
+    if not all(part is None or bool(part.isfinite().all()) for part in floats):
         raise WeightsError("the weight holds infinities or NaN")
     return found
 
