@@ -3,6 +3,8 @@
 Switched on by ``HEADRACE_TESTS=sampled``; without it every case runs. The sample is drawn by a seed
 that the header prints: ``HEADRACE_TEST_SEED``, else the day, so that all cases get their turn within
 days and a failure can be repeated. Every value of every parameter is in the sample at least once.
+``@pytest.mark.keep(4)``, on a test, a class or a module, has it shortened where it has more than four cases:
+for tests whose cases take long. ``HEADRACE_TEST_KEEP`` does that for a run.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-KEEP = 24
-"""Cases of one test that are always few enough to run all."""
+KEEP = 12
+"""Cases of one test that are few enough to run all, unless said otherwise."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed before the processes of pytest-xdist start: they inherit it."""
     os.environ.setdefault("HEADRACE_TEST_SEED", f"{datetime.date.today():%Y%m%d}")
+    config.addinivalue_line(
+        "markers", "keep(cases): a sample of so many is enough, as its cases take long"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -42,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, cases in tests.items():
         chosen = sample(
             [_parameters(case) for case in cases],
-            keep=KEEP,
+            keep=_keep(cases[0]),
             seed=f"{os.environ['HEADRACE_TEST_SEED']} {name}",
         )
         kept.update(cases[index].nodeid for index in chosen)
@@ -80,6 +85,12 @@ def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> li
 def _values(case: Mapping[str, object]) -> Iterable[tuple[str, str]]:
     # An object without a text of its own shows its address, which other processes do not share.
     return ((name, repr(value).partition(" at 0x")[0]) for name, value in case.items())
+
+
+def _keep(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("keep")
+    of_run = int(os.environ.get("HEADRACE_TEST_KEEP", KEEP))
+    return of_run if mark is None else min(of_run, *mark.args)
 
 
 def _parameters(item: pytest.Item) -> Mapping[str, object]:
