@@ -200,8 +200,16 @@ class Environment:
 
 
 def _own(session: nox.Session) -> Environment:
-    """The environment that nox made for this session."""
-    return Environment(session, Path(session.virtualenv.location))
+    """The environment that nox made for this session, with no layer yet."""
+    home = Path(session.virtualenv.location)
+    _forget_layers(home)
+    return Environment(session, home)
+
+
+def _forget_layers(home: Path) -> None:
+    """Forget what an earlier noxfile showed: one backend is known by its folder to what it built."""
+    for seen in home.glob("lib/*/site-packages/layer-*.pth"):
+        seen.unlink()
 
 
 def _together(session: nox.Session, *more: str) -> Environment:
@@ -211,6 +219,7 @@ def _together(session: nox.Session, *more: str) -> Environment:
     if not mark.exists() or mark.read_text() != state:
         if not (TOGETHER / "bin" / "python").exists():
             session.run_install(sys.executable, "-m", "venv", str(TOGETHER), external=True)
+        _forget_layers(TOGETHER)
         environment.torch(triton=True)
         environment.editable(*LIBRARIES)
         environment.tree(_path("headrace", "test"))
