@@ -85,6 +85,9 @@ OLDEST = (
 Left out: tests that need an optional library (xgrammar, outlines, av, transformers).
 """
 
+os.environ.setdefault("PIP_COMPILE", "0")
+"""Modules are compiled as they are imported: most never are, and pip compiles on one core."""
+
 nox.options.sessions = [
     "lint", "imports", "types", "tests", "everything", "integration", "clients", "oldest",
     "wheels", "docs",
@@ -311,8 +314,11 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """Real models, real clients, real processes, real sockets."""
-    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration")
+    """Real models, real clients, real processes, real sockets.
+
+    Three processes, as a test waits for its server a quarter of the time.
+    """
+    _together(session, XDIST, "schemathesis>=4.3").pytest("-n", "3", "tests-integration")
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:
