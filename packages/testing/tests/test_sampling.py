@@ -39,6 +39,13 @@ def test_a_short_tail_is_whole() -> None:
     assert len(sample([{}] * 100, keep=24, seed="x")) == 24
 
 
+def test_cases_that_take_turns() -> None:
+    """One a day, whatever the values: each has its turn."""
+    days = [sample(CASES[:3], keep=1, seed=str(day), every_value=False) for day in range(30)]
+    assert {len(chosen) for chosen in days} == {1}
+    assert {index for [index] in days} == {0, 1, 2}
+
+
 FILE = """
     import pytest
 
