@@ -166,7 +166,7 @@ def test_odd_groups_in_pieces(level, activations, kind):
 @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
 @pytest.mark.parametrize("kind", [*KINDS, *ODD])
 def test_tiles_give_the_bits_of_vectors(kind, activations, dtype):
-    """At the level of tiles many rows are multiplied by other instructions; sums of bytes are exact in both."""
+    """Tiles multiply many rows by other instructions; sums of bytes are exact in both."""
     vectors, tiles = linear_at("avx512_bf16"), linear_at("avx512_amx")
     for outputs, inputs in ((70, 1000), (256, 512)):
         weight = (KINDS | ODD)[kind].draw(outputs, inputs)
