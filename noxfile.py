@@ -421,7 +421,12 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
     environment = _together(session, MYPY, *STUBS)
-    environment.run("mypy", *(str(ROOT / "packages" / package / "src") for package in PACKAGES))
+    environment.run(
+        "mypy",
+        "--num-workers",
+        "2",
+        *(str(ROOT / "packages" / package / "src") for package in PACKAGES),
+    )
 
 
 @nox.session(venv_params=BARE)
