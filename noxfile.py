@@ -4,7 +4,7 @@ Each session makes its own virtual environment, but for torch and triton, 1.7 GB
 installed once, at one version, and a session that asks for them sees them through a path file.
 Whatever asks for a range of them afterwards is then already satisfied. What builds packages is shared
 the same way, so that the native library is compiled by the first session and found finished by the
-others; the session ``wheels`` builds in isolation, as a user's pip does. Sessions that need all packages
+others, ``wheels`` too. Sessions that need all packages
 together (``dev``, ``types``, ``everything``, ``integration``, ``clients`` and the long ones) share one
 environment, ``.nox/dev``, which is installed again only when a package's metadata or its C++ changes.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -37,10 +39,11 @@ TORCH = os.environ.get("HEADRACE_TORCH", "torch==2.13.0")
 TORCH_INDEX = os.environ.get("HEADRACE_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 """Has torch for Linux without CUDA's libraries; PyPI's torch brings them, several GB."""
 TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
-BACKENDS = ("hatchling>=1.27", "scikit-build-core[hatchling]>=1.1", "editables")
 LAYERS = ROOT / ".nox" / "layers"
 TOGETHER = ROOT / ".nox" / "dev"
 """The environment of every session that needs all packages: they install it once."""
+BARE = ("--without-pip",) if importlib.util.find_spec("pip") else ()
+"""How a session's environment is made: pip is not unpacked for it where nox has one."""
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "sampled")
 """``full`` or ``sampled``; ``nox -s full`` is known by its name, before any session begins."""
@@ -75,11 +78,15 @@ OLDEST = (
     "packages/multimodal/tests",  # Pillow, httpx2
     "--ignore=packages/multimodal/tests/audio/test_decoding.py",  # needs av
     "packages/server/tests",  # fastapi, starlette, uvicorn, pydantic, h11 ...
+    "--ignore=packages/server/tests/parsing",  # texts of models, by no library
 )  # fmt: skip
 """Suites of the session ``oldest``, and the libraries whose lowest versions they go through.
 
 Left out: tests that need an optional library (xgrammar, outlines, av, transformers).
 """
+
+os.environ.setdefault("PIP_COMPILE", "0")
+"""Modules are compiled as they are imported: most never are, and pip compiles on one core."""
 
 nox.options.sessions = [
     "lint", "imports", "types", "tests", "everything", "integration", "clients", "oldest",
@@ -117,8 +124,19 @@ class Environment:
     def install(self, *words: str) -> None:
         """Install with pip, quietly; no words install nothing."""
         if words:
-            pip = ("-m", "pip", "install", "--quiet", *words)
-            self._run(self.session.run_install, "python", pip, {})
+            self.pip("install", *words)
+
+    def pip(self, command: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+        """Run its pip quietly; that of nox, if it has none.
+
+        As many compilers at once as there are cores: with one more, as Ninja has it, the last of the
+        native library's large files would be left to one core.
+        """
+        own = (self.home / "bin" / "pip").exists()
+        where = () if own else ("--python", str(self.home / "bin" / "python"))
+        self._run(self.session.run_install, "python" if own else sys.executable,
+                  ("-m", "pip", *where, command, "--quiet", *words),
+                  {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count()), **(env or {})})  # fmt: skip
 
     def _run(
         self, how: Callable[..., object], program: str, words: Sequence[str], env: Mapping[str, str]
@@ -151,12 +169,17 @@ class Environment:
             self.layer(TRITON)
         return layer
 
+    def backends(self, package: str) -> None:
+        """Show it what the package's build asks for, and nothing else that builds."""
+        tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+        self.layer(*_build_requires(package), *tools)
+
     def tree(
         self, *paths: str, more: tuple[str, ...] = (), constraints: Path | None = None
     ) -> None:
         """Install packages of the tree so that edits are seen, built by what all share; and more."""
-        tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
-        self.layer(*BACKENDS, *tools)
+        self.backends("kernels")
+        self.layer("editables")
         words = ["-c", str(constraints)] if constraints else []
         for path in paths:
             words += ["-e", path]
@@ -167,19 +190,29 @@ class Environment:
         self.tree(*map(_path, BASE))
         self.tree(*(_path(package, extra) for package in packages))
 
-    def pytest(self, *words: str) -> None:
+    def pytest(self, *words: str, keep: int | None = None) -> None:
         """Run pytest in two processes of one thread each: what two cores can carry.
 
         ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
-        ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py).
+        ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py),
+        of more than ``keep`` where it is given.
         """
+        sampled = {"HEADRACE_TEST_KEEP": str(keep)} if keep else {}
         self.run("pytest", "-n", "2", "--dist", "loadfile", *words, *self.session.posargs,
-                 env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS})  # fmt: skip
+                 env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS, **sampled})  # fmt: skip
 
 
 def _own(session: nox.Session) -> Environment:
-    """The environment that nox made for this session."""
-    return Environment(session, Path(session.virtualenv.location))
+    """The environment that nox made for this session, with no layer yet."""
+    home = Path(session.virtualenv.location)
+    _forget_layers(home)
+    return Environment(session, home)
+
+
+def _forget_layers(home: Path) -> None:
+    """Forget what an earlier noxfile showed: one backend is known by its folder to what it built."""
+    for seen in home.glob("lib/*/site-packages/layer-*.pth"):
+        seen.unlink()
 
 
 def _together(session: nox.Session, *more: str) -> Environment:
@@ -189,6 +222,7 @@ def _together(session: nox.Session, *more: str) -> Environment:
     if not mark.exists() or mark.read_text() != state:
         if not (TOGETHER / "bin" / "python").exists():
             session.run_install(sys.executable, "-m", "venv", str(TOGETHER), external=True)
+        _forget_layers(TOGETHER)
         environment.torch(triton=True)
         environment.editable(*LIBRARIES)
         environment.tree(_path("headrace", "test"))
@@ -223,11 +257,19 @@ def _reached(session: nox.Session, index: str) -> bool:
     return True
 
 
+def _project(package: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
+def _build_requires(package: str) -> tuple[str, ...]:
+    return tuple(_project(package)["build-system"]["requires"])
+
+
 def _path(package: str, extra: str = "") -> str:
     return f"./packages/{package}{f'[{extra}]' if extra else ''}"
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 def serve(session: nox.Session) -> None:
     """Set everything up and serve the demo model: ``nox -s serve -- --port 8000``."""
     environment = _own(session)
@@ -251,7 +293,7 @@ def full(session: nox.Session) -> None:
         session.notify(name)
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 @nox.parametrize("package", LIBRARIES, ids=LIBRARIES)
 @_tidy
 def tests(session: nox.Session, package: str) -> None:
@@ -260,8 +302,7 @@ def tests(session: nox.Session, package: str) -> None:
     if package not in WITHOUT_TORCH:
         environment.torch(triton=package in WITH_TRITON)
     base = ["core", "testing"] if package in WITHOUT_TORCH else ["core", "reference", "testing"]
-    environment.tree(*map(_path, base))
-    environment.tree(_path(package, "test"), more=(XDIST,))
+    environment.tree(*map(_path, base), _path(package, "test"), more=(XDIST,))
     environment.pytest(f"packages/{package}/tests")
 
 
@@ -273,8 +314,11 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """Real models, real clients, real processes, real sockets."""
-    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration")
+    """Real models, real clients, real processes, real sockets.
+
+    Three processes, as a test waits for its server a quarter of the time.
+    """
+    _together(session, XDIST, "schemathesis>=4.3").pytest("-n", "3", "tests-integration")
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:
@@ -312,12 +356,13 @@ def clients(session: nox.Session) -> None:
     environment.run("python", "tests-clients/with_server.py", *words)
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 @_tidy
 def oldest(session: nox.Session) -> None:
     """The lowest versions that the packages declare (torch apart: its CPU build is given).
 
-    Only suites that go through one of these libraries: the others would repeat the session ``tests``.
+    Only suites that go through one of these libraries: the others would repeat the session ``tests``. And
+    of cases so few as show every value: which values there are is that session's matter.
     """
     environment = _own(session)
     environment.torch()
@@ -329,7 +374,7 @@ def oldest(session: nox.Session) -> None:
     environment.install("-c", str(constraints), "pytest>=8.4", "pytest-asyncio", "pytest-timeout",
                     XDIST, "hypothesis", "openai", "cohere", "ijson", "jsonschema", "mcp",
                     "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
-    environment.pytest(*OLDEST)
+    environment.pytest(*OLDEST, keep=1)
     session.run("headrace", "generate", "--prompt", "Hello", "--max-tokens", "4", silent=True)
 
 
@@ -337,10 +382,7 @@ def _lowest_versions() -> list[str]:
     """``name==lower bound`` of every run-time dependency outside headrace; the highest bound wins."""
     lowest: dict[str, str] = {}
     for package in PACKAGES:
-        project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())[
-            "project"
-        ]
-        for requirement in project.get("dependencies", []):
+        for requirement in _project(package)["project"].get("dependencies", []):
             match = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*>=\s*([\w.]+)", requirement)
             if match is None or match.group(1) == "torch" or match.group(1).startswith("headrace"):
                 continue
@@ -354,11 +396,11 @@ def _key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 def changelogs(session: nox.Session) -> None:
     """Fold the fragments of every package into its changelog, for a release: nox -s changelogs -- 0.2.0."""
     (version,) = session.posargs
-    session.install("--quiet", "towncrier>=24.8")
+    _own(session).install("towncrier>=24.8")
     for package in PACKAGES:
         if any((ROOT / "packages" / package / "changelog.d").glob("*.md")):
             session.run("towncrier", "build", "--yes", "--config", "towncrier.toml",
@@ -366,11 +408,11 @@ def changelogs(session: nox.Session) -> None:
                         "--name", f"headrace-{package}")  # fmt: skip
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 @_tidy
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
-    session.install("--quiet", RUFF)
+    _own(session).install(RUFF)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", "--quiet", ".")
 
@@ -379,40 +421,64 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
     environment = _together(session, MYPY, *STUBS)
-    environment.run("mypy", *(str(ROOT / "packages" / package / "src") for package in PACKAGES))
+    environment.run(
+        "mypy",
+        "--num-workers",
+        "2",
+        *(str(ROOT / "packages" / package / "src") for package in PACKAGES),
+    )
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 @_tidy
 def imports(session: nox.Session) -> None:
     """import-linter: the dependency rule, and who imports no torch."""
-    session.install("--quiet", "import-linter==2.16")
+    _own(session).install("import-linter==2.16")
     paths = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(paths)})
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 @_tidy
 def wheels(session: nox.Session) -> None:
     """Build every wheel; install and use three sets of them in fresh environments."""
     out = Path(session.create_tmp()) / "dist"
-    for old in out.glob("*.whl"):
-        old.unlink()
-    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out),
-                *(_path(package) for package in PACKAGES))  # fmt: skip
+    shutil.rmtree(out, ignore_errors=True)
+    if TESTS == "full":
+        _own(session).pip("wheel", "--no-deps", "--wheel-dir", str(out), *map(_path, PACKAGES))
+    else:
+        _build_wheels(session, out)
     smoke = ROOT / "tools" / "smoke_wheels.py"
     session.run("python", str(smoke), str(out), str(_own(session).torch()))
 
 
-@nox.session
+def _build_wheels(session: nox.Session, out: Path) -> None:
+    """Build every wheel where there is what its build asks for and no more, as in pip's isolation.
+
+    But one environment serves all packages that ask for the same, and the native library is linked of
+    the objects that the editable install left; Ninja compiles those that its commands do not fit.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for package in PACKAGES:
+        alike.setdefault(_build_requires(package), []).append(package)
+    for number, packages in enumerate(alike.values()):
+        builder = Environment(session, Path(session.create_tmp()) / f"builder-{number}")
+        session.run("python", "-m", "venv", "--clear", *BARE, str(builder.home))
+        builder.backends(packages[0])
+        builder.pip("wheel", "--no-deps", "--wheel-dir", str(out), *map(_path, packages),
+                    "--no-build-isolation", "--check-build-dependencies",
+                    env={"SKBUILD_BUILD_DIR": "native"})  # fmt: skip
+
+
+@nox.session(venv_params=BARE)
 @_tidy
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or an unresolved reference is an error."""
-    session.install("--quiet", "mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
+    _own(session).install("mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
-@nox.session
+@nox.session(venv_params=BARE)
 def requirements(session: nox.Session) -> None:
     """List what is promised about security and reliability, and the tests that prove it."""
     session.run("python", "tools/requirements.py", *session.posargs)

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,22 +121,37 @@ def test_steps_in_parts_give_the_same_bits(
     texts = [text(3 + 29 * i % 71, i) for i in range(70)]
     whole, divided = NativeStepGraph.replay, NativeStepGraph.replay_parts
     ways: list[int] = []
-    monkeypatch.setattr(NativeStepGraph, "replay", lambda *args: ways.append(1) or whole(*args))
-    monkeypatch.setattr(
-        NativeStepGraph,
-        "replay_parts",
-        lambda *args: ways.append(len(args[2]) - 1) or divided(*args),
-    )
+    all_added = threading.Event()
+
+    def replay(*args: Any) -> torch.Tensor:
+        """The first step waits for all requests, so that the next ones are full."""
+        assert all_added.wait(60)
+        ways.append(1)
+        return whole(*args)
+
+    def replay_parts(*args: Any) -> torch.Tensor:
+        ways.append(len(args[2]) - 1)
+        return divided(*args)
+
+    monkeypatch.setattr(NativeStepGraph, "replay", replay)
+    monkeypatch.setattr(NativeStepGraph, "replay_parts", replay_parts)
+    task = PoolingParams(task="embed" if labels is None else "classify")
     found = []
     for threads in (1, 2):
-        settings = {"dtype": dtype, "num_threads": threads, "pooler_config": pooling}
-        with make(tmp_path, **settings) as llm:
-            run = llm.embed if labels is None else llm.classify
+        settings = {**SETTINGS, "dtype": dtype, "num_threads": threads, "pooler_config": pooling}
+        all_added.set()  # for what is run while starting
+        with LLMEngine(EngineArgs(model=str(tmp_path), **settings)) as engine:
             ways.clear()
-            outputs: Any = run(texts, use_tqdm=False)
-            assert (max(ways) == 1) == (threads == 1)
-            found.append([output.outputs for output in outputs])
-    assert found[0] == found[1]
+            all_added.clear()
+            for index, one in enumerate(texts):
+                engine.add_request(str(index), one, task)
+            all_added.set()
+            outputs: dict[str, torch.Tensor] = {}
+            while engine.has_unfinished_requests():
+                outputs |= {each.request_id: each.outputs.data for each in engine.step()}
+        assert (max(ways) == 1) == (threads == 1)
+        found.append(torch.stack([outputs[str(i)] for i in range(len(texts))]))
+    assert torch.equal(found[0], found[1])
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -50,6 +50,8 @@ def test_unknown_name_gives_nearest_and_all_names(group):
     group(_entry("triton", "t:x"), _entry("reference", "r:x"))
     with pytest.raises(PluginNotFound, match=r"'tritn'.*Did you mean 'triton'.*reference, triton"):
         plugins.load("headrace.kernels", "tritn")
+    with pytest.raises(PluginNotFound, match=r"'TRITON'.*Did you mean 'triton'"):
+        plugins.load("headrace.kernels", "TRITON")
 
 
 @pytest.mark.req("REL-24")

@@ -39,6 +39,13 @@ def test_a_short_tail_is_whole() -> None:
     assert len(sample([{}] * 100, keep=24, seed="x")) == 24
 
 
+def test_cases_that_take_turns() -> None:
+    """One a day, whatever the values: each has its turn."""
+    days = [sample(CASES[:3], keep=1, seed=str(day), every_value=False) for day in range(30)]
+    assert {len(chosen) for chosen in days} == {1}
+    assert {index for [index] in days} == {0, 1, 2}
+
+
 FILE = """
     import pytest
 
@@ -50,6 +57,12 @@ FILE = """
     @pytest.mark.parametrize("a", range(5))
     def test_few(a):
         pass
+
+    @pytest.mark.keep(3)
+    @pytest.mark.parametrize("a", range(2))
+    @pytest.mark.parametrize("b", range(5))
+    def test_long(a, b):
+        pass
 """
 
 
@@ -58,8 +71,14 @@ def test_a_run_with_samples(pytester: pytest.Pytester, monkeypatch: pytest.Monke
     monkeypatch.setenv("HEADRACE_TEST_SEED", "7")
     words = ("-p", "headrace_testing.sampling", "-p", "no:cacheprovider")
     monkeypatch.setenv("HEADRACE_TESTS", "full")
-    pytester.runpytest_subprocess(*words).assert_outcomes(passed=105)
+    pytester.runpytest_subprocess(*words).assert_outcomes(passed=115)
     monkeypatch.setenv("HEADRACE_TESTS", "sampled")
     done = pytester.runpytest_subprocess(*words)
-    done.assert_outcomes(passed=KEEP + 5, deselected=100 - KEEP)
+    passed, left_out = done.parseoutcomes()["passed"], done.parseoutcomes()["deselected"]
+    assert passed + left_out == 115
+    many, few, long = range(KEEP, 20), 5, range(5, 7)  # 10 + 10 values need at most 19 cases
+    assert many[0] + few + long[0] <= passed <= many[-1] + few + long[-1]
     done.stdout.fnmatch_lines("*HEADRACE_TEST_SEED=7*")
+    monkeypatch.setenv("HEADRACE_TEST_KEEP", "1")
+    passed = pytester.runpytest_subprocess(*words).parseoutcomes()["passed"]
+    assert 10 + few + long[0] <= passed <= many[-1] + few + long[-1]

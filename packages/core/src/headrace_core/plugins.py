@@ -228,7 +228,8 @@ def find(group: str, name: str) -> Plugin:
     plugins = installed(group)
     if name in plugins:
         return plugins[name]
-    near = difflib.get_close_matches(name, plugins, n=5)
+    lower = {known.lower(): known for known in plugins}
+    near = [lower[found] for found in difflib.get_close_matches(name.lower(), lower, n=5)]
     hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
     names = ", ".join(plugins) or "none"
     raise PluginNotFound(

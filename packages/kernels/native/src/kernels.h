@@ -1,5 +1,5 @@
 // All kernels of one instruction set. Included once by each isa_*.cpp, which defines HR_ISA, the
-// namespace, and what the machine has (HR_AVX2, HR_AVX512, HR_DOT_BF16, or nothing).
+// namespace, and what the machine has (HR_AVX2, HR_AVX512, HR_DOT_BF16, HR_AMX, or nothing).
 
 #include "common.h"
 #include "vec.h"
@@ -13,6 +13,8 @@
 #include "linear.h"
 #include "quant_layout.h"
 #include "quant_tiles.h"
+#include "amx_tiles.h"
+#include "quant_panels.h"
 #include "float8_tiles.h"
 #include "quant_linear.h"
 #include "quant_rounding.h"
@@ -35,6 +37,15 @@ namespace headrace::HR_ISA {
 
 #define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name), &Uniform<&name>::call, Uniform<&name>::signature}
 extern const Entry entries[];
+#if defined(HR_AMX)
+// Those that tiles make faster: the rest is the level below's.
+const Entry entries[] = {
+    HR_ENTRY(quant_linear),
+    HR_ENTRY(quant_linear_gated),
+    HR_ENTRY(quant_routed),
+    {nullptr, nullptr, nullptr, nullptr},
+};
+#else
 const Entry entries[] = {
     HR_ENTRY(embedding),
     HR_ENTRY(rms_norm),
@@ -92,6 +103,7 @@ const Entry entries[] = {
     HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr, nullptr},
 };
+#endif
 #undef HR_ENTRY
 
 }  // namespace headrace::HR_ISA

@@ -2,6 +2,12 @@
 
 #include <cstring>
 
+#if defined(HR_AVX512AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "common.h"
 
 #define HR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -13,6 +19,9 @@ namespace avx2 { extern const Entry entries[]; }
 namespace avx512 { extern const Entry entries[]; }
 #ifdef HR_AVX512BF16
 namespace avx512_bf16 { extern const Entry entries[]; }
+#ifdef HR_AVX512AMX
+namespace avx512_amx { extern const Entry entries[]; }
+#endif
 #endif
 #endif
 
@@ -40,12 +49,29 @@ bool has_avx512() {
 bool has_avx512_bf16() {
   return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 }
+#ifdef HR_AVX512AMX
+// A process asks Linux once for the state of its tiles, which its threads then have.
+bool may_use_tiles() {
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+}
+bool has_avx512_amx() {
+  constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25;
+  unsigned a, b, c, d;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (TILES | BYTES)) != 0) return false;
+  static const bool may = may_use_tiles();
+  return may;
+}
+#endif
 #endif
 #endif
 
-// Best first.
+// Best first. What a level has no kernel for, the next one does.
 const Level LEVELS[] = {
 #ifdef HR_X86
+#ifdef HR_AVX512AMX
+    {"avx512_amx", has_avx512_amx, avx512_amx::entries},
+#endif
 #ifdef HR_AVX512BF16
     {"avx512_bf16", has_avx512_bf16, avx512_bf16::entries},
 #endif
@@ -57,8 +83,13 @@ const Level LEVELS[] = {
 
 // A kernel of a level that this machine can run, nullptr if there is none.
 const Entry* entry_of(const char* level_name, const char* kernel) {
+  bool reached = false;
   for (const Level& level : LEVELS) {
-    if (std::strcmp(level.name, level_name) != 0 || !level.runs_here()) continue;
+    if (std::strcmp(level.name, level_name) == 0) {
+      if (!level.runs_here()) return nullptr;
+      reached = true;
+    }
+    if (!reached) continue;
     for (const Entry* e = level.entries; e->name != nullptr; ++e) {
       if (std::strcmp(e->name, kernel) == 0) return e;
     }

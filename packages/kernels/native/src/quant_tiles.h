@@ -28,7 +28,11 @@ constexpr int64_t FEW_TILES = 4;          // so many share pieces that stay in t
 constexpr int64_t PIECE_BYTES = 16 << 10; // of this size; more share
 constexpr int64_t MANY_PIECE_BYTES = 128 << 10;  // in the second cache
 constexpr int64_t AHEAD = 8192;           // bytes that a lone tile fetches ahead
-constexpr int64_t TASK_LINES = 192;       // rows times limbs of a task
+#if defined(HR_AMX)
+constexpr int64_t TASK_LINES = 512;       // rows times limbs of a task: unpacking codes is the smaller part
+#else
+constexpr int64_t TASK_LINES = 192;
+#endif
 constexpr int64_t RUNS = 8;               // tasks for each thread: evens out what delays one
 constexpr int UNROLL = 4;                 // steps of K between two fetches
 
@@ -52,6 +56,7 @@ inline void put_raw(uint8_t* p, Raw x) { _mm512_storeu_si512(p, x); }
 inline Raw raw_mask(uint8_t mask) { return _mm512_set1_epi8(int8_t(mask)); }
 inline Raw kept(Raw x, Raw mask) { return _mm512_and_si512(x, mask); }
 inline Raw either(Raw a, Raw b) { return _mm512_or_si512(a, b); }
+inline Raw less(Raw a, Raw b) { return _mm512_sub_epi8(a, b); }
 inline Raw rotated(Raw x, int n) { return _mm512_rorv_epi32(x, iset(n)); }
 inline Raw lowered(Raw x, int n) { return _mm512_srlv_epi32(x, iset(n)); }
 inline Raw raw_table(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
@@ -98,6 +103,7 @@ inline void put_raw(uint8_t* p, Raw x) { _mm256_storeu_si256((vi*)p, x); }
 inline Raw raw_mask(uint8_t mask) { return _mm256_set1_epi8(int8_t(mask)); }
 inline Raw kept(Raw x, Raw mask) { return _mm256_and_si256(x, mask); }
 inline Raw either(Raw a, Raw b) { return _mm256_or_si256(a, b); }
+inline Raw less(Raw a, Raw b) { return _mm256_sub_epi8(a, b); }
 inline Raw lowered(Raw x, int n) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(n)); }
 inline Raw rotated(Raw x, int n) { return either(lowered(x, n), _mm256_sll_epi32(x, _mm_cvtsi32_si128(32 - n))); }
 inline Raw raw_table(const uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
@@ -134,6 +140,7 @@ inline void put_raw(uint8_t* p, Raw x) { __builtin_memcpy(p, &x, 16); }
 inline Raw raw_mask(uint8_t mask) { return Raw{} + mask; }
 inline Raw kept(Raw x, Raw mask) { return x & mask; }
 inline Raw either(Raw a, Raw b) { return a | b; }
+inline Raw less(Raw a, Raw b) { return a - b; }
 inline Raw lowered(Raw x, int n) { return (Raw)((vw)x >> uint32_t(n)); }
 inline Raw rotated(Raw x, int n) { return n == 0 ? x : (Raw)((vw)x >> uint32_t(n) | (vw)x << uint32_t(32 - n)); }
 inline Raw raw_table(const uint8_t* p) { return raw_codes(p); }
@@ -340,7 +347,7 @@ inline FixedRows fix_rows(const Row& row, int64_t rows, const Layout& l, int lim
   const bool totals = l.minimums != ABSENT;
   const int64_t bytes = rows * limbs * f.line + 64;  // whole lines of cache
   f.bytes = static_cast<int8_t*>(
-      scratch(SCRATCH_A, size_t(bytes + rows * (1 + (limbs + totals) * f.groups) * 4 + 64)));
+      scratch(SCRATCH_A, size_t(bytes + max_of(16 * f.line, rows * (1 + (limbs + totals) * f.groups) * 4 + 64))));
   f.scales = reinterpret_cast<float*>(f.bytes + bytes);
   f.sums = reinterpret_cast<int32_t*>(f.scales + rows);
   f.totals = totals ? reinterpret_cast<float*>(f.sums + rows * limbs * f.groups) : nullptr;
@@ -404,6 +411,7 @@ struct Sums {
   int32_t* whole;   // [rows * limbs][QPANEL]: of a group that a piece of K has cut
   float* real;      // [rows][QPANEL]: of the groups that are done, without the row's scale
   uint8_t* bytes;   // room for a piece of a panel, a byte a code
+  float* scales;    // and for the scales of its groups, of four steps at least
 };
 
 // A panel, and what its layout says of it, computed once.
@@ -604,8 +612,20 @@ void tile_rows(const Work& w, int64_t rows, int64_t begin, int64_t end) {
 template <int KIND, int LIMBS>
 void tile_one(const Work& w, int64_t, int64_t begin, int64_t end) { tile<KIND, LIMBS, LIMBS>(w, begin, end); }
 
-// Codes of steps [begin, end), a byte each.
-template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to) {
+// A group's zero points, each as often as a vector has codes of its feature.
+template <bool CENTRED> HR_INLINE inline void group_zeros(const Layout& l, const uint8_t* header, Raw (&zeros)[QV]) {
+  if constexpr (CENTRED) {
+    HR_UNROLL for (int v = 0; v < QV; ++v) {
+      zeros[v] = l.has_zeros ? (Raw)imul(ild_bytes(header + l.scale_bytes() + v * W), iset(int32_t(EACH)))
+                             : raw_mask(uint8_t(l.zero));
+    }
+  }
+}
+
+// Codes of steps [begin, end), a byte each: a step's vectors one after the other. With CENTRED less their zero
+// points, and each vector `apart` bytes behind the one before.
+template <int KIND, bool CENTRED = false>
+void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to, int64_t apart = VECTOR_BYTES) {
   constexpr int UNIT = unit_steps(KIND);
   const Decoder<KIND, QV> decoder(*p.layout, pass, 0);
   int64_t g = begin / p.group_steps;
@@ -613,23 +633,30 @@ template <int KIND> void expand(const Panel& p, int pass, int64_t begin, int64_t
     const int64_t start = g * p.group_steps;
     stop = min_of(start + p.group_steps, end);
     const uint8_t* codes = p.header(g) + p.header_bytes;
+    Raw zeros[QV];
+    group_zeros<CENTRED>(*p.layout, p.header(g), zeros);
     const auto put = [&](int64_t step) {
       Raw found[QV];
       const uint8_t* unit = codes + step / UNIT * unit_bytes(KIND);
       if (UNIT == 2 && step % 2) decoder.template decode<UNIT - 1>(unit, found);
       else decoder.template decode<0>(unit, found);
-      HR_UNROLL for (int v = 0; v < QV; ++v, to += VECTOR_BYTES) {
-        put_raw(to, lowered(found[v], decoder.shift(v)));
+      HR_UNROLL for (int v = 0; v < QV; ++v) {
+        const Raw code = lowered(found[v], decoder.shift(v));
+        if constexpr (CENTRED) put_raw(to + v * apart, less(code, zeros[v]));
+        else put_raw(to + v * VECTOR_BYTES, code);
       }
+      to += CENTRED ? VECTOR_BYTES : QV * VECTOR_BYTES;
     };
     for (int64_t i = s - start; i < stop - start; ++i) put(i);
   }
 }
 
+using Expand = void (*)(const Panel&, int pass, int64_t begin, int64_t end, uint8_t* to, int64_t apart);
+
 // How a kind's codes are multiplied, for so many rows: as they are, or as bytes if there is `expand`.
 struct Method {
   void (*tile)(const Work&, int64_t rows, int64_t begin, int64_t end);
-  void (*expand)(const Panel&, int pass, int64_t begin, int64_t end, uint8_t* to);
+  Expand expand;
 };
 
 template <int KIND, int LIMBS> inline Method method_of(int64_t rows) {
@@ -669,77 +696,17 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
     const uint8_t* next = p.groups + (end / p.group_steps + 1) * p.header_bytes + end * step_bytes;
     if (end == steps) next = after;
     const uint8_t* const last = next + (end - s) * step_bytes;
-    if (method.expand) method.expand(p, pass, s, end, sums.bytes);
+    if (method.expand) method.expand(p, pass, s, end, sums.bytes, VECTOR_BYTES);
     for (int64_t i = 0; i < tiles; ++i, next += share) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const int64_t line = (begin + first) * LIMBS, at = first * LIMBS * QPANEL;
       const Work w{&p, pass, method.expand ? sums.bytes : nullptr, f.bytes + line * f.line, f.line,
                    f.sums + line * f.groups, f.groups,
-                   {sums.whole + at, sums.real + first * QPANEL, nullptr},
+                   {sums.whole + at, sums.real + first * QPANEL, nullptr, nullptr},
                    {next, next < last ? lines : 0, alone}};
       method.tile(w, many, s, end);
     }
   }
-}
-
-// Minimums of group g; `at` is where the panel's begin.
-inline vf minimums_at(const uint8_t* at, int32_t stored, int64_t g, int v) {
-  if (stored != NIBBLE) return values_at(at + g * QPANEL * bytes_of_stored(stored), stored, v);
-  const Raw two = (Raw)ild_bytes(at + g / 2 * QPANEL + v * W);
-  return to_floats((vi)kept(lowered(two, g % 2 ? 4 : 0), raw_mask(15)));
-}
-
-// real [R][QPANEL] -= the minimums times the rows' totals, block by block.
-template <int R> inline void subtract_minimums(const Panel& p, const FixedRows& f, int64_t row, float* real) {
-  const Layout& l = *p.layout;
-  const uint8_t *minimums = p.front + l.minimums_at(), *outers = p.front + l.block_minimums_at();
-  const float* totals = f.totals + row * f.groups;
-  for (int64_t g = 0, b = 0; g < f.groups; ++b, outers += QPANEL * bytes_of_stored(l.block_minimums)) {
-    vf sum[R][QV];
-    HR_UNROLL for (int r = 0; r < R; ++r) HR_UNROLL for (int v = 0; v < QV; ++v) sum[r][v] = vzero();
-    for (const int64_t end = min_of(g + p.block_groups, f.groups); g < end; ++g) {
-      HR_UNROLL for (int v = 0; v < QV; ++v) {
-        const vf minimum = minimums_at(minimums, l.minimums, g, v);
-        HR_UNROLL for (int r = 0; r < R; ++r) sum[r][v] = vfma(minimum, vset(totals[r * f.groups + g]), sum[r][v]);
-      }
-    }
-    HR_UNROLL for (int v = 0; v < QV; ++v) {
-      const vf outer = l.block_minimums == ABSENT ? vset(1.0f) : values_at(outers, l.block_minimums, v);
-      HR_UNROLL for (int r = 0; r < R; ++r) {
-        float* to = real + r * QPANEL + v * W;
-        st(to, vsub(ld(to), vmul(sum[r][v], outer)));
-      }
-    }
-  }
-}
-
-inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
-                          int64_t begin, int64_t rows, Sums sums) {
-  const Panel p(l, panel);
-  if (p.steps == 0) __builtin_memset(sums.real, 0, size_t(rows * QPANEL) * sizeof(float));
-  for (int pass = 0; pass < max_of(1, l.tables); ++pass) {
-    switch (f.limbs) {
-      case 1: panel_pass<1>(p, pass, after, f, begin, rows, sums); break;
-      case 2: panel_pass<2>(p, pass, after, f, begin, rows, sums); break;
-      case 3: panel_pass<3>(p, pass, after, f, begin, rows, sums); break;
-    }
-  }
-  if (f.totals == nullptr) return;
-  constexpr int TOGETHER = TILE_V == QV ? 4 : 2;  // rows whose sums fit into registers
-  int64_t i = 0;
-  for (; i + TOGETHER <= rows; i += TOGETHER) subtract_minimums<TOGETHER>(p, f, begin + i, sums.real + i * QPANEL);
-  for (; i < rows; ++i) subtract_minimums<1>(p, f, begin + i, sums.real + i * QPANEL);
-}
-
-// Room for `sets` panels' sums of a task's rows, in SCRATCH_TASK.
-inline Sums task_sums(int sets) {
-  constexpr int64_t ROOM = (TASK_LINES + MAX_LIMB_ROWS) * QPANEL;
-  Sums sums;
-  sums.bytes = static_cast<uint8_t*>(
-      scratch(SCRATCH_TASK, size_t(MANY_PIECE_BYTES + ROOM * (sets + 1) * 4)));
-  sums.real = reinterpret_cast<float*>(sums.bytes + MANY_PIECE_BYTES);
-  sums.whole = reinterpret_cast<int32_t*>(sums.real + sets * ROOM);
-  return sums;
 }
 
 }  // namespace quant

@@ -284,7 +284,7 @@ inline void hmax4(vf a, vf b, vf c, vf d, float* out) {
 // --- functions --------------------------------------------------------------------------------
 
 // e^x; coefficients of Cephes' expf. Below -86.5 it is 0, above 88.7 the largest finite value.
-inline vf vexp(vf x) {
+HR_INLINE inline vf vexp(vf x) {
   const vf low = vset(-86.5f);
   const vf y = vmax(low, vmin(vset(88.3762626f), x));
   const vf n = vround(vmul(y, vset(1.44269504088896341f)));

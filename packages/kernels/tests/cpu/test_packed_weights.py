@@ -126,8 +126,10 @@ def test_extremes(level, activations, kind):
             real = dequantized(extreme, torch.float64)
             # Minimums are subtracted at the end: what they take away counts.
             size = x.abs().double() @ dequantized(replace(extreme, minimums=None)).abs().double().T
-            error = (linear(x, packed).double() - entered @ real.T).abs()
-            assert bool((error <= 2e-5 * size + 1e-6).all()), (code, largest)
+            for many in (1, 9):  # the same rows again: as vectors, and as tiles
+                found = linear(x.repeat(many, 1), packed).double()
+                error = (found - (entered @ real.T).repeat(many, 1)).abs()
+                assert bool((error <= 2e-5 * size.repeat(many, 1) + 1e-6).all()), (code, largest)
 
 
 ODD = {
@@ -160,6 +162,21 @@ def test_odd_groups_in_pieces(level, activations, kind):
     exact = x.double() @ dequantized(weight, torch.float64).T
     tolerance = {"int8": 0.02, "float": 0.005}[activations] * float(exact.abs().max())
     assert float((together.double() - exact).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+@pytest.mark.parametrize("kind", [*KINDS, *ODD])
+def test_tiles_give_the_bits_of_vectors(kind, activations, dtype):
+    """Tiles multiply many rows by other instructions; sums of bytes are exact in both."""
+    vectors, tiles = linear_at("avx512_bf16"), linear_at("avx512_amx")
+    for outputs, inputs in ((70, 1000), (256, 512)):
+        weight = (KINDS | ODD)[kind].draw(outputs, inputs)
+        packed = tiles.pack(weight, dtype, activations=activations)
+        for rows in (8, 29, 600):
+            x = rand(rows, inputs, dtype=dtype)
+            assert bits_equal(tiles(x, packed), vectors(x, packed))
+    assert bits_equal(tiles.gated(x, packed, "silu"), vectors.gated(x, packed, "silu"))
 
 
 @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)

@@ -56,6 +56,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.keep(1, every_value=False)  # every kernel each time, the GPUs by turns
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dims"),
     [

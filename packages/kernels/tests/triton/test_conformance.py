@@ -14,6 +14,7 @@ from headrace_testing.ops.quantized import QuantizedConformance
 HAS_GPU = torch.cuda.is_available()
 
 
+@pytest.mark.keep(1)  # interpreted, a case takes up to seconds
 class TestTriton(OpConformance):
     device = "cuda" if HAS_GPU else "cpu"
     # Interpreted, the whole suite takes a minute a dtype; the tests beside this one cover the others.

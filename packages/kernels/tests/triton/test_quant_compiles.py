@@ -34,6 +34,7 @@ SAMPLE = (
 """Kinds that together have every branch of the kernels, but groups of an odd size."""
 
 
+@pytest.mark.keep(1, every_value=False)  # every kernel each time, the GPUs by turns
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [

@@ -3,6 +3,9 @@
 Switched on by ``HEADRACE_TESTS=sampled``; without it every case runs. The sample is drawn by a seed
 that the header prints: ``HEADRACE_TEST_SEED``, else the day, so that all cases get their turn within
 days and a failure can be repeated. Every value of every parameter is in the sample at least once.
+``@pytest.mark.keep(4)``, on a test, a class or a module, has it shortened where it has more than four cases:
+for tests whose cases take long; with ``every_value=False`` to just so many, if a case takes most of a
+minute. ``HEADRACE_TEST_KEEP`` is such a number for a run.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-KEEP = 24
-"""Cases of one test that are always few enough to run all."""
+KEEP = 12
+"""Cases of one test that are few enough to run all, unless said otherwise."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed before the processes of pytest-xdist start: they inherit it."""
     os.environ.setdefault("HEADRACE_TEST_SEED", f"{datetime.date.today():%Y%m%d}")
+    config.addinivalue_line(
+        "markers", "keep(cases): a sample of so many is enough, as its cases take long"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -42,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, cases in tests.items():
         chosen = sample(
             [_parameters(case) for case in cases],
-            keep=KEEP,
+            keep=_keep(cases[0]),
+            every_value=_shows_every_value(cases[0]),
             seed=f"{os.environ['HEADRACE_TEST_SEED']} {name}",
         )
         kept.update(cases[index].nodeid for index in chosen)
@@ -52,7 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
-def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> list[int]:
+def sample(
+    cases: Sequence[Mapping[str, object]], *, keep: int, seed: str, every_value: bool = True
+) -> list[int]:
     """Choose among the cases of one test.
 
     Args:
@@ -60,6 +69,7 @@ def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> li
         keep: all are chosen if there are no more; else at least so many, and more where that takes
             more to show every value once.
         seed: one seed always chooses the same.
+        every_value: False for ``keep`` and no more.
 
     Returns:
         The chosen positions, rising.
@@ -68,6 +78,8 @@ def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> li
         return list(range(len(cases)))
     order = list(range(len(cases)))
     random.Random(seed).shuffle(order)
+    if not every_value:
+        return sorted(order[:keep])
     seen: set[tuple[str, str]] = set()
     first, others = list[int](), list[int]()
     for index in order:
@@ -80,6 +92,17 @@ def sample(cases: Sequence[Mapping[str, object]], *, keep: int, seed: str) -> li
 def _values(case: Mapping[str, object]) -> Iterable[tuple[str, str]]:
     # An object without a text of its own shows its address, which other processes do not share.
     return ((name, repr(value).partition(" at 0x")[0]) for name, value in case.items())
+
+
+def _keep(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("keep")
+    of_run = int(os.environ.get("HEADRACE_TEST_KEEP", KEEP))
+    return of_run if mark is None else min(of_run, *mark.args)
+
+
+def _shows_every_value(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("keep")
+    return mark is None or bool(mark.kwargs.get("every_value", True))
 
 
 def _parameters(item: pytest.Item) -> Mapping[str, object]:

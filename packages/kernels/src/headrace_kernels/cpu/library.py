@@ -20,10 +20,10 @@ from headrace_core.errors import ConfigError, MissingDependency
 ISA_VARIABLE = "HEADRACE_CPU_ISA"
 """Environment variable that forces an instruction set: a name of :func:`levels`."""
 
-ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
+ISA_LEVELS = ("avx512_amx", "avx512_bf16", "avx512", "avx2", "portable")
 """Every level that a library can have, best first."""
 
-VNNI_ISAS = ("avx512_bf16",)
+VNNI_ISAS = ("avx512_amx", "avx512_bf16")
 """Instruction sets that multiply pairs, and so read VNNI-packed caches (:mod:`headrace_core.ops.vnni`)."""
 
 DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
