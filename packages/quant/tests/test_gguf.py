@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearSpec
 from headrace_core.ops import KernelNeed, bind_ops
-from headrace_quant.gguf.blocks import KINDS, CodeKind, VectorKind, dequantize
+from headrace_quant.gguf.blocks import KINDS, dequantize
 from headrace_quant.gguf.method import BlockWeight, Gguf
 from headrace_quant.gguf.packing import floats, packed_weight
 from headrace_quant.none import PlainWeight
@@ -23,7 +23,6 @@ from headrace_testing.model.quant_methods import QuantConformance
 gguf = pytest.importorskip("gguf")
 np = pytest.importorskip("numpy")
 
-CODES = [name for name, kind in KINDS.items() if isinstance(kind, CodeKind)]
 GATE_UP = "model.layers.0.mlp.gate_up_proj"
 PARTS = ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
 
@@ -55,7 +54,7 @@ def test_numbers_of_any_bytes_are_those_of_the_formats_own_package(name: str) ->
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_packed_weight_is_the_blocks_weight_bit_for_bit(name: str) -> None:
     raw = random_rows(name, rows=37, blocks=3)
     weight = packed_weight(name, raw)
@@ -63,8 +62,9 @@ def test_a_packed_weight_is_the_blocks_weight_bit_for_bit(name: str) -> None:
     low, high = -(1 << weight.bits - 1), (1 << weight.bits - 1) - 1
     assert low <= int(weight.values.min()) <= int(weight.values.max()) <= high
     if weight.block_scales is not None:  # whole numbers, which a kernel may keep as bytes
-        for whole in (weight.scales, weight.minimums):
-            assert whole is None or torch.equal(whole, whole.round().clamp(-128, 127))
+        assert torch.equal(weight.scales, weight.scales.round().clamp(-128, 127))
+        least = weight.minimums
+        assert least is None or torch.equal(least, least.round().clamp(0, 255))
 
 
 def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_slices_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_the_file_is_kept() -> None:
-    for name in CODES:
+    for name in KINDS:
         raw = random_rows(name, rows=4, blocks=2)
         weight = packed_weight(name, raw)
         before = dequantized(weight)
@@ -86,7 +86,7 @@ def test_nothing_of_the_file_is_kept() -> None:
         assert torch.equal(dequantized(weight), before), name
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", KINDS)
 def test_scales_that_are_no_numbers_are_refused(name: str) -> None:
     raw = random_rows(name, rows=2, blocks=1)
     raw[1] = 255
@@ -153,6 +153,26 @@ class TestIQ4XS(GgufConformance):
     config: ClassVar = _config("IQ4_XS")
 
 
+class TestIQ1S(GgufConformance):
+    kind = "IQ1_S"
+    config: ClassVar = _config("IQ1_S")
+
+
+class TestIQ1M(GgufConformance):
+    kind = "IQ1_M"
+    config: ClassVar = _config("IQ1_M")
+
+
+class TestIQ2XS(GgufConformance):
+    kind = "IQ2_XS"
+    config: ClassVar = _config("IQ2_XS")
+
+
+class TestIQ3S(GgufConformance):
+    kind = "IQ3_S"
+    config: ClassVar = _config("IQ3_S")
+
+
 class TestTQ10(GgufConformance):
     kind = "TQ1_0"
     config: ClassVar = _config("TQ1_0")
@@ -178,19 +198,49 @@ def test_parts_of_different_types_are_kept_apart() -> None:
     assert alike.create(spec())["weight"].shape == (40, 288)
 
 
-def test_a_part_of_vectors_is_floats_beside_one_of_codes() -> None:
-    types = dict(zip(PARTS, ("IQ2_S", "Q6_K"), strict=True))
-    whole = method(types)
-    layer = whole.for_layer(spec())
+def test_parts_of_vectors_and_of_codes_are_each_packed() -> None:
+    layer = method(dict(zip(PARTS, ("IQ2_S", "Q6_K"), strict=True))).for_layer(spec())
     assert isinstance(layer, PartedMethod)
-    assert [type(each) for each in layer.methods] == [PlainWeight, BlockWeight]
-    assert layer.methods[0].create(spec())["weight"].dtype is None
-    raw = random_rows("IQ2_S", 24, 2)
-    six = random_rows("Q6_K", 16, 2)
-    given = [(f"{PARTS[0]}.weight", raw, Path("f")), (f"{PARTS[1]}.weight", six, Path("f"))]
-    found = list(whole.decode(given, "float32", lambda _: False))
-    assert torch.equal(found[0][1], their_floats("IQ2_S", raw))
-    assert found[1][1] is six
+    assert [type(each) for each in layer.methods] == [BlockWeight, BlockWeight]
+    gate, up = random_rows("IQ2_S", 24, 2, largest=20), random_rows("Q6_K", 16, 2, largest=20)
+    state = layer.finish(spec(), {"weight@0": gate, "weight@1": up})
+    meant = torch.cat([their_floats("IQ2_S", gate), their_floats("Q6_K", up)])
+    x = torch.randn(3, 512)
+    torch.testing.assert_close(layer.apply(state, x), x @ meant.T)
+    blocks = 24 * 2 * KINDS["IQ2_S"].kept_bytes + 16 * 2 * KINDS["Q6_K"].num_bytes
+    assert layer.kept_bytes(spec()) == blocks
+    codes = method(dict(zip(PARTS, ("Q4_K", "Q6_K"), strict=True))).for_layer(spec())
+    assert codes.kept_bytes(spec()) is None
+
+
+VECTORS = {"IQ1_S": 2, "IQ1_M": 3, "IQ2_XXS": 3, "IQ2_XS": 3, "IQ2_S": 3, "IQ3_XXS": 4, "IQ3_S": 4}
+"""Types whose blocks choose vectors -> bits of a code."""
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_use_all_numbers_of_their_tables(name: str) -> None:
+    """A table has no more bits than its numbers need, and each number occurs."""
+    weight = packed_weight(name, random_rows(name, rows=64, blocks=4))
+    assert weight.bits == VECTORS[name]
+    if weight.table is None:
+        assert name == "IQ1_S"
+        assert set((weight.values - weight.zero_points[0, 0]).unique().tolist()) == {0, 1, 2}
+        return
+    used = weight.table[(weight.values.int() + (1 << weight.bits - 1)).unique().long()]
+    assert sorted(set(weight.table.tolist()) - {0.0}) == sorted(used.tolist())
+    assert torch.equal(weight.table, -weight.table.flip(0))
+
+
+def test_a_block_of_vectors_is_written_out() -> None:
+    """By the format's text: IQ2_XXS, the first vector of the code book with one sign, scale 5."""
+    block = torch.zeros(1, 66, dtype=torch.uint8)
+    block[0, :2] = torch.tensor([0.5]).half().view(torch.uint8)
+    block[0, 6] = 1  # of the first seven signs; the eighth makes their number even
+    block[0, 9] = 5 << 4
+    found = dequantize("IQ2_XXS", block)[0, :32]
+    scale = 0.5 * (0.5 + 5) / 4
+    signs = torch.tensor([-1.0, 1, 1, 1, 1, 1, 1, -1])
+    assert torch.equal(found, torch.cat([8 * scale * signs, torch.full((24,), 8 * scale)]))
 
 
 def test_experts_share_an_entry() -> None:
@@ -235,19 +285,19 @@ def test_a_tensor_that_is_no_blocks_is_refused() -> None:
             list(found)
 
 
-def test_a_table_is_looked_up_and_multiplied() -> None:
-    whole = method({"model.embed_tokens": "Q6_K"})
+@pytest.mark.parametrize("kind", ["Q6_K", "IQ1_S", "IQ2_S"])
+def test_a_table_is_looked_up_and_multiplied(kind: str) -> None:
+    whole = method({"model.embed_tokens": kind})
     table = LinearSpec("model.embed_tokens", 256, (11,), "float32")
     layer = whole.for_table(table)
     assert layer is not None
-    raw = random_rows("Q6_K", 11, 1)
-    state, meant = layer.finish(table, {"weight": raw}), their_floats("Q6_K", raw)
+    raw = random_rows(kind, 11, 1)
+    state, meant = layer.finish(table, {"weight": raw}), their_floats(kind, raw)
     ids = torch.tensor([3, 10, 3, 0])
     assert torch.equal(layer.rows(state, ids), meant[ids])
     x = torch.randn(2, 256)
     torch.testing.assert_close(layer.apply(state, x), x @ meant.T)
     assert whole.for_table(LinearSpec("model.other", 256, (11,), "float32")) is None
-    assert method({"model.embed_tokens": "IQ1_S"}).for_table(table) is None
 
 
 @pytest.mark.parametrize(("kind", "inputs"), [("Q4_K", 384), ("Q8_0", 48)])
@@ -285,6 +335,19 @@ def test_bytes_that_are_counted_are_the_files() -> None:
     assert layer.takes_views
 
 
-def test_every_type_is_one_or_the_other() -> None:
-    assert all(isinstance(kind, CodeKind | VectorKind) for kind in KINDS.values())
-    assert len(CODES) == 16
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.kept_bytes])
+def test_bytes_that_are_counted_are_those_of_the_packed_weight(name: str) -> None:
+    """Types that take more memory than their file: codes, a byte for a group's scale or minimum, two for a
+    block's."""
+    weight = packed_weight(name, random_rows(name, rows=5, blocks=2))
+    blocks = 5 * 512 // 256
+    wanted = weight.values.numel() * weight.bits // 8
+    if weight.block_scales is None:
+        wanted += 2 * weight.scales.numel()
+    else:
+        wanted += weight.scales.numel() + 2 * weight.block_scales.numel()
+    if weight.minimums is not None:
+        wanted += weight.minimums.numel() + 2 * weight.block_minimums.numel()
+    assert wanted == blocks * KINDS[name].kept_bytes > blocks * KINDS[name].num_bytes
+    narrow = LinearSpec(GATE_UP, 512, (5,), "float32")
+    assert BlockWeight(method({}).ops, name).kept_bytes(narrow) == wanted

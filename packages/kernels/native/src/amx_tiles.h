@@ -265,6 +265,7 @@ inline Expand centred_expand(int32_t kind) {
     case 5: return &expand<5, true>;
     case 6: return &expand<6, true>;
     case TABLE: return &expand<TABLE, true>;
+    case TABLE_OF_8: return &expand<TABLE_OF_8, true>;
     default: return &expand<8, true>;
   }
 }

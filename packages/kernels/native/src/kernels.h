@@ -18,6 +18,7 @@
 #include "float8_tiles.h"
 #include "quant_linear.h"
 #include "quant_rounding.h"
+#include "k_quant_rounding.h"
 #include "packed_rows.h"
 #include "head_linear.h"
 #include "moe.h"
@@ -76,6 +77,7 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_packed_bytes),
     HR_ENTRY(quant_linear_pack),
     HR_ENTRY(quant_linear_round),
+    HR_ENTRY(round_k_quant),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
     HR_ENTRY(quant_linear_rows),

@@ -24,16 +24,18 @@ constexpr uint32_t EACH = 0x01010101u;    // times a byte: that byte four times
 
 // Kinds of codes: numbers of bits, or
 constexpr int32_t TABLE = 16;             // nibbles that choose from a table
+constexpr int32_t TABLE_OF_8 = 15;        // three bits that do
 constexpr int32_t E4M3 = 17, E5M2 = 18;   // floats of 8 bits
 
 // How scales and minimums are stored: a DType, or whole numbers, an exponent of two, an 8-bit float.
 constexpr int32_t ABSENT = -1, SIGNED_BYTE = 3, BYTE = 4, NIBBLE = 5, EXPONENT_BYTE = 6, E4M3_BYTE = 7;
 
 constexpr bool is_float8(int kind) { return kind >= E4M3; }
-constexpr int bits_of(int kind) { return is_float8(kind) ? 8 : kind == TABLE ? 4 : kind; }
-constexpr int unit_steps(int kind) { return kind == 3 || kind == 5 ? 2 : 1; }
+constexpr bool is_table(int kind) { return kind == TABLE || kind == TABLE_OF_8; }
+constexpr int bits_of(int kind) { return is_float8(kind) ? 8 : kind == TABLE ? 4 : kind == TABLE_OF_8 ? 3 : kind; }
+constexpr int unit_steps(int kind) { return bits_of(kind) == 3 || kind == 5 ? 2 : 1; }
 // Vectors of a step but for the plane's.
-constexpr int step_vectors(int kind) { return bits_of(kind) == 8 ? 4 : kind < 4 ? 1 : 2; }
+constexpr int step_vectors(int kind) { return bits_of(kind) == 8 ? 4 : bits_of(kind) < 4 ? 1 : 2; }
 constexpr int64_t unit_bytes(int kind) { return int64_t(VECTOR_BYTES) * unit_steps(kind) * bits_of(kind) * QV / 8; }
 constexpr int64_t plane_at(int kind) { return int64_t(VECTOR_BYTES) * unit_steps(kind) * step_vectors(kind); }
 
@@ -51,7 +53,8 @@ constexpr Field field(int kind, int v, int u) {
   const int half = v / 2, odd = v % 2;
   switch (kind) {
     case 2: return {0, uint8_t(3 << 2 * v), 0, 0, 2 * v};
-    case 3: return {0, uint8_t(3 << 2 * v), uint8_t(v == 0 ? 4 : v == 1 ? 2 : v == 2 ? 64 : 32), 2 * u,
+    case 3: case TABLE_OF_8:
+            return {0, uint8_t(3 << 2 * v), uint8_t(v == 0 ? 4 : v == 1 ? 2 : v == 2 ? 64 : 32), 2 * u,
                     v == 0 ? 0 : v == 1 ? 1 : v == 2 ? 4 : 5};
     case 5: return {half, uint8_t(odd ? 0xf0 : 0x0f), uint8_t(odd ? 8 : 16), 4 * u + 2 * half, odd ? 3 : 0};
     case 6: return {half, uint8_t(odd ? 0xf0 : 0x0f), uint8_t(odd ? 0x0c : 0x30), 4 * half, odd ? 2 : 0};
@@ -208,7 +211,7 @@ inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64
       const uint32_t* codes = columns + s * QPANEL;
       switch (l.kind) {  // a kind that the compiler knows is packed several times faster
         case 2: pack_step(2, unit, 0, codes); break;
-        case 3: pack_step(3, unit, int(step % 2), codes); break;
+        case 3: case TABLE_OF_8: pack_step(3, unit, int(step % 2), codes); break;
         case 5: pack_step(5, unit, int(step % 2), codes); break;
         case 6: pack_step(6, unit, 0, codes); break;
         case 8: pack_step(8, unit, 0, codes); break;
@@ -274,7 +277,7 @@ inline uint32_t unpack_step(int kind, const uint8_t* codes, int64_t s, int64_t n
 
 inline float code_value(const Layout& l, uint32_t code, float zero) {
   switch (l.kind) {
-    case TABLE: return l.book[code];
+    case TABLE: case TABLE_OF_8: return l.book[code];
     case E4M3: return to_float(e4m3{uint8_t(code)});
     case E5M2: return to_float(e5m2{uint8_t(code)});
     default: return float(code) - zero;

@@ -367,7 +367,7 @@ template <int KIND, int V> struct Decoder {
   Field fields[UNIT][V];
 
   Decoder(const Layout& l, int pass, int v0) {
-    if (KIND == TABLE) table = raw_table(l.table[pass]);
+    if (is_table(KIND)) table = raw_table(l.table[pass]);
     HR_UNROLL for (int v = 0; v < V; ++v) {
       HR_UNROLL for (int u = 0; u < UNIT; ++u) fields[u][v] = field(KIND, v0 + v, u);
       masks[v] = raw_mask(fields[0][v].mask);
@@ -377,7 +377,7 @@ template <int KIND, int V> struct Decoder {
 
   // How far codes of vector v stay shifted.
   HR_INLINE int shift(int v) const {
-    if (KIND == TABLE) return 0;
+    if (is_table(KIND)) return 0;
     return V == QV ? field(KIND, v, 0).shift : fields[0][v].shift;
   }
 
@@ -398,7 +398,9 @@ template <int KIND, int V> struct Decoder {
     const Raw main = kept(x, V == QV ? raw_mask(known.mask) : masks[I]);
     if constexpr (known.plane_mask == 0) return main;
     const Raw plane = rotated(raw_codes(unit + plane_at(KIND)), f.rotate);
-    return either(main, kept(plane, V == QV ? raw_mask(known.plane_mask) : plane_masks[I]));
+    const Raw code = either(main, kept(plane, V == QV ? raw_mask(known.plane_mask) : plane_masks[I]));
+    if constexpr (KIND == TABLE_OF_8) return looked_up(table, kept(lowered(code, f.shift), raw_mask(7)));
+    return code;
   }
 };
 
@@ -670,6 +672,7 @@ template <int LIMBS> inline Method method_for(int32_t kind, int64_t rows) {
     case 5: return method_of<5, LIMBS>(rows);
     case 6: return method_of<6, LIMBS>(rows);
     case TABLE: return method_of<TABLE, LIMBS>(rows);
+    case TABLE_OF_8: return method_of<TABLE_OF_8, LIMBS>(rows);
     default: return {&tile_rows<8, LIMBS>, nullptr};
   }
 }

@@ -82,6 +82,13 @@ def packed_product(linear: Any, x: Tensor, bias: Tensor, *parts: Any) -> Tensor:
     )
 
 
+def rounded_numbers(op: Any, weight: Tensor, bits: int) -> Tensor:
+    """All that a weight is rounded to."""
+    found = op(weight, bits)
+    parts = [getattr(found, field.name) for field in fields(found)]
+    return torch.cat([part.flatten().float() for part in parts if isinstance(part, Tensor)])
+
+
 def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """(what, a function of a way to call ops, its arguments)."""
     for width in _WIDTHS:
@@ -98,7 +105,7 @@ def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple
         integers = ops["quant_linear"].round(weight, dtype, Rounding(8, None), activations="float")
         joined = ops["quant_linear"].join([integers] * 3)
         yield f"routed integers of {width}", ops["quant_linear"].routed, (x, joined, ids)
-        for kind in ("q2_k", "q3_k", "q5_k", "q6_k", "q8_0", "nf4", "fp8-128"):
+        for kind in ("q2_k", "q3_k", "q5_k", "q6_k", "q8_0", "iq2_s", "nf4", "fp8-128"):
             drawn = KINDS[kind].draw(width, 40)
             parts = [getattr(drawn, field.name) for field in fields(drawn)]
             yield f"{kind} of {width}", packed_product, (ops["quant_linear"], x, bias, *parts)
@@ -118,6 +125,9 @@ def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple
     yield "latent attention", latents.run, (ops["mla_attention"],)
     index = index_case([(1, 70), (3, 90)], dtype=dtype, top_k=20, dim=33)
     yield "index_tokens", index.run, (ops["index_tokens"],)
+    for bits in (4, 5, 6):
+        weight = rand(3, 768, dtype=dtype)
+        yield f"round_k_quant, {bits}", rounded_numbers, (ops["round_k_quant"], weight, bits)
 
 
 def main() -> None:

@@ -22,4 +22,4 @@ def test_nothing_is_touched_behind_a_tensor() -> None:
     )
     last = done.stdout.strip().splitlines()[-1:]
     assert done.returncode == 0, f"ended in {last}: {done.stderr[-2000:]}"
-    assert last == [f"{library.levels()[-1]} bfloat16 index_tokens"]
+    assert last == [f"{library.levels()[-1]} bfloat16 round_k_quant, 6"]

@@ -42,6 +42,8 @@ BITS = {
     "q4_k": (4.5, 4.625),
     "q5_k": (5.5, 5.625),
     "q6_k": (6.5625, 6.5625),
+    "iq2_xxs": (3.3125, 3.38),
+    "iq2_s": (3.5625, 3.63),
     "iq4_nl": (4.5, 4.5),
     "iq4_xs": (4.25, 4.31),
     "nf4": (4.13, 4.5),
@@ -235,16 +237,17 @@ def test_experts_of_two_kinds_are_not_joined(linear):
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", 2**-22), ("bfloat16", 2**-15)])
 def test_tables_are_as_precise_as_promised(linear, table, dtype, precision):
     entries = torch.tensor(TABLES[table], dtype=torch.float32)
+    half = len(entries) // 2
     weight = QuantizedWeight(
-        torch.arange(-8, 8, dtype=torch.int8)[:, None].repeat(1, 4),
-        torch.ones(16, 1),
-        bits=4,
+        torch.arange(-half, half, dtype=torch.int8)[:, None].repeat(1, 4),
+        torch.ones(2 * half, 1),
+        bits=half.bit_length(),
         table=entries,
     )
     packed = linear.pack(weight, dtype, activations="float")
     x = torch.zeros(1, 4, dtype=getattr(torch, dtype))
     x[0, 0] = 1
-    assert bits_equal(linear.rows(torch.arange(16), packed)[:, 0], entries.to(x.dtype))
+    assert bits_equal(linear.rows(torch.arange(2 * half), packed)[:, 0], entries.to(x.dtype))
     limit = float(entries.abs().max()) * precision
     error = (linear(x, packed)[0].double() - entries.double()).abs()
     rounding = entries.double().abs() * (2**-8 if dtype == "bfloat16" else 2**-23)
@@ -258,11 +261,11 @@ def test_refusals(linear):
         linear.pack(QuantizedWeight(codes, scales, **options), "float32", activations="float")
 
     with pytest.raises(
-        ConfigError, match="a table of 256 entries; it may have 16, or 256 that are"
+        ConfigError, match="a table of 256 entries; it may have 8, 16, or 256 that are"
     ):
         pack(table=torch.arange(256).float())
-    with pytest.raises(ConfigError, match="a table of 8 entries"):
-        pack(bits=3, table=torch.arange(8).float())
+    with pytest.raises(ConfigError, match="a table of 4 entries"):
+        pack(bits=2, table=torch.arange(4).float())
     with pytest.raises(ConfigError, match="a table holds infinities or NaN"):
         pack(bits=4, table=torch.full((16,), torch.inf))
     float8 = torch.arange(256).byte().view(torch.float8_e4m3fn).float()

@@ -83,6 +83,7 @@ def test_offers_known_ops_only() -> None:
         "index_tokens",
         "linear",
         "mlstm",
+        "round_k_quant",
         "sample",
         "scale",
         "to_float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -55,6 +56,22 @@ class PartedMethod(LinearMethod):
             for part, own in enumerate(self._specs(spec))
             for suffix, tensor in self.methods[part].create(own).items()
         }
+
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        """Bytes of all parts, if those of one are not the tensors' that it takes."""
+        specs = self._specs(spec)
+        kept = [method.kept_bytes(own) for method, own in zip(self.methods, specs, strict=True)]
+        if all(each is None for each in kept):
+            return None
+        taken = [
+            sum(
+                math.prod(tensor.shape) * getattr(torch, tensor.dtype or spec.dtype).itemsize
+                for tensor in method.create(own).values()
+                if tensor.required
+            )
+            for method, own in zip(self.methods, specs, strict=True)
+        ]
+        return sum(own if each is None else each for own, each in zip(taken, kept, strict=True))
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> list[object]:
         found: list[dict[str, Tensor]] = [{} for _ in self.methods]

@@ -68,6 +68,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "quant_linear_packed_bytes": (_L, [_P]),
     "quant_linear_pack": (None, [_P] * 8 + [_L]),
     "quant_linear_round": (_I, [_P] * 3 + [_L, _I]),
+    "round_k_quant": (_I, [_P] * 6 + [_L] * 3 + [_I] * 2),
     "quant_linear": (None, [_P] * 4 + [_L] * 2 + [_I] * 2),
     "quant_linear_gated": (None, [_P] * 4 + [_L] * 2 + [_I] * 3),
     "quant_linear_rows": (_I, [_P] * 3 + [_L, _I]),

@@ -90,6 +90,10 @@ class QuantizedEmbedding(WeightLayer):
         whole = [Part(self.spec.out_features)]
         return {key: slot_of(one, whole) for key, one in self.method.create(self.spec).items()}
 
+    def replaced_slots(self) -> Mapping[str, int]:
+        kept = self.method.kept_bytes(self.spec)
+        return {} if kept is None else {"weight": kept}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.state = self.method.finish(self.spec, tensors)
 

@@ -114,7 +114,9 @@ class Linear(WeightLayer):
 
     def replaced_slots(self) -> Mapping[str, int]:
         kept = self.method.kept_bytes(self.spec)
-        return {} if kept is None else {"weight": kept}
+        if kept is None:
+            return {}
+        return {**dict.fromkeys(self.method.create(self.spec), 0), "weight": kept}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(tensors)

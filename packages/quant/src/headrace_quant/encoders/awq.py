@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.linear import WeightEncoder
-from headrace_quant.encoders.least_squares import asymmetric, finite, rows_at_once
+from headrace_quant.encoders.least_squares import asymmetric, columns, inverse, rows_at_once
 
 GROUP = 128
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -33,15 +33,14 @@ class AWQEncoder(WeightEncoder):
         step = rows_at_once(inputs)
         for start in range(0, rows, step):
             own = slice(start, start + step)
-            groups = finite(weight[own]).view(-1, inputs // GROUP, GROUP)
-            found = asymmetric(groups, 15)
-            scales[own] = found.scale.half()
-            wide = scales[own].float()
-            wide = torch.where(wide == 0, 1.0, wide)
-            zero = (found.minimum / wide).round().clamp(0, 15)
-            zeros[own] = zero.byte()
-            numbers = (groups / wide[..., None]).round() + zero[..., None]
-            codes[own] = numbers.clamp(0, 15).byte().view(-1, inputs)
+            groups = columns(weight[own], GROUP)
+            scale, minimum = asymmetric(groups, 15)
+            scale = scale.half()
+            finer = inverse(scale.float())
+            zero = (minimum * finer).round_().clamp_(0, 15)
+            numbers = (groups * finer).round_().add_(zero).clamp_(0, 15)
+            scales[own], zeros[own] = (each.view(-1, inputs // GROUP) for each in (scale, zero))
+            codes[own].view(-1, GROUP).copy_(numbers.T)
         return {
             "qweight": _words(codes.T),
             "qzeros": _words(zeros.T),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.linear import WeightEncoder
-from headrace_quant.encoders.least_squares import finite, rows_at_once, symmetric
+from headrace_quant.encoders.least_squares import columns, finite, inverse, rows_at_once, symmetric
 
 _PER_WORD = 8
 """Codes of 4 bits."""
@@ -70,11 +70,11 @@ class Int4Encoder(ContainerEncoder):
         shifts = torch.arange(0, 32, 4)
         for start in range(0, rows, step):
             own = slice(start, start + step)
-            groups = finite(weight[own]).view(-1, inputs // self.group_size, self.group_size)
-            scales[own] = symmetric(groups, -8, 7).scale
-            wide = scales[own].float()[..., None]
-            codes = (groups / torch.where(wide == 0, 1.0, wide)).round().clamp(-8, 7) + 8
-            fields = codes.long().view(-1, inputs // _PER_WORD, _PER_WORD) << shifts
+            groups = columns(weight[own], self.group_size)
+            scales[own] = symmetric(groups, -8, 7).view(-1, inputs // self.group_size)
+            finer = inverse(scales[own].float().view(-1))
+            codes = groups.mul_(finer).round_().clamp_(-8, 7) + 8
+            fields = codes.T.long().reshape(-1, inputs // _PER_WORD, _PER_WORD) << shifts
             words[own] = fields.sum(-1).to(torch.int32)  # beyond 31 bits it wraps around
         return {
             "weight_packed": words,

@@ -1,4 +1,4 @@
-"""Blocks of a GGUF file -> codes, scales and minimums, or floats.
+"""Blocks of a GGUF file -> codes, scales and minimums.
 
 Each function takes the blocks of one type, uint8 [n, bytes of a block]. Layouts: ggml's ``ggml-common.h``;
 all scales are float16 unless a comment says otherwise. What the codes mean:
@@ -7,13 +7,13 @@ all scales are float16 unless a comment says otherwise. What the codes mean:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from headrace_quant.gguf import vectors
+from headrace_quant.gguf.codes import CodeKind, Codes, halves
+from headrace_quant.gguf.vectors import VECTOR_KINDS
 
 _NIBBLES = (0, 4)
 _PAIRS = (0, 2, 4, 6)
@@ -22,48 +22,6 @@ _THIRDS = (1, 3, 9, 27, 81)
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of 4 bits of MXFP4 and NVFP4, whose scales are halved for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """Numbers of n blocks."""
-
-    values: Tensor
-    """int8 [n, numbers of a block], with zero in the middle of their range."""
-    scales: Tensor
-    """float32 [n, groups of a block]."""
-    minimums: Tensor | None = None
-    """float32 [n, groups of a block]."""
-    block_scales: Tensor | None = None
-    """float32 [n, 1]."""
-    block_minimums: Tensor | None = None
-    """float32 [n, 1]."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeKind:
-    """A type of blocks whose numbers are codes of a few bits."""
-
-    elements: int
-    """Numbers of a block."""
-    num_bytes: int
-    """Bytes of a block."""
-    bits: int
-    group_size: int
-    codes: Callable[[Tensor], Codes]
-    zero_point: int | None = None
-    """Zero point of every group."""
-    table: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class VectorKind:
-    """A type of blocks whose numbers are chosen four or eight at a time."""
-
-    elements: int
-    num_bytes: int
-    floats: Callable[[Tensor], Tensor]
-    """Blocks -> float32 [n, numbers of a block]."""
 
 
 def dequantize(name: str, blocks: Tensor) -> Tensor:
@@ -77,8 +35,6 @@ def dequantize(name: str, blocks: Tensor) -> Tensor:
         float32 [n, numbers of a block].
     """
     kind = KINDS[name]
-    if isinstance(kind, VectorKind):
-        return kind.floats(blocks)
     found = kind.codes(blocks)
     values = found.values.view(len(blocks), -1, kind.group_size)
     if kind.table is not None:
@@ -98,26 +54,26 @@ def dequantize(name: str, blocks: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Codes:
-    return Codes(_centred(_low_then_high(blocks[:, 2:]), 8), _halves(blocks, 0))
+    return Codes(_centred(_low_then_high(blocks[:, 2:]), 8), halves(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Codes:
     values = _centred(_low_then_high(blocks[:, 4:]), 8)
-    return Codes(values, _halves(blocks, 0), -_halves(blocks, 2))
+    return Codes(values, halves(blocks, 0), -halves(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Codes:
     numbers = _low_then_high(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return Codes(_centred(numbers, 16), _halves(blocks, 0))
+    return Codes(_centred(numbers, 16), halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Codes:
     numbers = _low_then_high(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return Codes(_centred(numbers, 16), _halves(blocks, 0), -_halves(blocks, 2))
+    return Codes(_centred(numbers, 16), halves(blocks, 0), -halves(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Codes:
-    return Codes(blocks[:, 2:].contiguous().view(torch.int8), _halves(blocks, 0))
+    return Codes(blocks[:, 2:].contiguous().view(torch.int8), halves(blocks, 0))
 
 
 def _q2_k(blocks: Tensor) -> Codes:
@@ -128,8 +84,8 @@ def _q2_k(blocks: Tensor) -> Codes:
         _centred(numbers, 2),
         (scales & 15).float(),
         (scales >> 4).float(),
-        _halves(blocks, 80),
-        _halves(blocks, 82),
+        halves(blocks, 80),
+        halves(blocks, 82),
     )
 
 
@@ -143,7 +99,7 @@ def _q3_k(blocks: Tensor) -> Codes:
     return Codes(
         _centred(low | third << 2, 4),
         _centred(low_bits | high_bits << 4, 32).float(),
-        block_scales=_halves(blocks, 108),
+        block_scales=halves(blocks, 108),
     )
 
 
@@ -165,11 +121,11 @@ def _q6_k(blocks: Tensor) -> Codes:
     low = _shifted(blocks[:, :128].reshape(-1, 2, 1, 64), _NIBBLES, 15).flatten(1)
     high = _shifted(blocks[:, 128:192].reshape(-1, 2, 1, 32), _PAIRS, 3).flatten(1)
     values = _centred(low | high << 4, 32)
-    return Codes(values, scales.float(), block_scales=_halves(blocks, 208))
+    return Codes(values, scales.float(), block_scales=halves(blocks, 208))
 
 
 def _iq4_nl(blocks: Tensor) -> Codes:
-    return Codes(_centred(_low_then_high(blocks[:, 2:]), 8), _halves(blocks, 0))
+    return Codes(_centred(_low_then_high(blocks[:, 2:]), 8), halves(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Codes:
@@ -178,7 +134,7 @@ def _iq4_xs(blocks: Tensor) -> Codes:
     high = _shifted(blocks[:, 2:4, None], _PAIRS, 3).flatten(1)
     places = _shifted(blocks[:, 8:].reshape(-1, 8, 1, 16), _NIBBLES, 15).flatten(1)
     scales = _centred(low | high << 4, 32).float()
-    return Codes(_centred(places, 8), scales, block_scales=_halves(blocks, 0))
+    return Codes(_centred(places, 8), scales, block_scales=halves(blocks, 0))
 
 
 def _tq1_0(blocks: Tensor) -> Codes:
@@ -188,12 +144,12 @@ def _tq1_0(blocks: Tensor) -> Codes:
         for start, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4))
     ]
     numbers = torch.cat(digits, dim=1).to(torch.int16) * 3 >> 8
-    return Codes((numbers - 1).to(torch.int8), _halves(blocks, 52))
+    return Codes((numbers - 1).to(torch.int8), halves(blocks, 52))
 
 
 def _tq2_0(blocks: Tensor) -> Codes:
     numbers = _shifted(blocks[:, :64].reshape(-1, 2, 1, 32), _PAIRS, 3).flatten(1)
-    return Codes(_centred(numbers, 2), _halves(blocks, 64))
+    return Codes(_centred(numbers, 2), halves(blocks, 64))
 
 
 def _mxfp4(blocks: Tensor) -> Codes:
@@ -220,17 +176,12 @@ def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     first, second, rest = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scales = torch.cat([first & 63, (rest & 15) | ((first >> 2) & 48)], dim=1)
     minimums = torch.cat([second & 63, (rest >> 4) | ((second >> 2) & 48)], dim=1)
-    return scales.float(), minimums.float(), _halves(blocks, 0), _halves(blocks, 2)
+    return scales.float(), minimums.float(), halves(blocks, 0), halves(blocks, 2)
 
 
 def _centred(numbers: Tensor, middle: int) -> Tensor:
     """int8, ``middle`` less than the unsigned numbers."""
     return numbers.to(torch.int8) - middle
-
-
-def _halves(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at a byte of each block: float32 [n, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _low_then_high(packed: Tensor) -> Tensor:
@@ -255,7 +206,7 @@ def _shifted(packed: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
     return packed >> torch.tensor(shifts, dtype=torch.uint8).view(sizes) & mask
 
 
-KINDS: Mapping[str, CodeKind | VectorKind] = {
+KINDS: Mapping[str, CodeKind] = {
     "Q4_0": CodeKind(32, 18, 4, 32, _q4_0),
     "Q4_1": CodeKind(32, 20, 4, 32, _q4_1, zero_point=-8),
     "Q5_0": CodeKind(32, 22, 5, 32, _q5_0),
@@ -268,16 +219,10 @@ KINDS: Mapping[str, CodeKind | VectorKind] = {
     "Q6_K": CodeKind(256, 210, 6, 16, _q6_k),
     "IQ4_NL": CodeKind(32, 18, 4, 32, _iq4_nl, table=_IQ4),
     "IQ4_XS": CodeKind(256, 136, 4, 32, _iq4_xs, table=_IQ4),
-    "TQ1_0": CodeKind(256, 54, 2, 256, _tq1_0),
+    "TQ1_0": CodeKind(256, 54, 2, 256, _tq1_0, kept_bytes=66),
     "TQ2_0": CodeKind(256, 66, 2, 256, _tq2_0, zero_point=-1),
     "MXFP4": CodeKind(32, 17, 4, 32, _mxfp4, table=_E2M1),
     "NVFP4": CodeKind(64, 36, 4, 16, _nvfp4, table=_E2M1),
-    "IQ1_S": VectorKind(256, 50, vectors.iq1_s),
-    "IQ1_M": VectorKind(256, 56, vectors.iq1_m),
-    "IQ2_XXS": VectorKind(256, 66, vectors.iq2_xxs),
-    "IQ2_XS": VectorKind(256, 74, vectors.iq2_xs),
-    "IQ2_S": VectorKind(256, 82, vectors.iq2_s),
-    "IQ3_XXS": VectorKind(256, 98, vectors.iq3_xxs),
-    "IQ3_S": VectorKind(256, 110, vectors.iq3_s),
+    **VECTOR_KINDS,
 }
 """The types that are read, by ggml's names."""

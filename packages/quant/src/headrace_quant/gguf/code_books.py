@@ -17,15 +17,21 @@ from torch import Tensor
 
 
 @functools.cache
-def code_book(name: str) -> Tensor:
-    """Vectors of a type: float32 [vectors, 8], of IQ3_XXS and IQ3_S [vectors, 4]."""
+def code_places(name: str) -> Tensor:
+    """Vectors of a type, each number by its place in :func:`code_numbers`: uint8 [vectors, 8], of IQ3_XXS and
+    IQ3_S [vectors, 4]."""
     size, numbers, packed = _BOOKS[name]
     bits = 2 if len(numbers) <= 4 else 4
     stored = torch.frombuffer(
         bytearray(zlib.decompress(base64.b85decode(packed))), dtype=torch.uint8
     )
     places = stored[:, None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
-    return torch.tensor(numbers, dtype=torch.float32)[places.long()].view(-1, size)
+    return places.view(-1, size)
+
+
+def code_numbers(name: str) -> tuple[int, ...]:
+    """Numbers that the vectors of a type are made of, in ascending order."""
+    return _BOOKS[name][1]
 
 
 _BOOKS: Mapping[str, tuple[int, tuple[int, ...], str]] = {

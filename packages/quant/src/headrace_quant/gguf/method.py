@@ -1,9 +1,8 @@
 """``gguf``: weights in the blocks of a GGUF file.
 
 ``weight`` uint8 [N, bytes of a row] of the modules that ``types`` names; every other weight is plain. Blocks
-whose numbers are codes stay packed (:mod:`headrace_quant.gguf.packing`) and are multiplied with activations
-as they are; blocks that are chosen from a code book of vectors (IQ1, IQ2, IQ3) become floats while they are
-loaded, and so do tensors that no layer can hold in blocks.
+stay packed (:mod:`headrace_quant.gguf.packing`) and are multiplied with activations as they are; tensors
+that no layer can hold in blocks become floats while they are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear
 from headrace_quant.config_checks import refusal
-from headrace_quant.gguf.blocks import KINDS, CodeKind
+from headrace_quant.gguf.blocks import KINDS
 from headrace_quant.gguf.packing import floats, packed_weight
 from headrace_quant.ignored_layers import module_names
 from headrace_quant.int_linear_methods import IntegerMethod
@@ -61,6 +60,12 @@ class BlockWeight(IntegerMethod):
             )
         row = spec.in_features // kind.elements * kind.num_bytes
         return {"weight": TensorSpec((spec.out_features, row), "uint8", in_dim=1)}
+
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        kind = KINDS[self.kind]
+        if kind.kept_bytes is None:
+            return None
+        return spec.out_features * (spec.in_features // kind.elements) * kind.kept_bytes
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         try:
@@ -122,13 +127,13 @@ class Gguf(QuantMethod):
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         if self.requantize is not None:
             return self.requantize.for_layer(spec)
-        self.packed.update(name for name in module_names(spec) if self._code_type(name))
-        return method_by_name(spec, self._code_type, self._method)
+        self.packed.update(name for name in module_names(spec) if self._type(name))
+        return method_by_name(spec, self._type, self._method)
 
     def for_table(self, spec: LinearSpec) -> BlockWeight | None:
         """The method of a table of vectors [out_features, in_features], which can also multiply; None: it is
         plain."""
-        kind = None if self.requantize is not None else self._code_type(spec.name)
+        kind = None if self.requantize is not None else self._type(spec.name)
         if kind is None:
             return None
         self.packed.add(spec.name)
@@ -159,11 +164,6 @@ class Gguf(QuantMethod):
     def _type(self, module: str) -> str | None:
         """Type of the blocks of a module's weight; None: it is plain."""
         return self.types.get(module) or self.types.get(re.sub(r"\.\d+(?=\.\w+$)", ".*", module))
-
-    def _code_type(self, module: str) -> str | None:
-        """Type as :meth:`_type` gives it, if such blocks stay packed."""
-        kind = self._type(module)
-        return kind if kind is not None and isinstance(KINDS[kind], CodeKind) else None
 
     def _method(self, kind: str | None) -> LinearMethod:
         return PlainWeight(self.ops) if kind is None else BlockWeight(self.ops, kind)

@@ -21,7 +21,7 @@ from headrace_quant.encoders.blocks import (
     Q80Encoder,
 )
 from headrace_quant.gguf.blocks import KINDS
-from headrace_quant.gguf.packing import packed_weight
+from headrace_quant.gguf.packing import weight_of_codes
 from headrace_quant.int_linear_methods import IntegerMethod, RoundedWeight
 from headrace_quant.online import HEAD, INT8, Online
 
@@ -51,12 +51,13 @@ class RoundedBlocks(IntegerMethod):
         return spec.out_features * (spec.in_features // kind.elements) * kind.num_bytes
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
+        blocks = spec.in_features // self.encoder.elements
+        pieces = self.encoder.pieces(tensors["weight"])
         try:
-            blocks = self.encoder.encode(tensors["weight"])
-        except WeightsError as error:
+            weight = weight_of_codes(self.encoder.kind, spec.out_features, blocks, pieces)
+        except (WeightsError, ValueError) as error:
             raise WeightsError(f"layer {spec.name!r}: {error}") from None
-        assert blocks is not None, spec.name
-        return self.pack(spec, packed_weight(self.encoder.kind, blocks["weight"]))
+        return self.pack(spec, weight)
 
 
 class OnlineBlocks(Online):
@@ -68,7 +69,7 @@ class OnlineBlocks(Online):
         fits = spec.in_features % self.encoder.elements == 0
         if not fits or spec.name.rpartition(".")[2] == HEAD:
             return RoundedWeight(self.ops, INT8, activations="float")
-        return RoundedBlocks(self.ops, self.encoder())
+        return RoundedBlocks(self.ops, self.encoder(self.ops))
 
 
 class Q40(OnlineBlocks):

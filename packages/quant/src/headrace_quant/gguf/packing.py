@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from headrace_core.ops import QuantizedWeight
-from headrace_quant.gguf.blocks import KINDS, CodeKind, Codes, dequantize
+from headrace_quant.gguf.blocks import KINDS, dequantize
+from headrace_quant.gguf.codes import CodeKind, Codes
 
 _NUMBERS_AT_ONCE = 1 << 20
 """Blocks are taken apart in slices, so that intermediate results never exist of a whole weight."""
@@ -19,17 +20,31 @@ def packed_weight(name: str, raw: Tensor) -> QuantizedWeight:
     """The weight that rows of blocks are. Nothing of ``raw`` is kept.
 
     Args:
-        name: of a :class:`~headrace_quant.gguf.blocks.CodeKind`.
+        name: one of :data:`~headrace_quant.gguf.blocks.KINDS`.
         raw: uint8 [N, bytes of a row].
 
     Raises:
         ValueError: a scale or a minimum is infinite or no number.
     """
     kind = KINDS[name]
-    assert isinstance(kind, CodeKind), name
-    rows, blocks = raw.shape[0], raw.shape[1] // kind.num_bytes
+    blocks = raw.shape[1] // kind.num_bytes
+    return weight_of_codes(name, raw.shape[0], blocks, _slices(kind, raw))
+
+
+def weight_of_codes(
+    name: str, rows: int, blocks: int, pieces: Iterable[tuple[int, Codes]]
+) -> QuantizedWeight:
+    """A weight of ``rows`` rows, each of so many blocks of a type.
+
+    Args:
+        pieces: codes of some rows at a time, and the first of these rows.
+
+    Raises:
+        ValueError: a scale or a minimum is infinite or no number.
+    """
+    kind = KINDS[name]
     found: dict[str, Tensor] = {}
-    for start, codes in _slices(kind, raw):
+    for start, codes in pieces:
         for field in fields(codes):
             part: Tensor | None = getattr(codes, field.name)
             if part is None:

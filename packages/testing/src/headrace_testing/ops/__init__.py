@@ -37,6 +37,7 @@ from headrace_testing.ops.moe import MoEConformance
 from headrace_testing.ops.paged import PagedCase, paged_case
 from headrace_testing.ops.quantized import QuantizedConformance
 from headrace_testing.ops.recurrent import RecurrentConformance
+from headrace_testing.ops.round_k_quant import RoundKQuantConformance
 from headrace_testing.ops.routing import RoutingConformance
 from headrace_testing.ops.rowwise import RMSNormConformance, RowwiseConformance
 from headrace_testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
@@ -77,6 +78,7 @@ class OpConformance(
     IndexTokensConformance,
     MatchRMSConformance,
     MixConformance,
+    RoundKQuantConformance,
     XIELUConformance,
 ):
     """The tests that every kernel provider must pass; see the module's docstring."""

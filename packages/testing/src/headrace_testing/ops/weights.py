@@ -20,8 +20,10 @@ _NF4 = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 """Quantiles of a normal distribution: Dettmers et al. 2023, arXiv:2305.14314, appendix E."""
+_IQ2 = (1.0, 3.125, 5.375)
 TABLES = {
     "e2m1": (*_E2M1, *(-value for value in _E2M1)),
+    "iq2": (0.0, *(-value for value in reversed(_IQ2)), *_IQ2, 0.0),
     "iq4_nl": _IQ4_NL,
     "nf4": _NF4,
 }
@@ -141,6 +143,8 @@ KINDS = {
     "q4_k": WeightKind(4, 32, has_minimums=True, block_size=256, scales="bits6"),
     "q5_k": WeightKind(5, 32, has_minimums=True, block_size=256, scales="bits6"),
     "q6_k": WeightKind(6, 16, block_size=256, scales="signed"),
+    "iq2_xxs": WeightKind(3, 32, table="iq2", block_size=256, scales="signed"),
+    "iq2_s": WeightKind(3, 16, table="iq2", block_size=256, scales="signed"),
     "iq4_nl": WeightKind(4, 32, table="iq4_nl", scales="half"),
     "iq4_xs": WeightKind(4, 32, table="iq4_nl", block_size=256, scales="signed"),
     "nf4": WeightKind(4, 64, table="nf4"),

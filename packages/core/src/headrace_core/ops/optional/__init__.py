@@ -2,7 +2,8 @@
 
 A module is called as its op. The op's definition in plain torch and its fake are in the module of that
 name of :mod:`headrace_reference`, the tests that an implementation inherits in that of
-:mod:`headrace_testing.ops`.
+:mod:`headrace_testing.ops`. Letters: :mod:`headrace_core.ops`, of recurrences also
+:mod:`headrace_core.ops.recurrent`.
 """
 
 import pkgutil

@@ -1,7 +1,4 @@
-"""``clamp``: values within two bounds (MPT, OLMo, DBRX).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``clamp``: values within two bounds (MPT, OLMo, DBRX)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``gaussian_topk``: the part of each row above a quantile of a normal distribution (Gemma 3n).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``gaussian_topk``: the part of each row above a quantile of a normal distribution (Gemma 3n)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``index_tokens``: the tokens that sparse MLA attends to (DeepSeek V3.2, GLM-5).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``index_tokens``: the tokens that sparse MLA attends to (DeepSeek V3.2, GLM-5)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``match_rms``: rows scaled to the RMS of other rows (Gemma 3n).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``match_rms``: rows scaled to the RMS of other rows (Gemma 3n)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``mix``: each token's own weighted sums of several vectors (Gemma 3n's AltUp, Llama 4).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``mix``: each token's own weighted sums of several vectors (Gemma 3n's AltUp, Llama 4)."""
 
 from __future__ import annotations
 

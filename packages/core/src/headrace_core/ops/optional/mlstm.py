@@ -1,7 +1,4 @@
-"""``mlstm``: the matrix memory of xLSTM.
-
-Letters: :mod:`headrace_core.ops` and :mod:`headrace_core.ops.recurrent`.
-"""
+"""``mlstm``: the matrix memory of xLSTM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``rg_lru``: the real-gated linear recurrent unit (RecurrentGemma).
-
-Letters: :mod:`headrace_core.ops` and :mod:`headrace_core.ops.recurrent`.
-"""
+"""``rg_lru``: the real-gated linear recurrent unit (RecurrentGemma)."""
 
 from __future__ import annotations
 

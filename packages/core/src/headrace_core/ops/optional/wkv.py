@@ -1,7 +1,4 @@
-"""``wkv``: RWKV 4's weighted average over all tokens.
-
-Letters: :mod:`headrace_core.ops` and :mod:`headrace_core.ops.recurrent`.
-"""
+"""``wkv``: RWKV 4's weighted average over all tokens."""
 
 from __future__ import annotations
 

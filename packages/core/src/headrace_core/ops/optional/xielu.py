@@ -1,7 +1,4 @@
-"""``xielu``: xIELU, an activation with a square above 0 and an exponential below (Apertus).
-
-Letters: :mod:`headrace_core.ops`.
-"""
+"""``xielu``: xIELU, an activation with a square above 0 and an exponential below (Apertus)."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAn
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
+from headrace_kernels.cpu.ops.k_quant import RoundKQuant
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
 from headrace_kernels.cpu.ops.mla import IndexTokens, MLAAttention, MLACacheWrite
 from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
@@ -86,6 +87,7 @@ def native_ops(library: Library) -> NativeOps:
         "linear": Linear(library),
         "head_linear": HeadLinear(library),
         "quant_linear": QuantLinear(library),
+        "round_k_quant": RoundKQuant(library),
         "moe": MoE(library),
         "expert_linear": ExpertLinear(library),
         "sample": Sample(library),

@@ -21,8 +21,8 @@ from headrace_kernels.cpu.library import DTYPES
 
 _ABSENT, _SIGNED_BYTE, _BYTE, _NIBBLE, _EXPONENT_BYTE, _E4M3_BYTE = -1, 3, 4, 5, 6, 7
 """Storage that is no float, as in native/src/quant_layout.h."""
-_TABLE = 16
-"""Kind of codes that choose from a table of 16; other kinds are numbers of bits, or below."""
+_TABLES = {8: 15, 16: 16}
+"""Kinds of codes that choose from a table, by its entries; other kinds are numbers of bits, or below."""
 _FLOAT8 = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 18}
 """Kinds of codes that are floats."""
 _FLOATS = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
@@ -76,7 +76,7 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
     layout.kind, layout.factor = weight.bits, 1
     if weight.table is None:
         _set_zeros(layout, weight)
-    elif weight.table.numel() == 16:
+    elif weight.table.numel() in _TABLES:
         _set_table(layout, weight.table, dtype)
     else:
         _set_float8(layout, weight)
@@ -178,7 +178,7 @@ def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
     kinds = [kind for dtype, kind in _FLOAT8.items() if _is_float8(table, dtype)]
     if not kinds:
         raise ConfigError(
-            f"quant_linear: a table of {table.numel()} entries; it may have 16, or 256 that are those "
+            f"quant_linear: a table of {table.numel()} entries; it may have 8, 16, or 256 that are those "
             "of torch.float8_e4m3fn or torch.float8_e5m2"
         )
     if weight.minimums is not None:
@@ -200,10 +200,10 @@ def _set_table(layout: Layout, table: Tensor, dtype: str) -> None:
     if not bool(table.isfinite().all()):
         raise ConfigError("quant_linear: a table holds infinities or NaN")
     entries = _table_entries(tuple(table.tolist()), 3 if dtype == "float32" else 2)
-    layout.kind, layout.zero, layout.tables = _TABLE, 128, len(entries.bytes)
+    layout.kind, layout.zero, layout.tables = _TABLES[table.numel()], 128, len(entries.bytes)
     layout.factor = entries.factor
-    for at, byte in enumerate(byte for each in entries.bytes for byte in each):
-        layout.table[at] = byte
+    for at, each in enumerate(entries.bytes):
+        layout.table[16 * at : 16 * at + len(each)] = each
     for at, value in enumerate(table.tolist()):
         layout.book[at] = value
 
