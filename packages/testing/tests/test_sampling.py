@@ -63,6 +63,16 @@ FILE = """
     @pytest.mark.parametrize("b", range(5))
     def test_long(a, b):
         pass
+
+    @pytest.mark.keep(1)
+    class TestOfOneKind:
+        kinds = ("x",)
+
+        @pytest.mark.parametrize("a", range(5))
+        @pytest.mark.parametrize("kind", ["x", "y", "z"])
+        def test_served(self, kind, a):
+            if kind not in self.kinds:
+                pytest.skip("another kind")
 """
 
 
@@ -71,14 +81,16 @@ def test_a_run_with_samples(pytester: pytest.Pytester, monkeypatch: pytest.Monke
     monkeypatch.setenv("HEADRACE_TEST_SEED", "7")
     words = ("-p", "headrace_testing.sampling", "-p", "no:cacheprovider")
     monkeypatch.setenv("HEADRACE_TESTS", "full")
-    pytester.runpytest_subprocess(*words).assert_outcomes(passed=115)
+    pytester.runpytest_subprocess(*words).assert_outcomes(passed=120, skipped=10)
     monkeypatch.setenv("HEADRACE_TESTS", "sampled")
     done = pytester.runpytest_subprocess(*words)
     passed, left_out = done.parseoutcomes()["passed"], done.parseoutcomes()["deselected"]
-    assert passed + left_out == 115
-    many, few, long = range(KEEP, 20), 5, range(5, 7)  # 10 + 10 values need at most 19 cases
-    assert many[0] + few + long[0] <= passed <= many[-1] + few + long[-1]
+    assert passed + left_out == 130
+    assert "skipped" not in done.parseoutcomes()
+    served = 5  # each a, of the kind that is served
+    many, few, long = range(KEEP, KEEP + 1), 5, range(5, 7)  # 10 + 10 values need at most 19 cases
+    assert many[0] + few + long[0] + served <= passed <= many[-1] + few + long[-1] + served
     done.stdout.fnmatch_lines("*HEADRACE_TEST_SEED=7*")
     monkeypatch.setenv("HEADRACE_TEST_KEEP", "1")
     passed = pytester.runpytest_subprocess(*words).parseoutcomes()["passed"]
-    assert 10 + few + long[0] <= passed <= many[-1] + few + long[-1]
+    assert 10 + few + long[0] + served <= passed <= 19 + few + long[-1] + served

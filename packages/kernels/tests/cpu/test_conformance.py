@@ -33,6 +33,8 @@ class AtLevel(CPUProvider):
 
 
 class TestNative(OpConformance):
+    providers = library.levels()  # see headrace_testing.sampling
+
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
         if request.param not in library.levels():
@@ -42,6 +44,8 @@ class TestNative(OpConformance):
 
 
 class TestNativeSampling(SamplingConformance):
+    providers = library.levels()  # see headrace_testing.sampling
+
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
         if request.param not in library.levels():

@@ -6,6 +6,9 @@ days and a failure can be repeated. Every value of every parameter is in the sam
 ``@pytest.mark.keep(4)``, on a test, a class or a module, has it shortened where it has more than four cases:
 for tests whose cases take long; with ``every_value=False`` to just so many, if a case takes most of a
 minute. ``HEADRACE_TEST_KEEP`` is such a number for a run.
+
+A case that its class skips shows no value: it is none of those that are sampled. Parameter ``dtype`` has
+the values that the class lists in ``dtypes``, where it has such a list, and others alike.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
-KEEP = 12
+KEEP = 24
 """Cases of one test that are few enough to run all, unless said otherwise."""
 
 
@@ -43,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
+        if _is_skipped(item):
+            continue
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[str] = set()
     for name, cases in tests.items():
@@ -92,6 +97,15 @@ def sample(
 def _values(case: Mapping[str, object]) -> Iterable[tuple[str, str]]:
     # An object without a text of its own shows its address, which other processes do not share.
     return ((name, repr(value).partition(" at 0x")[0]) for name, value in case.items())
+
+
+def _is_skipped(item: pytest.Item) -> bool:
+    cls = getattr(item, "cls", None)
+    for name, value in _parameters(item).items():
+        served = getattr(cls, f"{name}s", None)
+        if isinstance(value, str) and isinstance(served, tuple | list) and value not in served:
+            return True
+    return False
 
 
 def _keep(item: pytest.Item) -> int:
