@@ -48,7 +48,14 @@ _ITEM_BYTES = {
     "float8_e4m3": 1,
     "float8_e5m2": 1,
     "int8": 1,
+    "int8_per_token_head": 1,
+    "int4_per_token_head": 1,
 }
+
+ROW_SCALED_BITS: Mapping[str, int] = {"int8_per_token_head": 8, "int4_per_token_head": 4}
+"""Storages whose rows (one token's numbers of one head) bring their own scale -> bits of a number."""
+ROW_SCALE_BYTES = 4
+"""Of a row's scale, a float32 behind its numbers."""
 
 CACHE_DTYPES: Mapping[str, str] = {
     "auto": "",
@@ -56,10 +63,12 @@ CACHE_DTYPES: Mapping[str, str] = {
     "fp8_e4m3": "float8_e4m3",
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
+    **{name: name for name in ROW_SCALED_BITS},
 }
 """Values of ``cache.kv_cache_dtype`` -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
 
-``int8`` is of no use without scales that suit the model (:mod:`headrace_core.attention`).
+``int8`` is of no use without scales that suit the model (:mod:`headrace_core.attention`); those of
+:data:`ROW_SCALED_BITS` find theirs as tokens are written.
 """
 
 
@@ -83,12 +92,30 @@ class KVCacheSpec(CacheSpec):
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2`` or ``int8``."""
+    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2``, ``int8`` or one of
+    :data:`ROW_SCALED_BITS`."""
+
+    @property
+    def row_scales(self) -> int:
+        """Scales that are stored with one token's numbers of one head."""
+        return int(self.dtype in ROW_SCALED_BITS)
+
+    @property
+    def row_numbers(self) -> int:
+        """Entries of the cache for one token's numbers of one head."""
+        return self.head_dim * ROW_SCALED_BITS.get(self.dtype, 8) // 8
+
+    @property
+    def row_width(self) -> int:
+        """The same with the row's scales, which are :data:`ROW_SCALE_BYTES` each and aligned so."""
+        if not self.row_scales:
+            return self.row_numbers
+        return (-(-self.row_numbers // ROW_SCALE_BYTES) + self.row_scales) * ROW_SCALE_BYTES
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values together."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return 2 * self.block_size * self.num_kv_heads * self.row_width * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +145,15 @@ class MLASpec(KVCacheSpec):
     both together. Blocks as :class:`FullAttentionSpec`."""
 
     @property
+    def row_scales(self) -> int:
+        """Two where rows bring scales: of the latent, which is normed, and of the rotated key, which is
+        not and may be many times as large."""
+        return 2 * int(self.dtype in ROW_SCALED_BITS)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer; nothing is stored twice."""
-        return self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.block_size * self.row_width * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
+    ROW_SCALE_BYTES,
     STATE_ALIGNMENT,
     CacheSpec,
     CrossAttentionSpec,
@@ -30,6 +32,8 @@ _TORCH_DTYPES = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int8_per_token_head": torch.int8,
+    "int4_per_token_head": torch.uint8,
 }
 
 Buffers = list[list[Tensor]]
@@ -56,13 +60,13 @@ def bind_cache(
     """Allocate each pool's zeroed tensors and bind the j-th to its groups' j-th layers.
 
     The tensors are bytes, seen by each layer in its own logical shape over its backend's physical
-    order, or as its states. Layers that share another's cache get that layer's tensor and group. On
-    a CPU zeroed memory is taken from the system when it is first written, so a large cache costs what
-    is used of it.
+    order, or as its states. Scales that stand in a page are those of its layer's ``spec`` from now on.
+    Layers that share another's cache get that layer's tensor, scales and group. On a CPU zeroed memory
+    is taken from the system when it is first written, so a large cache costs what is used of it.
 
     Raises:
         ConfigError: layers that share a tensor lay it out differently; a layer shares the cache of
-            one that it cannot.
+            one that it cannot; a backend tears the rows apart that have scales.
     """
     owners = cache_owners(layers)
     buffers: Buffers = []
@@ -79,8 +83,24 @@ def bind_cache(
                 else:
                     bound[name] = (_view(buffer, layers[name], num_blocks), group)
     for name, owner in owners.items():
-        layers[name].bind_cache(*bound[owner])
+        _bind(layers[name], layers[owner].kv_spec, *bound[owner])
     return buffers
+
+
+def _bind(layer: AttentionLayer, spec: KVCacheSpec | None, rows: Tensor, group: int) -> None:
+    """Give a layer its cache, [..., ``row_width``] as ``spec`` says, without the scales, and these.
+
+    They are [N, S, Hk] for keys and values each; of MLA [N, S, 2], that of the latent first.
+    """
+    assert spec is not None
+    if spec.row_scales:
+        scales = rows[..., spec.row_width - ROW_SCALE_BYTES * spec.row_scales :].view(torch.float32)
+        if isinstance(spec, MLASpec):
+            layer.spec = dataclasses.replace(layer.spec, k_scale=scales)
+        else:
+            k_scale, v_scale = scales[..., 0]
+            layer.spec = dataclasses.replace(layer.spec, k_scale=k_scale, v_scale=v_scale)
+    layer.bind_cache(rows[..., : spec.row_numbers], group)
 
 
 def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer]) -> None:
@@ -89,6 +109,9 @@ def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer
     for attending in layers.values():
         if attending.kv_spec is not None or attending.spec.kv_sharing_target is not None:
             attending.bind_cache(None, 0)
+            if attending.spec.k_scale is not None and attending.spec.k_scale.dim() > 1:
+                # Views of the memory that is let go.
+                attending.spec = dataclasses.replace(attending.spec, k_scale=None, v_scale=None)
     for layer in states.values():
         layer.bind_states(None, 0)
 
@@ -165,11 +188,17 @@ def group_backends(
 
 
 def _view(buffer: Tensor, layer: AttentionLayer, num_blocks: int) -> Tensor:
-    """The buffer as the layer's backend sees it: logical shape, physical order."""
+    """The buffer as the layer's backend sees it: logical shape, physical order, rows with their scales."""
     spec = layer.kv_spec
     assert spec is not None
     shape = layer.backend.cache_shape(spec, num_blocks)
     order = layer.backend.cache_stride_order()
+    if spec.row_scales and order[-1] != len(order) - 1:
+        raise ConfigError(
+            f"cache.kv_cache_dtype = {spec.dtype!r}: attention backend {layer.backend.name!r} does not "
+            f"keep a row together (its order is {tuple(order)}), which has a scale",
+            field="cache.kv_cache_dtype",
+        )
     physical = [shape[i] for i in order]
     typed = buffer[: num_blocks * spec.page_bytes].view(_TORCH_DTYPES[spec.dtype])
     return typed.view(physical).permute([order.index(i) for i in range(len(order))])
