@@ -100,9 +100,8 @@ class AttentionLayerSpec:
     scale: float
     sliding_window: int | None = None
     k_scale: Tensor | None = None
-    """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1. If each row has
-    its scale (:data:`~headrace_core.kv.ROW_SCALED_BITS`), those of the bound cache, where ops write them:
-    [N, S, num_kv_heads], of MLA [N, S, 2]."""
+    """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1. Of rows with their
+    own (:data:`~headrace_core.kv.ROW_SCALED_BITS`) [N, S, num_kv_heads], of MLA [N, S, 2], in the cache."""
     v_scale: Tensor | None = None
     attention_type: str = "decoder"
     """One of :data:`ATTENTION_TYPES`."""
@@ -193,8 +192,7 @@ class AttentionBackend(BackendFacts):
     """One way to compute attention over a paged cache."""
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first; of a cache with a scale for
-        each row D is a row's bytes, and what is bound are the numbers among them."""
+        """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first; D is ``row_width``."""
         return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:
@@ -249,7 +247,7 @@ class MLABackend(AttentionBackend):
     required_features: ClassVar[frozenset[str]] = frozenset({MLA})
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Logical shape of one layer's cache: (N, S, R + P), or a row's bytes as above."""
+        """Logical shape of one layer's cache: (N, S, R + P), as above."""
         return (num_blocks, spec.block_size, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from headrace_core.multimodal import MediaInput
@@ -55,7 +55,6 @@ _ITEM_BYTES = {
 ROW_SCALED_BITS: Mapping[str, int] = {"int8_per_token_head": 8, "int4_per_token_head": 4}
 """Storages whose rows (one token's numbers of one head) bring their own scale -> bits of a number."""
 ROW_SCALE_BYTES = 4
-"""Of a row's scale, a float32 behind its numbers."""
 
 CACHE_DTYPES: Mapping[str, str] = {
     "auto": "",
@@ -67,8 +66,7 @@ CACHE_DTYPES: Mapping[str, str] = {
 }
 """Values of ``cache.kv_cache_dtype`` -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
 
-``int8`` is of no use without scales that suit the model (:mod:`headrace_core.attention`); those of
-:data:`ROW_SCALED_BITS` find theirs as tokens are written.
+``int8`` is of no use without scales that suit the model (:mod:`headrace_core.attention`).
 """
 
 
@@ -95,22 +93,23 @@ class KVCacheSpec(CacheSpec):
     """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2``, ``int8`` or one of
     :data:`ROW_SCALED_BITS`."""
 
+    scales_per_row: ClassVar[int] = 1
+
     @property
     def row_scales(self) -> int:
-        """Scales that are stored with one token's numbers of one head."""
-        return int(self.dtype in ROW_SCALED_BITS)
+        """Scales behind a row, the numbers of one token and head: float32."""
+        return self.scales_per_row if self.dtype in ROW_SCALED_BITS else 0
 
     @property
     def row_numbers(self) -> int:
-        """Entries of the cache for one token's numbers of one head."""
+        """Entries of the cache for a row's numbers."""
         return self.head_dim * ROW_SCALED_BITS.get(self.dtype, 8) // 8
 
     @property
     def row_width(self) -> int:
-        """The same with the row's scales, which are :data:`ROW_SCALE_BYTES` each and aligned so."""
-        if not self.row_scales:
-            return self.row_numbers
-        return (-(-self.row_numbers // ROW_SCALE_BYTES) + self.row_scales) * ROW_SCALE_BYTES
+        """The same with the row's scales, which are aligned to their size."""
+        scales, size = self.row_scales, ROW_SCALE_BYTES
+        return (-(-self.row_numbers // size) + scales) * size if scales else self.row_numbers
 
     @property
     def page_bytes(self) -> int:
@@ -144,12 +143,9 @@ class MLASpec(KVCacheSpec):
     latent, then the rotated key that heads share. ``num_kv_heads`` is 1, ``head_dim`` the length of
     both together. Blocks as :class:`FullAttentionSpec`."""
 
-    @property
-    def row_scales(self) -> int:
-        """Two where rows bring scales: of the latent, which is normed, and of the rotated key, which is
-        not and may be many times as large."""
-        return 2 * int(self.dtype in ROW_SCALED_BITS)
+    scales_per_row: ClassVar[int] = 2
 
+    # Of the latent, which is normed, and of the rotated key, which may be many times as large.
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer; nothing is stored twice."""
@@ -382,26 +378,3 @@ class KVCacheManager(ABC):
     @abstractmethod
     def take_stats(self) -> KVCacheStats:
         """Prefix-cache counters since the last call."""
-
-
-class KVConnectorScheduler(Protocol):
-    """The scheduler's half of a KV transfer (called between steps, no tensors)."""
-
-    def num_external_tokens(self, sequence: CachedSequence, num_local_tokens: int) -> int:
-        """Tokens beyond the local match that can be fetched."""
-        ...
-
-    def step_metadata(self) -> Mapping[str, Any]:
-        """Instructions for the worker's half in the coming step; plain data."""
-        ...
-
-
-class KVConnectorWorker(Protocol):
-    """The worker's half of a KV transfer (called around each attention layer)."""
-
-    def start_load(self, metadata: Mapping[str, Any]) -> None: ...
-    def wait_for_layer(self, layer_name: str) -> None: ...
-    def save_layer(self, layer_name: str, kv_cache: Any) -> None: ...
-    def finished(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Ids whose (sending, receiving) has ended since the last call."""
-        ...

@@ -7,12 +7,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from headrace_core.ops import ONE_BYTE_CACHES, ROW_SCALED_CACHES, HeadNorm
+from headrace_core.ops import ONE_BYTE_CACHES, HeadNorm
 from headrace_core.ops.vnni import is_vnni_packed
 from headrace_reference.dtypes import widened
 from headrace_reference.norms import rms_norm
 from headrace_reference.rotary import rotary
 from headrace_reference.vnni import write_keys, write_values
+
+LARGEST_CODES = {torch.int8: 127.0, torch.uint8: 7.0}
+"""Dtypes of caches with a scale for each row -> the largest number that is stored; uint8 has two a byte."""
 
 
 def cache_write(
@@ -76,7 +79,7 @@ def is_of_rows(scale: Tensor | None) -> TypeGuard[Tensor]:
 def stored_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows x [..., D] with a scale for each: bytes [..., D], or uint8 [..., D / 2] with two numbers each;
     and the scales [...] float32. See :class:`headrace_core.ops.CacheWriteOp`."""
-    largest = ROW_SCALED_CACHES[str(dtype).removeprefix("torch.")]
+    largest = LARGEST_CODES[dtype]
     x = widened(x).float()
     scale = x.abs().where(x.isfinite(), x.new_zeros(())).amax(dim=-1) / largest
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -89,8 +92,8 @@ def stored_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Numbers of a cache of :data:`~headrace_core.ops.ROW_SCALED_CACHES`, without their scales: itself,
-    or int8 [..., D] of uint8 [..., D / 2]."""
+    """Numbers of a cache of :data:`LARGEST_CODES`, without their scales: itself, or
+    int8 [..., D] of uint8 [..., D / 2]."""
     if codes.dtype is not torch.uint8:
         return codes
     both = torch.stack((codes << 4, codes & 0xF0), dim=-1).flatten(-2).view(torch.int8)

@@ -24,7 +24,6 @@ depend, bit for bit, on the number, order or content of other rows.
 from headrace_core.ops.attention import (
     CACHE_OPS,
     ONE_BYTE_CACHES,
-    ROW_SCALED_CACHES,
     CacheWriteOp,
     HeadNorm,
     MLAAttentionOp,
@@ -103,7 +102,6 @@ __all__ = [
     "OP_NAMES",
     "QUANT_ACTIVATIONS",
     "QUANT_BITS",
-    "ROW_SCALED_CACHES",
     "SCORINGS",
     "ActivationAndMulOp",
     "ActivationOp",

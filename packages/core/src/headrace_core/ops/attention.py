@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,9 +14,6 @@ CACHE_OPS = ("cache_write", "rotary_cache_write", "paged_attention")
 """The ops that touch the cache: they take VNNI-packed ones all, or none of them does."""
 ONE_BYTE_CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """torch names of the dtypes that a cache may have besides the activations' own."""
-ROW_SCALED_CACHES: Mapping[str, float] = {"int8": 127.0, "uint8": 7.0}
-"""torch names of the dtypes of caches with a scale for each row -> the largest number that is stored;
-``uint8`` has two numbers in a byte."""
 
 
 class RotaryOp(Protocol):
@@ -54,12 +50,11 @@ class CacheWriteOp(Protocol):
         ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
         v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
 
-        Caches of :data:`ROW_SCALED_CACHES` with k_scale, v_scale [N, S, Hk] float32 (any strides) have a
-        scale for each row, the numbers of one token and head, which this op finds and *writes*: the
-        row's largest finite magnitude / 127 (int8) or / 7 (uint8), 1 if that is 0. Then ``x / scale`` is
-        stored as above; NaN as 0, an infinity as the largest number. So a scale is finite and above 0
-        whatever a row holds. uint8 caches are [N, S, Hk, D / 2]: byte i has dimension 2 i in its low
-        four bits and 2 i + 1 in the high ones, as two's complement.
+        With k_scale, v_scale [N, S, Hk] float32 (any strides) an int8 or uint8 cache has a scale for each
+        row, the numbers of one token and head, which this op finds and *writes*: the row's largest finite
+        magnitude / 127 (int8) or / 7 (uint8), 1 if that is 0. ``x / scale`` is rounded and clamped to
+        that number; NaN is 0. A uint8 cache is [N, S, Hk, D / 2]: dimension 2 i is in the low half of
+        byte i, 2 i + 1 in the high one, as two's complement.
 
         Providers that say so (:class:`PacksVNNI`) and the reference also take caches in the order
         of :mod:`headrace_core.ops.vnni`, which is told by the number of dimensions.
@@ -272,8 +267,7 @@ class MLACacheWriteOp(Protocol):
         slot_mapping, and caches of one byte, as :class:`CacheWriteOp`; k_scale [1]. latent and rope_key
         may have rows that lie apart.
 
-        With k_scale [N, S, 2] the latent and the rope key of a token have a scale each, found and
-        written as there; the cache is int8 [N, S, R + P] or uint8 [N, S, (R + P) / 2], R and P even.
+        With k_scale [N, S, 2] latent and rope key have a scale each, found and written as there; R is even.
         """
         ...
 

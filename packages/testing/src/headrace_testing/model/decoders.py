@@ -37,7 +37,15 @@ from headrace_core.attention import (
 )
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
-from headrace_core.kv import CACHE_DTYPES, CacheSpec, KVCacheSpec, RecurrentSpec
+from headrace_core.kv import (
+    CACHE_DTYPES,
+    ROW_SCALE_BYTES,
+    ROW_SCALED_BITS,
+    CacheSpec,
+    KVCacheSpec,
+    MLASpec,
+    RecurrentSpec,
+)
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.model import (
     AttentionLayer,
@@ -348,7 +356,7 @@ class PagedDriver:
             assert spec is not None
             if target is None:
                 caches[name] = _cache_of(layer, spec, num_blocks)
-            layer.bind_cache(caches[target or name], specs.index(spec))
+            _bind(layer, spec, caches[target or name], specs.index(spec))
         for state_layer in recurrent.values():
             shapes = state_layer.kv_spec.states
             states = [_unwritten((num_blocks, *s.shape), s.dtype) for s in shapes]
@@ -468,8 +476,20 @@ def _cache_of(layer: AttentionLayer, spec: CacheSpec, num_blocks: int) -> Tensor
     return stored.permute([order.index(dim) for dim in range(len(order))])
 
 
+def _bind(layer: AttentionLayer, spec: KVCacheSpec, rows: Tensor, group: int) -> None:
+    """The cache without the scales that stand in it, and these, as an engine binds them."""
+    if spec.row_scales:
+        scales = rows[..., spec.row_width - ROW_SCALE_BYTES * spec.row_scales :].view(torch.float32)
+        keys, values = (scales, None) if isinstance(spec, MLASpec) else scales[..., 0]
+        layer.spec = dataclasses.replace(layer.spec, k_scale=keys, v_scale=values)
+    layer.bind_cache(rows[..., : spec.row_numbers], group)
+
+
 def _unwritten(shape: Sequence[int], dtype: str) -> Tensor:
-    """A cache full of a large number."""
+    """A cache full of a large number; scales that stand in one are large, too."""
+    if dtype in ROW_SCALED_BITS:
+        kind = torch.int8 if ROW_SCALED_BITS[dtype] == 8 else torch.uint8
+        return torch.full(shape, 0x47, dtype=kind)
     number = min(1e3, LARGEST.get(dtype, 1e3))
     name = "float8_e4m3fn" if dtype == "float8_e4m3" else dtype
     return torch.full(shape, number).to(getattr(torch, name))

@@ -12,7 +12,6 @@ from torch import Tensor
 from headrace_core.ops import (
     ACTIVATIONS,
     ONE_BYTE_CACHES,
-    ROW_SCALED_CACHES,
     KernelNeed,
     KernelProvider,
 )
@@ -52,7 +51,7 @@ class OpSuite:
     tolerances: ClassVar[Mapping[str, float]] = TOLERANCES
     cache_dtypes: ClassVar[Sequence[str]] = ONE_BYTE_CACHES
     """Caches of one byte a value that the provider serves."""
-    row_scaled_dtypes: ClassVar[Sequence[str]] = tuple(ROW_SCALED_CACHES)
+    row_scaled_dtypes: ClassVar[Sequence[str]] = ("int8", "uint8")
     """Caches with a scale for each row that the provider serves."""
     logit_scale: ClassVar[bool] = True
     """True if its paged attention takes ``logit_scale``."""
