@@ -742,8 +742,25 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     if (g.values.rows.data != nullptr) this->value_scales = scales_of_values;
   }
 
+  // Fetches the scales of the rows that are seen: a block's are side by side, or behind its rows.
+  void fetch_scales(const Cache& cache, int64_t base, Span seen) const {
+    if (cache.rows.data == nullptr) return;
+    const int32_t* blocks = g.block_table + t.request * g.table_stride;
+    for (int64_t at = base + seen.from; at < base + seen.to; at += cache.block_size - at % cache.block_size) {
+      const int64_t column = at / cache.block_size, block = column < g.table_width ? blocks[column] : 0;
+      if (block >= 0 && block < cache.blocks) __builtin_prefetch(cache.rows.of(block, at % cache.block_size, kv_head));
+    }
+  }
+
+  // Scales of a tile's keys that are seen.
+  void find_key_scales(int64_t base, int tile, Span seen) {
+    if (g.keys.rows.data == nullptr) return;
+    const Span own{int(max_of(seen.from, tile * KEYS)), int(min_of(seen.to, (tile + 1) * KEYS))};
+    for (int64_t i = 0; i < g.keys.rows.parts; ++i) find_scales(g.keys, base, own, i, key_scales[i]);
+  }
+
   // Scales of the rows that are seen, and zeros up to the tiles' ends.
-  void find_scales(const Cache& cache, int64_t base, Span seen, int64_t part, float* scales) {
+  void find_scales(const Cache& cache, int64_t base, Span seen, int64_t part, float* scales) const {
     const int32_t* blocks = g.block_table + t.request * g.table_stride;
     for (int j = seen.from / KEYS * KEYS; j < seen.from; ++j) scales[j] = 0.0f;
     for (int j = seen.from; j < seen.to;) {
@@ -932,23 +949,26 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     const Span all = span(0, rows, base);
     find_lines(g.keys, base, all, key_lines);
     find_lines(g.values, base, all, value_lines);
-    if (g.keys.rows.data != nullptr) {
-      for (int64_t i = 0; i < g.keys.rows.parts; ++i) find_scales(g.keys, base, all, i, key_scales[i]);
-      find_scales(g.values, base, all, 0, scales_of_values);
-    }
+    fetch_scales(g.keys, base, all);
+    fetch_scales(g.values, base, all);
     const int64_t tile_floats = KEYS * q_width, apart = PART / STEP * WIDE;
     bool finite = true;
     for (int tile = all.from / KEYS; !once && tile * KEYS < all.to; ++tile) {
       pack_keys(tile, all, k + tile * tile_floats);
+      find_key_scales(base, tile, all);
       finite &= pack_values(tile, all, v + tile * (KEYS / STEP) * WIDE, apart);
     }
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
       const int64_t n = min_of(BLOCK_ROWS, rows - r);
       const Span seen = span(r, n, base);
       for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
-        if (once) pack_keys(tile, seen, k);
+        if (once) {
+          pack_keys(tile, seen, k);
+          find_key_scales(base, tile, seen);
+        }
         score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
       }
+      if (r == 0 && g.values.rows.data != nullptr) find_scales(g.values, base, all, 0, scales_of_values);
       this->soften_all(r, n, base, seen, state);
       if (seen.empty()) continue;
       if (once || !finite) {

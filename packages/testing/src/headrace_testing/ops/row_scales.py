@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.kv import ROW_SCALE_BYTES, FullAttentionSpec, MLASpec
+from headrace_core.kv import ROW_SCALE_BYTES, FullAttentionSpec, KVCacheSpec, MLASpec
 from headrace_core.ops import HeadNorm
 from headrace_testing.ops.inputs import bits_equal
 from headrace_testing.ops.mla import LENGTHS, LONG_LENGTHS, MLACase, mla_case, with_topk
@@ -63,14 +63,21 @@ def packed(codes: Tensor, stored: str) -> Tensor:
     return (low + 16 * high).to(torch.uint8)
 
 
+def split_rows(rows: Tensor, spec: KVCacheSpec) -> Rows:
+    """Bytes [..., S, ``row_width``] of a head's block: the numbers of all its rows, then their scales."""
+    size, width = rows.shape[-2], spec.row_width - ROW_SCALE_BYTES
+    memory = rows.flatten(-2)
+    numbers = torch.unflatten(memory[..., : size * width], -1, (size, width))
+    return Rows(numbers[..., : spec.row_numbers], memory[..., size * width :].view(torch.float32))
+
+
 def empty_rows(blocks: int, size: int, heads: int, dim: int, stored: str) -> tuple[Rows, Rows]:
-    """Caches of keys and values as an engine lays them: each row's scale behind its numbers, the tokens
-    of a head side by side. Numbers are 99, scales NaN."""
+    """Caches of keys and values as an engine lays them: the tokens of a head side by side, their scales
+    behind. Numbers are 99, scales NaN."""
     spec = FullAttentionSpec(size, heads, dim, STORAGES[stored])
     memory = torch.full((blocks, 2, heads, size, spec.row_width), 99, dtype=torch.uint8)
-    scales = memory[..., -ROW_SCALE_BYTES:].view(torch.float32)[..., 0]
+    codes, scales = split_rows(memory.view(getattr(torch, stored)), spec)
     scales.fill_(torch.nan)
-    codes = memory[..., : spec.row_numbers].view(getattr(torch, stored))
     keys, values = (Rows(codes[:, i].transpose(1, 2), scales[:, i].transpose(1, 2)) for i in (0, 1))
     return keys, values
 
