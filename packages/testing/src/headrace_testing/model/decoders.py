@@ -350,7 +350,7 @@ class PagedDriver:
         needed: list[CacheSpec | None] = [layer.kv_spec for layer in self.layers.values()]
         needed += [state_layer.kv_spec for state_layer in recurrent.values()]
         specs = self.specs = list(dict.fromkeys(spec for spec in needed if spec is not None))
-        caches: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+        caches: dict[str, tuple[Tensor, dict[str, Any]]] = {}
         for name, layer in self.layers.items():
             target = layer.spec.kv_sharing_target
             spec = self.layers[target].kv_spec if target is not None else layer.kv_spec
@@ -472,13 +472,13 @@ class PagedDriver:
 
 def _cache_of(
     layer: AttentionLayer, spec: CacheSpec, num_blocks: int
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Any]]:
     """A cache for one layer, in its logical shape over its backend's order, and the scales in it."""
     assert isinstance(spec, KVCacheSpec)
     shape = layer.backend.cache_shape(spec, num_blocks)
     order = layer.backend.cache_stride_order()
     rows = _unwritten([shape[dim] for dim in order], spec.dtype)
-    scales: dict[str, Tensor] = {}
+    scales: dict[str, Any] = {}
     if isinstance(spec, MLASpec) and spec.row_scales:
         scales["k_scale"] = rows[..., -2 * ROW_SCALE_BYTES :].view(torch.float32)
     elif spec.row_scales:

@@ -122,7 +122,8 @@ def row_scaled_case(
     tokens = (1 + torch.arange(keys.shape[1]) % 5)[:, None, None] / 5
     sizes = 2 * torch.logspace(-1, 0, keys.shape[2])[:, None] * tokens
     keys, values = (keys * sizes).to(keys.dtype), (values * sizes).to(values.dtype)
-    own = empty_rows(*keys.shape, stored)
+    blocks, size, heads, dim = keys.shape
+    own = empty_rows(blocks, size, heads, dim, stored)
     exact_keys, key_rows = rows_of(keys, own[0], stored, device)
     exact_values, value_rows = rows_of(values, own[1], stored, device)
     scales = {"k_scale": key_rows.scales, "v_scale": value_rows.scales}
@@ -151,7 +152,7 @@ def row_scaled_latents(case: MLACase, stored: str) -> tuple[MLACase, MLACase]:
     scales.fill_(torch.nan)
     owned = ~cache.isnan().any(-1)
     exact = torch.full(cache.shape, torch.nan, dtype=torch.float64)
-    parts = torch.split(cache[owned], (latent, width - latent), dim=-1)
+    parts = torch.split(cache[owned], [latent, width - latent], dim=-1)
     found = [quantized(part, stored) for part in parts]
     exact[owned] = torch.cat([r.codes.double() * r.scales.double()[:, None] for r in found], dim=-1)
     owned = owned.to(codes.device)
