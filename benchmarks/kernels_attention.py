@@ -5,6 +5,10 @@ it, on the same data, torch's scaled_dot_product_attention over keys and values 
 engine would have to gather them first, so torch is given an advantage). Calls go round over so many places
 of a large cache that decode reads memory, not the last-level cache, as between the layers of a model.
 
+With ``--caches`` calls over caches of several storages take turns instead, so that all see the same machine:
+``python benchmarks/kernels_attention.py --caches auto,int8,int8_per_token_head,int4_per_token_head``. Each is
+compared with the first.
+
 A prefill is compared with the best bf16 matrix product, counting what a causal row sees; a decode with the
 best plain read loop. Both limits are measured in the same run.
 """
@@ -13,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,8 +28,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_core.attention import KVViews
+from headrace_core.kv import CACHE_DTYPES, FullAttentionSpec
 from headrace_core.ops import KernelNeed
 from headrace_core.ops.vnni import vnni_packed
+from headrace_engine.execution.cache import split_rows
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.provider import PROVIDER
 
@@ -63,6 +68,9 @@ FULL = [
 ]  # fmt: skip
 
 
+DECODES = [Case(1, 1, 8192), Case(1, 1, 32768), Case(8, 1, 2048), Case(64, 1, 1024)]
+
+
 class Data(NamedTuple):
     """One layer's inputs: query [T, Hq, D], plain or VNNI-packed caches, tables, dense [B, Hk, L, D]."""
 
@@ -71,43 +79,77 @@ class Data(NamedTuple):
     block_table: Tensor
     cu_seqlens_q: Tensor
     seq_lens: Tensor
-    dense: tuple[Tensor, Tensor]
+    dense: tuple[Tensor, ...]
+    scales: dict[str, Tensor]
 
 
-def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: bool) -> list[Data]:
+def make(
+    case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: bool, kind: str = "auto"
+) -> list[Data]:
     """Places to go round over; blocks are scattered, in the memory order (N, 2, Hk, S, D), in large
-    pages as an engine's cache. The dense copies are of a plain cache."""
+    pages as an engine's cache. The dense copies are of a plain cache; ``kind`` is a kv_cache_dtype."""
     q_heads, kv_heads, dim = shape
     per = -(-case.context // BLOCK)
-    size = 2 * kv_heads * BLOCK * dim * dtype.itemsize * case.requests * per
-    rounds = max(1, min(64, ROUND_BYTES // size))
+    stored = CACHE_DTYPES[kind] or str(dtype).removeprefix("torch.")
+    spec = FullAttentionSpec(BLOCK, kv_heads, dim, stored)
+    rounds = max(1, min(64, ROUND_BYTES // (spec.page_bytes * case.requests * per)))
     count = rounds * case.requests * per
-    sizes = (count, 2, kv_heads, BLOCK, dim)
-    memory = packed_buffer(math.prod(sizes) * dtype.itemsize).view(dtype).view(sizes)
-    memory.normal_()
-    caches = KVViews(memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2))
+    memory = packed_buffer(spec.page_bytes * count).view(count, 2, kv_heads, BLOCK, -1)
+    caches, scales = fill(memory, spec, dtype)
     tables = torch.randperm(count).int().view(rounds, case.requests, per)
     result = []
     for table in tables:
-        dense = memory[table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., : case.context, :]
-        keys, values = dense.contiguous()
+        dense: tuple[Tensor, ...] = ()
+        if kind == "auto":
+            blocks = torch.stack(caches, 1).transpose(2, 3)[table.long()]
+            dense = tuple(blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., : case.context, :])
         result.append(
             Data(
                 torch.randn(case.requests * case.new, q_heads, dim).to(dtype),
-                vnni_packed(caches) if pairs else caches,
+                vnni_packed(caches) if pairs and kind == "auto" else caches,
                 table,
                 torch.arange(case.requests + 1, dtype=torch.int32) * case.new,
                 torch.full((case.requests,), case.context, dtype=torch.int32),
-                (keys, values),
+                tuple(x.contiguous() for x in dense),
+                scales,
             )
         )
     return result
+
+
+def fill(
+    memory: Tensor, spec: FullAttentionSpec, dtype: torch.dtype
+) -> tuple[KVViews, dict[str, Tensor]]:
+    """Random numbers in bytes [N, 2, Hk, S, width]: views of them, and scales for the ops."""
+    tokens, heads, dim = memory.shape[0] * BLOCK, spec.num_kv_heads, spec.head_dim
+    names = {
+        "float8_e4m3": "float8_e4m3fn",
+        "int8_per_token_head": "int8",
+        "int4_per_token_head": "uint8",
+    }
+    kind = getattr(torch, names.get(spec.dtype, spec.dtype))
+    own: Tensor | None = None
+    rows = memory.view(kind)
+    if spec.row_scales:
+        rows, own = split_rows(rows, spec)
+    rows, scales = rows.transpose(2, 3), {}
+    caches = KVViews(rows[:, 0], rows[:, 1])
+    if own is not None:
+        scales = dict(zip(("k_scale", "v_scale"), own.transpose(2, 3).unbind(1)))
+    elif kind is torch.int8:
+        scales = {name: torch.full((heads,), 3 / 127) for name in ("k_scale", "v_scale")}
+    for start in range(0, tokens, 4096):
+        slots = torch.arange(start, min(start + 4096, tokens))
+        both = torch.randn(2, len(slots), heads, dim).to(dtype)
+        OPS["cache_write"](*both, *caches, slots, **scales)
+    return caches, scales
 
 
 def ours(data: Data, case: Case) -> Tensor:
     return OPS["paged_attention"](
         data.query, *data.caches, data.block_table, data.cu_seqlens_q, data.seq_lens,
         max_seqlen_q=case.new, max_seqlen_k=case.context, scale=data.query.shape[2] ** -0.5,
+        **data.scales,
     )  # fmt: skip
 
 
@@ -152,10 +194,34 @@ def measure(
     return row
 
 
+def compare_caches(args: argparse.Namespace, pairs: bool) -> None:
+    """A line for each case: medians of calls in turn, over the first storage's."""
+    kinds, dtype = args.caches.split(","), getattr(torch, args.dtype)
+    for case in DECODES if args.quick else [*DECODES, Case(1, 2048, 2048)]:
+        made = {kind: make(case, SHAPES[args.shape], dtype, pairs, kind) for kind in kinds}
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        while min(map(len, times.values())) < 7 or sum(
+            map(sum, times.values())
+        ) < args.seconds * len(kinds):
+            for kind, rounds in made.items():
+                data = rounds[len(times[kind]) % len(rounds)]
+                start = time.perf_counter()
+                ours(data, case)
+                times[kind].append(time.perf_counter() - start)
+        medians = {kind: statistics.median(spent) for kind, spent in times.items()}
+        first = medians[kinds[0]]
+        if args.json:
+            print(json.dumps({"case": str(case), "seconds": medians}))
+            continue
+        row = (f"{kind} {s * 1e3:.3f} ms ({s / first:.2f})" for kind, s in medians.items())
+        print(f"{case!s:22} {', '.join(row)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--caches", help="storages to compare, of " + ", ".join(CACHE_DTYPES))
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument(
         "--plain", action="store_true", help="a plain cache where VNNI-packed ones serve"
@@ -165,8 +231,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a row")
     args = parser.parse_args()
     torch.manual_seed(0)
-    limit = limits.measure()
     pairs = PROVIDER.vnni_packed(KernelNeed("cpu", args.dtype)) and not args.plain
+    if args.caches:
+        return compare_caches(args, pairs)
+    limit = limits.measure()
     order = "VNNI-packed" if pairs else "plain"
     print(f"# {args.shape} {args.dtype}, {order} caches; limits: {json.dumps(limit._asdict())}")
     peak = limit.fp32_gflop_s if args.dtype == "float32" else limit.bf16_gflop_s

@@ -36,7 +36,10 @@ METHODS = (
     "none", "int8", "int8_weight_only", "fp8", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "int4", "int4_g32",
     "nf4", "fp4", "mxfp4",
 )  # fmt: skip
-CACHES = ("auto", "fp8", "fp8+scales", "fp8_e5m2", "fp8_e5m2+scales", "int8+scales")
+CACHES = (
+    "auto", "fp8", "fp8+scales", "fp8_e5m2", "fp8_e5m2+scales", "int8+scales", "int8_per_token_head",
+    "int4_per_token_head",
+)  # fmt: skip
 SEED = 20261121
 CHUNK = 512
 

@@ -229,7 +229,10 @@ def test_needs_read_alike_in_every_process() -> None:
     assert str(need).endswith("features=['a', 'b', 'chunks', 'sinks'])")
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    "kind",
+    ["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "int4_per_token_head"],
+)
 def test_who_serves_a_cache_of_one_byte(kind: str) -> None:
     need = dataclasses.replace(NEED, kv_cache_dtype=kind)
     assert PagedBackend.refuse(need) == []
@@ -289,3 +292,16 @@ def test_a_broken_backend_is_an_error_when_asked_for(install: Install) -> None:
     with pytest.raises(PluginLoadError, match="no_such_module"):
         choose_backend(NEED, wanted="broken")
     assert choose_backend(NEED, wanted="foreign") is ForeignBackend
+
+
+@pytest.mark.parametrize("cls", [PagedBackend, MLAOpsBackend])
+def test_half_bytes_want_an_even_head(cls: type[AttentionBackend]) -> None:
+    need = dataclasses.replace(
+        NEED, kv_cache_dtype="int4_per_token_head", features=cls.required_features
+    )
+    assert cls.refuse(need) == []
+    assert cls.refuse(dataclasses.replace(need, head_dim=33)) == [
+        "kv_cache_dtype int4_per_token_head needs an even head_dim, not 33"
+    ]
+    whole = dataclasses.replace(need, head_dim=33, kv_cache_dtype="int8_per_token_head")
+    assert cls.refuse(whole) == []

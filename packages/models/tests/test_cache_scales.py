@@ -86,6 +86,16 @@ def test_other_caches_leave_them_out(dtype: str, plain: Path, tmp_path: Path) ->
     assert spec.k_scale is None
 
 
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "int4_per_token_head"])
+def test_caches_with_scales_of_their_own_say_so(
+    dtype: str, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    assert last_spec(load(with_scales(plain, tmp_path, scales), dtype)).k_scale is None
+    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert text.startswith("cache scales of 1 layers in the checkpoint are not used")
+
+
 def test_they_change_what_is_stored(plain: Path, tmp_path: Path) -> None:
     """A scale of 2 ** -20 cuts every key off at 448 * 2 ** -20: as good as no key."""
     tiny = with_scales(plain, tmp_path, {"k_scale": torch.tensor(2.0**-20)})

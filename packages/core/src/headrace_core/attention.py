@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import KVCacheSpec
+from headrace_core.kv import ROW_SCALED_BITS, KVCacheSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,8 @@ class AttentionLayerSpec:
     scale: float
     sliding_window: int | None = None
     k_scale: Tensor | None = None
-    """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1."""
+    """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1. Of rows with their
+    own (:data:`~headrace_core.kv.ROW_SCALED_BITS`) [N, S, num_kv_heads], of MLA [N, S, 2], in the cache."""
     v_scale: Tensor | None = None
     attention_type: str = "decoder"
     """One of :data:`ATTENTION_TYPES`."""
@@ -170,6 +171,8 @@ class BackendFacts(ABC):
             (need.dtype in cls.supported_dtypes, "dtype not supported"),
             (not cached or need.kv_cache_dtype in cls.supported_kv_cache_dtypes,
              "kv_cache_dtype not supported"),
+            (not cached or need.head_dim * ROW_SCALED_BITS.get(need.kv_cache_dtype, 8) % 8 == 0,
+             f"kv_cache_dtype {need.kv_cache_dtype} needs an even head_dim, not {need.head_dim}"),
             (not cached or need.block_size in BLOCK_SIZES, "block_size not supported"),
             *((False, reason) for reason in features),
             (need.device in cls.supported_devices, f"device {need.device} not supported"),
@@ -189,8 +192,8 @@ class AttentionBackend(BackendFacts):
     """One way to compute attention over a paged cache."""
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first."""
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first; D is ``row_width``."""
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:
         """Entry i names the logical dimension stored at physical position i (a permutation)."""
@@ -244,8 +247,8 @@ class MLABackend(AttentionBackend):
     required_features: ClassVar[frozenset[str]] = frozenset({MLA})
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Logical shape of one layer's cache: (N, S, R + P)."""
-        return (num_blocks, spec.block_size, spec.head_dim)
+        """Logical shape of one layer's cache: (N, S, R + P), as above."""
+        return (num_blocks, spec.block_size, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:
         return (0, 1, 2)

@@ -26,7 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from headrace_core.multimodal import MediaInput
@@ -48,7 +48,13 @@ _ITEM_BYTES = {
     "float8_e4m3": 1,
     "float8_e5m2": 1,
     "int8": 1,
+    "int8_per_token_head": 1,
+    "int4_per_token_head": 1,
 }
+
+ROW_SCALED_BITS: Mapping[str, int] = {"int8_per_token_head": 8, "int4_per_token_head": 4}
+"""Storages whose rows (one token's numbers of one head) bring their own scale -> bits of a number."""
+ROW_SCALE_BYTES = 4
 
 CACHE_DTYPES: Mapping[str, str] = {
     "auto": "",
@@ -56,6 +62,7 @@ CACHE_DTYPES: Mapping[str, str] = {
     "fp8_e4m3": "float8_e4m3",
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
+    **{name: name for name in ROW_SCALED_BITS},
 }
 """Values of ``cache.kv_cache_dtype`` -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
 
@@ -83,12 +90,31 @@ class KVCacheSpec(CacheSpec):
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2`` or ``int8``."""
+    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2``, ``int8`` or one of
+    :data:`ROW_SCALED_BITS`."""
+
+    scales_per_row: ClassVar[int] = 1
+
+    @property
+    def row_scales(self) -> int:
+        """Scales behind a row, the numbers of one token and head: float32."""
+        return self.scales_per_row if self.dtype in ROW_SCALED_BITS else 0
+
+    @property
+    def row_numbers(self) -> int:
+        """Entries of the cache for a row's numbers."""
+        return self.head_dim * ROW_SCALED_BITS.get(self.dtype, 8) // 8
+
+    @property
+    def row_width(self) -> int:
+        """The same with the row's scales, which are aligned to their size."""
+        scales, size = self.row_scales, ROW_SCALE_BYTES
+        return (-(-self.row_numbers // size) + scales) * size if scales else self.row_numbers
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values together."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+        return 2 * self.block_size * self.num_kv_heads * self.row_width * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +143,13 @@ class MLASpec(KVCacheSpec):
     latent, then the rotated key that heads share. ``num_kv_heads`` is 1, ``head_dim`` the length of
     both together. Blocks as :class:`FullAttentionSpec`."""
 
+    # Of the latent, which is normed, and of the rotated key, which may be many times as large.
+    scales_per_row: ClassVar[int] = 2
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer; nothing is stored twice."""
-        return self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+        return self.block_size * self.row_width * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,26 +378,3 @@ class KVCacheManager(ABC):
     @abstractmethod
     def take_stats(self) -> KVCacheStats:
         """Prefix-cache counters since the last call."""
-
-
-class KVConnectorScheduler(Protocol):
-    """The scheduler's half of a KV transfer (called between steps, no tensors)."""
-
-    def num_external_tokens(self, sequence: CachedSequence, num_local_tokens: int) -> int:
-        """Tokens beyond the local match that can be fetched."""
-        ...
-
-    def step_metadata(self) -> Mapping[str, Any]:
-        """Instructions for the worker's half in the coming step; plain data."""
-        ...
-
-
-class KVConnectorWorker(Protocol):
-    """The worker's half of a KV transfer (called around each attention layer)."""
-
-    def start_load(self, metadata: Mapping[str, Any]) -> None: ...
-    def wait_for_layer(self, layer_name: str) -> None: ...
-    def save_layer(self, layer_name: str, kv_cache: Any) -> None: ...
-    def finished(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Ids whose (sending, receiving) has ended since the last call."""
-        ...

@@ -15,7 +15,7 @@ from headrace_core import plugins
 from headrace_core.attention import BLOCK_SIZES
 from headrace_core.config import LoadConfig, ModelConfig, option, require, require_choice
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
-from headrace_core.kv import CACHE_DTYPES
+from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
@@ -30,10 +30,12 @@ class CacheConfig:
 
     block_size: int | None = option(None, "Tokens per block. Default: the platform's (16).")
     kv_cache_dtype: str = option(
-        "auto", "Storage of keys and values: auto (the model's dtype), or half of bf16's memory: "
-        "fp8 (= fp8_e4m3), fp8_e5m2, or int8, which needs calculate_kv_scales.",
+        "auto", "Storage of keys and values: auto (the model's dtype); with half of bf16's memory: "
+        "fp8 (= fp8_e4m3), fp8_e5m2, int8, which needs calculate_kv_scales, or int8_per_token_head; "
+        "with a quarter: int4_per_token_head.",
         cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits, int8 to a "
-        "ninetieth of the largest value measured in their layer",
+        "ninetieth of the largest value measured in their layer; int8_per_token_head (int4_...) to "
+        "a 127th (a seventh) of the largest value of their token and head, 4 bytes more for each",
     )  # fmt: skip
     calculate_kv_scales: bool = option(
         False, "Measure the scale of an fp8 or int8 cache for each layer at start; otherwise the scale "
@@ -88,6 +90,9 @@ class CacheConfig:
         require(dtype != "int8" or measured, "cache.kv_cache_dtype", dtype,
                "used with cache.calculate_kv_scales = True (--calculate-kv-scales), as int8 needs "
                "scales that suit the model; 'fp8' works without")  # fmt: skip
+        require(not measured or dtype not in ROW_SCALED_BITS, "cache.calculate_kv_scales", measured,
+               f"False with cache.kv_cache_dtype = {dtype!r}, which finds a scale for each token and head "
+               "as it is written")  # fmt: skip
         require(not measured or CACHE_DTYPES[dtype] != "", "cache.calculate_kv_scales", measured,
                f"False with cache.kv_cache_dtype = {dtype!r}, which stores keys and values as they "
                "are; 'fp8', 'fp8_e5m2' and 'int8' have scales")  # fmt: skip

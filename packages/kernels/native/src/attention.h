@@ -298,6 +298,7 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
       case AS_INT8: status = paged::run<paged::PlainUnit<T, int8_t>>(g, plan); break;
       case AS_E4M3: status = paged::run<paged::PlainUnit<T, e4m3>>(g, plan); break;
       case AS_E5M2: status = paged::run<paged::PlainUnit<T, e5m2>>(g, plan); break;
+      case AS_INT4: status = paged::run<paged::PlainUnit<T, nibbles>>(g, plan); break;
 #if defined(HR_DOT_BF16)
       case AS_PAIRED_KEYS:
         if constexpr (sizeof(T) == sizeof(bf16)) status = paged::run<paged::PairedUnit>(g, plan);

@@ -34,11 +34,22 @@ inline void store_latent(char* to, const char* first, int64_t latent_dim, const 
   store_bytes(bytes + latent_dim, 1, reinterpret_cast<const T*>(second), rope_dim, scale);
 }
 
-// scale: what a stored 1 stands for where the cache is of one byte, null = 1.
+// A vector whose two parts have a scale each, side by side.
+template <class T>
+inline void store_latent_row(char* to, int64_t storage, const char* first, int64_t latent_dim, const char* second,
+                             int64_t rope_dim, float* scales) {
+  store_row(to, storage, reinterpret_cast<const T*>(first), latent_dim, scales);
+  char* const rest = to + (storage == AS_INT4 ? latent_dim / 2 : latent_dim);
+  store_row(rest, storage, reinterpret_cast<const T*>(second), rope_dim, scales + 1);
+}
+
+// scale: what a stored 1 stands for where the cache is of one byte, null = 1. row_scales: two for each
+// token, null = none; strides of its blocks and tokens in floats.
 int32_t latent_cache_write(const void* latent, const void* rope_key, void* cache, const int64_t* slots,
-                           const float* scale, int64_t tokens, int64_t latent_dim, int64_t rope_dim,
+                           const float* scale, float* row_scales, int64_t tokens, int64_t latent_dim, int64_t rope_dim,
                            int64_t latent_row, int64_t rope_row, int64_t blocks, int64_t block_size,
-                           int64_t block_stride, int64_t token_stride, int32_t storage, int32_t dtype) {
+                           int64_t block_stride, int64_t token_stride, int64_t scale_block, int64_t scale_token,
+                           int32_t storage, int32_t dtype) {
   const int64_t item = dtype == F32 ? 4 : 2, stored = storage == AS_COMPUTED ? item : 1;
   const float divisor = scale == nullptr ? 1.0f : *scale;
   const char *first = static_cast<const char*>(latent), *second = static_cast<const char*>(rope_key);
@@ -61,6 +72,10 @@ int32_t latent_cache_write(const void* latent, const void* rope_key, void* cache
       }
       with_dtype(dtype, [&](auto* x) {
         using T = typename pointee<decltype(x)>::type;
+        if (row_scales != nullptr) {
+          float* const scales = row_scales + slot / block_size * scale_block + slot % block_size * scale_token;
+          return store_latent_row<T>(to, storage, own, latent_dim, turned, rope_dim, scales);
+        }
         switch (storage) {
           case AS_INT8: return store_latent<int8_t, T>(to, own, latent_dim, turned, rope_dim, divisor);
           case AS_E4M3: return store_latent<e4m3, T>(to, own, latent_dim, turned, rope_dim, divisor);
@@ -107,21 +122,23 @@ inline bool single_out(paged::Attention& g, const int32_t* picked, int64_t picks
   g.keys.blocks *= apart;
   g.keys.block_size = 1;
   g.keys.block_stride = g.keys.token_stride;
+  g.keys.rows.block_stride = g.keys.rows.token_stride;
   g.values = g.keys;
   g.visits_together = false;  // tokens of a prompt: their states would be larger than all else of a step
   return true;
 }
 
-// picked: [tokens, picks], null for none.
+// picked: [tokens, picks], null for none. row_scales: as for latent_cache_write.
 int32_t latent_attention(void* out, const void* query, const void* rope_query, const void* cache,
                          const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                         const int32_t* picked, const float* cache_scale, int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim,
+                         const int32_t* picked, const float* cache_scale, const float* row_scales, int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim,
                          int64_t value_dim, int64_t q_row, int64_t q_head, int64_t rope_row, int64_t rope_head,
                          int64_t blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
-                         int64_t table_stride, int64_t table_width, int64_t picks, float scale, int32_t storage,
-                         int32_t dtype) {
-  const Cache both{const_cast<void*>(cache), blocks, block_size, block_stride, token_stride, 0, 1,
-                   storage, cache_scale, 0};
+                         int64_t scale_block, int64_t scale_token, int64_t table_stride, int64_t table_width,
+                         int64_t picks, float scale, int32_t storage, int32_t dtype) {
+  Cache both{const_cast<void*>(cache), blocks, block_size, block_stride, token_stride, 0, 1,
+             storage, cache_scale, 0};
+  if (row_scales != nullptr) both.rows = {const_cast<float*>(row_scales), scale_block, scale_token, 0, 2};
   paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, nullptr, both, both, tokens, requests,
                      q_heads, 1, dim, value_dim, q_row, q_head, table_stride, table_width, scale, 0.0f, 0, 0,
                      true, nullptr, false, {nullptr, 0}, rope_query, rope_row, rope_head, nullptr, nullptr, 0};
@@ -136,6 +153,7 @@ int32_t latent_attention(void* out, const void* query, const void* rope_query, c
       case AS_INT8: status = paged::run<paged::PlainUnit<T, int8_t>>(g, plan); break;
       case AS_E4M3: status = paged::run<paged::PlainUnit<T, e4m3>>(g, plan); break;
       case AS_E5M2: status = paged::run<paged::PlainUnit<T, e5m2>>(g, plan); break;
+      case AS_INT4: status = paged::run<paged::PlainUnit<T, nibbles>>(g, plan); break;
       default: status = paged::run<paged::PlainUnit<T, T>>(g, plan);
     }
   });

@@ -176,10 +176,11 @@ struct Single {
     st(to, lines[0]);
   }
   static bool any(Bad bad) { return infinite(bad); }
-  // Weights of W * STEP keys from scores; returns sum + their sum.
-  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+  // Weights of W * STEP keys from scores, each times what stands at `by` (null: 1); returns sum + their
+  // sum without that.
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum, const float* by) {
     const vf w = exp2_of<COARSE>(vfma(ld(s), factor, shift));
-    st(p, w);
+    st(p, by == nullptr ? w : vmul(w, ld(by)));
     return vadd(sum, w);
   }
 };
@@ -195,6 +196,23 @@ struct Pair {
     if (left >= 2 * W) return (vf)_mm512_loadu_si512(p);
     if (left <= 0) return vzero();
     return (vf)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), p);
+  }
+  // Sixteen bytes hold as many pairs; each half a byte chooses its bf16.
+  static vf words(const nibbles* p, int64_t left) {
+    if (left <= 0) return vzero();
+    nibbles part[W] = {};
+    if (left < 2 * W) {
+      __builtin_memcpy(part, p, size_t(left / 2));
+      p = part;
+    }
+    alignas(32) static constexpr uint16_t numbers[16] = {
+        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m512i which = _mm512_or_si512(_mm512_and_si512(x, _mm512_set1_epi32(15)),
+                                          _mm512_slli_epi32(_mm512_and_si512(x, _mm512_set1_epi32(240)), 12));
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(numbers)));
+    return (vf)_mm512_permutexvar_epi16(which, table);
   }
   template <class T> static vf words(const T* p, int64_t left) {
     const vf low = left <= 0 ? vzero() : ld_upto(p, left);
@@ -213,9 +231,13 @@ struct Pair {
     st(to + W, (vf)_mm512_permutex2var_epi16(a, second, b));
   }
   static bool any(Bad bad) { return _mm512_cmpge_epu16_mask(bad, _mm512_set1_epi16(0x7f80)) != 0; }
-  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum, const float* by) {
     const vf low = exp2_of<COARSE>(vfma(ld(s), factor, shift));
     const vf high = exp2_of<COARSE>(vfma(ld(s + W), factor, shift));
+    if (by != nullptr) {
+      st(p, (vf)_mm512_cvtne2ps_pbh(vmul(high, ld(by + W)), vmul(low, ld(by))));
+      return vadd(sum, vadd(low, high));
+    }
     const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
     st(p, (vf)both);
     return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // times 1
@@ -231,6 +253,7 @@ template <> struct Choice<bf16, bf16> { using Words = Pair; };
 template <> struct Choice<bf16, int8_t> { using Words = Pair; };
 template <> struct Choice<bf16, e4m3> { using Words = Pair; };
 template <> struct Choice<bf16, e5m2> { using Words = Pair; };
+template <> struct Choice<bf16, nibbles> { using Words = Pair; };
 #endif
 
 // W vectors of W words, transposed.
@@ -467,6 +490,7 @@ struct UnitRows {
   bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
   const float* q;
   float* s;
+  const float* value_scales = nullptr;  // of the partition's rows of values, if each has its own
   State total, part;
   int32_t status = OK;
 
@@ -583,12 +607,14 @@ struct UnitRows {
     vf adding = vzero();
     if (begin < from) __builtin_memset(line + begin / STEP, 0, size_t(from - begin) / STEP * sizeof(float));
     for (int j = from; j < to; j += CHUNK) {
-      adding = A::weights(line + j, slope, shift, line + j / STEP, adding);
+      adding = A::weights(line + j, slope, shift, line + j / STEP, adding, scales_from(j));
     }
     if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
     *best = peak;
     *sum = hsum(adding);
   }
+
+  const float* scales_from(int j) const { return value_scales == nullptr ? nullptr : value_scales + j; }
 
   // soften for the rows [r, r + n). Rows that see the same keys go in fours, whose long chains of maxima,
   // powers and sums the machine then runs side by side.
@@ -629,7 +655,7 @@ struct UnitRows {
     for (int j = from; j < to; j += CHUNK) {
       HR_UNROLL for (int i = 0; i < 4; ++i) {
         float* const line = lines + i * PART;
-        adding[i] = A::weights(line + j, slope, shift[i], line + j / STEP, adding[i]);
+        adding[i] = A::weights(line + j, slope, shift[i], line + j / STEP, adding[i], scales_from(j));
       }
     }
     hsum4(adding[0], adding[1], adding[2], adding[3], sum);
@@ -703,6 +729,8 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   float *k, *v, *spare;
   const TC* key_lines[PART];
   const TC* value_lines[PART];
+  float key_scales[2][PART];  // of the partition's rows, if each has its own; of its parts
+  float scales_of_values[PART];
 
   PlainUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head) : Base(g, t, kv_head, last_head) {
     once = rows <= BLOCK_ROWS;
@@ -711,6 +739,40 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     k = this->take_scratch(k_floats + v_floats + KEYS / STEP * lanes);
     v = k + k_floats;
     spare = v + v_floats;
+    if (g.values.rows.data != nullptr) this->value_scales = scales_of_values;
+  }
+
+  // Fetches the scales of the rows that are seen: a block's are side by side, or behind its rows.
+  void fetch_scales(const Cache& cache, int64_t base, Span seen) const {
+    if (cache.rows.data == nullptr) return;
+    const int32_t* blocks = g.block_table + t.request * g.table_stride;
+    for (int64_t at = base + seen.from; at < base + seen.to; at += cache.block_size - at % cache.block_size) {
+      const int64_t column = at / cache.block_size, block = column < g.table_width ? blocks[column] : 0;
+      if (block >= 0 && block < cache.blocks) __builtin_prefetch(cache.rows.of(block, at % cache.block_size, kv_head));
+    }
+  }
+
+  // Scales of a tile's keys that are seen.
+  void find_key_scales(int64_t base, int tile, Span seen) {
+    if (g.keys.rows.data == nullptr) return;
+    const Span own{int(max_of(seen.from, tile * KEYS)), int(min_of(seen.to, (tile + 1) * KEYS))};
+    for (int64_t i = 0; i < g.keys.rows.parts; ++i) find_scales(g.keys, base, own, i, key_scales[i]);
+  }
+
+  // Scales of the rows that are seen, and zeros up to the tiles' ends.
+  void find_scales(const Cache& cache, int64_t base, Span seen, int64_t part, float* scales) const {
+    const int32_t* blocks = g.block_table + t.request * g.table_stride;
+    for (int j = seen.from / KEYS * KEYS; j < seen.from; ++j) scales[j] = 0.0f;
+    for (int j = seen.from; j < seen.to;) {
+      const int64_t at = base + j, column = at / cache.block_size, offset = at % cache.block_size;
+      int64_t block = column < g.table_width ? blocks[column] : 0;
+      if (block < 0 || block >= cache.blocks) block = 0;  // find_lines has told
+      const float* from = cache.rows.of(block, offset, kv_head) + part;
+      const int many = int(min_of(cache.block_size - offset, seen.to - j));
+      for (int i = 0; i < many; ++i) scales[j + i] = from[i * cache.rows.token_stride];
+      j += many;
+    }
+    for (int j = seen.to; j < round_up(seen.to, KEYS); ++j) scales[j] = 0.0f;
   }
 
   void find_lines(const Cache& cache, int64_t base, Span seen, const TC** lines) {
@@ -743,7 +805,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   // W words of a line of `dim` from dimension d on.
   vf line_words(const Cache& cache, const TC* line, int64_t dim, int64_t d) const {
     if (line == nullptr) return vzero();
-    if (cache.dim_stride == 1) return A::words(line + d, dim - d);
+    if (cache.dim_stride == 1) return A::words(number_at(line, d), dim - d);
     TC part[CHUNK] = {};
     for (int64_t i = 0; i < min_of(CHUNK, dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
     return A::words(part, CHUNK);
@@ -767,9 +829,9 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
         int64_t fetched_d = 0;
         for (; (w + W) * STEP <= g.dim; w += W) {
           vf x[W];
-          HR_UNROLL for (int i = 0; i < W; ++i) x[i] = A::words(lines[i] + w * STEP, CHUNK);
+          HR_UNROLL for (int i = 0; i < W; ++i) x[i] = A::words(number_at(lines[i], w * STEP), CHUNK);
           HR_UNROLL for (int i = 0; i < W; ++i) {
-            __builtin_prefetch(ahead[fetched] + fetched_d);
+            __builtin_prefetch(number_at(ahead[fetched], fetched_d));
             fetched_d += CHUNK;
             const bool line_end = fetched_d == full;
             fetched += line_end;
@@ -808,8 +870,8 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
         }
         for (; d + CHUNK <= g.value_dim; d += CHUNK) {
           vf x[STEP];
-          for (int i = 0; i < STEP; ++i) x[i] = A::words(lines[i] + d, CHUNK);
-          for (int i = 0; i < STEP; ++i) __builtin_prefetch(ahead[i] + d);
+          for (int i = 0; i < STEP; ++i) x[i] = A::words(number_at(lines[i], d), CHUNK);
+          for (int i = 0; i < STEP; ++i) __builtin_prefetch(number_at(ahead[i], d));
           A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
         }
       }
@@ -825,9 +887,29 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   // Scores of rows [r, r + n) against a packed tile.
   void score(int64_t r, int64_t n, int tile, Span seen, const float* packed) {
     const int from = int(max_of(seen.from - tile * KEYS, 0)) / W * W;
-    const int to = int(min_of(seen.to - tile * KEYS, KEYS));
-    product_rows<A>(n, int(ceil_div(to - from, W)), q + r * q_apart, q_apart, packed + from, KEYS, words,
-                    s + tile * KEYS + from, PART, false);
+    const int to = int(min_of(seen.to - tile * KEYS, KEYS)), vectors = int(ceil_div(to - from, W));
+    const int64_t first = g.keys.rows.parts > 1 ? g.value_dim / STEP : words;  // of the words, with one scale
+    const float* const query = q + r * q_apart;
+    float* const line = s + tile * KEYS + from;
+    product_rows<A>(n, vectors, query, q_apart, packed + from, KEYS, first, line, PART, false);
+    if (g.keys.rows.data == nullptr) return;
+    const float* const scales = key_scales[0] + tile * KEYS + from;
+    for (int64_t i = 0; i < n; ++i) {
+      for (int j = 0; j < vectors * W; j += W) st(line + i * PART + j, vmul(ld(line + i * PART + j), ld(scales + j)));
+    }
+    if (first < words) score_rest(n, vectors, query, first, packed + from, scales + PART, line);
+  }
+
+  // Adds what the words from `first` on give, which have scales of their own.
+  void score_rest(int64_t n, int vectors, const float* query, int64_t first, const float* packed, const float* scales,
+                  float* line) const {
+    float rest[BLOCK_ROWS * KEYS];
+    product_rows<A>(n, vectors, query + first, q_apart, packed + first * KEYS, KEYS, words - first, rest, KEYS, false);
+    for (int64_t i = 0; i < n; ++i) {
+      for (int j = 0; j < vectors * W; j += W) {
+        st(line + i * PART + j, vfma(ld(rest + i * KEYS + j), ld(scales + j), ld(line + i * PART + j)));
+      }
+    }
   }
 
   // Outputs of rows [r, r + n) += weights times packed values, over the steps [from, to) of the
@@ -867,19 +949,26 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     const Span all = span(0, rows, base);
     find_lines(g.keys, base, all, key_lines);
     find_lines(g.values, base, all, value_lines);
+    fetch_scales(g.keys, base, all);
+    fetch_scales(g.values, base, all);
     const int64_t tile_floats = KEYS * q_width, apart = PART / STEP * WIDE;
     bool finite = true;
     for (int tile = all.from / KEYS; !once && tile * KEYS < all.to; ++tile) {
       pack_keys(tile, all, k + tile * tile_floats);
+      find_key_scales(base, tile, all);
       finite &= pack_values(tile, all, v + tile * (KEYS / STEP) * WIDE, apart);
     }
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
       const int64_t n = min_of(BLOCK_ROWS, rows - r);
       const Span seen = span(r, n, base);
       for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
-        if (once) pack_keys(tile, seen, k);
+        if (once) {
+          pack_keys(tile, seen, k);
+          find_key_scales(base, tile, seen);
+        }
         score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
       }
+      if (r == 0 && g.values.rows.data != nullptr) find_scales(g.values, base, all, 0, scales_of_values);
       this->soften_all(r, n, base, seen, state);
       if (seen.empty()) continue;
       if (once || !finite) {

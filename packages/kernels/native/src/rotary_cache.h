@@ -15,11 +15,24 @@ struct Heads {
 // How a cache stores values; codes are those of ops/caches.py. Paired caches have the order of
 // headrace_core.ops.CacheWriteOp; only the strides of blocks and heads mean something there.
 enum Storage : int64_t {
-  AS_COMPUTED = 0, AS_INT8 = 1, AS_E4M3 = 2, AS_E5M2 = 3, AS_PAIRED_KEYS = 4, AS_PAIRED_VALUES = 5
+  AS_COMPUTED = 0, AS_INT8 = 1, AS_E4M3 = 2, AS_E5M2 = 3, AS_PAIRED_KEYS = 4, AS_PAIRED_VALUES = 5,
+  AS_INT4 = 6  // two numbers a byte
 };
 constexpr int64_t PAIRED_KEYS = 16;  // side by side in a paired cache
 
-// A cache [N, S, Hk, D] with any strides, in elements.
+// A scale for each row, one token's numbers of one head: it stands in the cache, is found when the row is
+// written, and is finite and above 0. Strides in floats.
+struct RowScales {
+  float* data;  // null = rows have none
+  int64_t block_stride, token_stride, head_stride;
+  int64_t parts;  // of a row; each has a scale, side by side
+
+  float* of(int64_t block, int64_t offset, int64_t head) const {
+    return data + block * block_stride + offset * token_stride + head * head_stride;
+  }
+};
+
+// A cache [N, S, Hk, D] with any strides, in elements; of bytes if those hold two numbers.
 struct Cache {
   void* data;
   int64_t blocks, block_size;
@@ -27,6 +40,7 @@ struct Cache {
   int64_t storage;
   const float* scales;  // [Hk], what a stored 1 stands for; null = 1
   int64_t scale_stride = 1;  // 0: one for all heads
+  RowScales rows{nullptr, 0, 0, 0, 1};
 };
 
 inline float scale_of(const Cache& cache, int64_t head) {
@@ -71,6 +85,42 @@ inline void store_bytes(TC* to, int64_t stride, const T* x, int64_t dim, float s
   }
 }
 
+// The nearest whole number of at most `largest`; 0 for NaN.
+inline int32_t whole_of(float x, float largest) {
+  const float a = x > largest ? largest : x < -largest ? -largest : x;
+  return x == x ? int32_t((a + 12582912.0f) - 12582912.0f) : 0;
+}
+
+// x / scale in half a byte each; dim is even.
+template <class T> inline void store_nibbles(nibbles* to, const T* x, int64_t dim, float scale) {
+  float part[W];
+  for (int64_t d = 0; d < dim; d += W) {
+    st(part, vdiv(ld_upto(x + d, dim - d), vset(scale)));
+    for (int64_t i = 0; i < min_of(W, dim - d); i += 2) {
+      to[(d + i) / 2].bits = uint8_t((whole_of(part[i], 7) & 15) | whole_of(part[i + 1], 7) * 16);
+    }
+  }
+}
+
+// What a stored 1 of a row stands for, if its largest finite number is stored as `largest`.
+template <class T> inline float row_scale(const T* x, int64_t dim, float largest) {
+  const vf endless = vset(__builtin_inff());
+  vf most = vzero();
+  for (int64_t d = 0; d < dim; d += W) {
+    const vf a = vabs(ld_upto(x + d, dim - d));
+    most = vmax(vless(a, endless, a, vzero()), most);
+  }
+  const float scale = hmax(most) / largest;
+  return scale > 0.0f ? scale : 1.0f;
+}
+
+// A row, or a part of one, with a scale of its own.
+template <class T> inline void store_row(void* to, int64_t storage, const T* x, int64_t dim, float* scale) {
+  *scale = row_scale(x, dim, storage == AS_INT4 ? 7.0f : 127.0f);
+  if (storage == AS_INT4) return store_nibbles(static_cast<nibbles*>(to), x, dim, *scale);
+  store_bytes(static_cast<int8_t*>(to), 1, x, dim, *scale);
+}
+
 // Where a slot's first head begins.
 inline int64_t place_of(const Cache& cache, int64_t slot, int64_t dim) {
   const int64_t block = slot / cache.block_size * cache.block_stride, offset = slot % cache.block_size;
@@ -101,8 +151,12 @@ template <class T, class N> inline void store_paired_values(T* to, const T* x, N
 }
 
 template <class T, class N>
-inline void store_head(const Cache& cache, int64_t place, int64_t head, const T* x, N dim) {
+inline void store_head(const Cache& cache, int64_t slot, int64_t place, int64_t head, const T* x, N dim) {
   const int64_t at = place + head * cache.head_stride;
+  if (cache.rows.data != nullptr) {
+    float* const own = cache.rows.of(slot / cache.block_size, slot % cache.block_size, head);
+    return store_row(static_cast<int8_t*>(cache.data) + at, cache.storage, x, int64_t(dim), own);
+  }
   const float scale = scale_of(cache, head);
   switch (cache.storage) {
     case AS_INT8: return store_bytes(static_cast<int8_t*>(cache.data) + at, cache.dim_stride, x, dim, scale);
@@ -217,12 +271,14 @@ template <class T> inline void look_ahead(const Heads& heads, int64_t token, int
   }
 }
 inline void look_ahead(const Cache& cache, int64_t slot, int64_t heads, int64_t dim, int64_t value_bytes) {
-  const int64_t bytes = cache.storage >= AS_INT8 && cache.storage <= AS_E5M2 ? 1 : value_bytes;
+  const bool small = (cache.storage >= AS_INT8 && cache.storage <= AS_E5M2) || cache.storage == AS_INT4;
+  const int64_t bytes = small ? 1 : value_bytes;
   const char* first = static_cast<const char*>(cache.data) + place_of(cache, slot, dim) * bytes;
   int64_t span = dim * bytes;  // in which a head's values lie
   switch (cache.storage) {
     case AS_PAIRED_KEYS: span *= PAIRED_KEYS; break;
     case AS_PAIRED_VALUES: span *= 2; break;
+    case AS_INT4: span /= 2; break;
     default: if (cache.dim_stride != 1) return;
   }
   for (int64_t h = 0; h < heads; ++h) {
@@ -257,8 +313,8 @@ template <class T, class Shape> inline int32_t do_token(const TokenWork& w, int6
   if (slot < 0) return OK;
   const int64_t key_at = place_of(w.key_cache, slot, w.dim), value_at = place_of(w.value_cache, slot, w.dim);
   for (int64_t h = 0; h < w.key.heads; ++h) {
-    store_head(w.key_cache, key_at, h, head_of<T>(w.key, t, h), shape.dim);
-    store_head(w.value_cache, value_at, h, head_of<T>(w.value, t, h), shape.dim);
+    store_head(w.key_cache, slot, key_at, h, head_of<T>(w.key, t, h), shape.dim);
+    store_head(w.value_cache, slot, value_at, h, head_of<T>(w.value, t, h), shape.dim);
   }
   return OK;
 }
@@ -309,13 +365,16 @@ int32_t rotary(void* query, void* key, const int64_t* positions, const float* co
 }
 
 // geometry: blocks, block_size, then block, token, head and dim stride of keys, then of values,
-// the storage of both, addresses of the scales of keys and of values (0 = none).
+// the storage of both, addresses of the scales of keys and of values (0 = none), and of the scales of rows
+// of keys, then of values, address (0 = none), block, token and head stride.
 inline void set_caches(TokenWork& w, void* key_cache, void* value_cache, const int64_t* geometry) {
   const int64_t* g = geometry;
   w.key_cache = {key_cache, g[0], g[1], g[2], g[3], g[4], g[5], g[10], reinterpret_cast<const float*>(g[11])};
   const int64_t value_storage = g[10] == AS_PAIRED_KEYS ? int64_t(AS_PAIRED_VALUES) : g[10];
   w.value_cache = {value_cache, g[0], g[1], g[6], g[7], g[8], g[9], value_storage,
                    reinterpret_cast<const float*>(g[12])};
+  w.key_cache.rows = {reinterpret_cast<float*>(g[13]), g[14], g[15], g[16], 1};
+  w.value_cache.rows = {reinterpret_cast<float*>(g[17]), g[18], g[19], g[20], 1};
 }
 
 int32_t cache_write(const void* key, const void* value, void* key_cache, void* value_cache,

@@ -419,6 +419,40 @@ inline float to_float(e4m3 x) {  // as a half, its exponent is 8 too low
 }
 inline float to_float(int8_t x) { return float(x); }
 
+// Two whole numbers of four bits, two's complement; the first is in the low half.
+struct nibbles { uint8_t bits; };
+inline float low_of(nibbles x) { return float(int8_t(uint8_t(x.bits << 4)) >> 4); }
+inline float high_of(nibbles x) { return float(int8_t(x.bits) >> 4); }
+
+// The next W numbers.
+inline vf ld_numbers(const nibbles* p) {
+#if defined(HR_AVX512) || defined(HR_AVX2)
+  int64_t raw = 0;
+  __builtin_memcpy(&raw, p, W / 2);
+  const __m128i both = _mm_cvtsi64_si128(raw), low = _mm_and_si128(both, _mm_set1_epi8(15));
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)), eight = _mm_set1_epi8(8);
+  const __m128i bytes = _mm_sub_epi8(_mm_xor_si128(_mm_unpacklo_epi8(low, high), eight), eight);
+#if defined(HR_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#endif
+#else
+  return vf{low_of(p[0]), high_of(p[0]), low_of(p[1]), high_of(p[1])};
+#endif
+}
+// The next W numbers, or as many as are left, an even number.
+inline vf ld_upto(const nibbles* p, int64_t left) {
+  if (left >= W) return ld_numbers(p);
+  nibbles part[W / 2] = {};
+  __builtin_memcpy(part, p, size_t(left / 2));
+  return ld_numbers(part);
+}
+
+// Where number d of a line is; d is even where two are in a byte.
+template <class T> inline const T* number_at(const T* line, int64_t d) { return line + d; }
+inline const nibbles* number_at(const nibbles* line, int64_t d) { return line + d / 2; }
+
 #if defined(HR_AVX512) || defined(HR_AVX2)
 inline vf not_480(vf x) { return vless(vset(479.0f), vabs(x), vset(__builtin_nanf("")), x); }
 #endif

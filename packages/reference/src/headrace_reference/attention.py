@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_core.ops.vnni import is_vnni_packed
-from headrace_reference.cache import as_bytes
+from headrace_reference.cache import as_bytes, is_of_rows, unpacked
 from headrace_reference.dtypes import unset_like, widened
 from headrace_reference.vnni import plain_keys, plain_values
 
@@ -176,10 +176,12 @@ def _attend_both_ways(
 def gather(cache: Tensor, blocks: Tensor, seq_len: int, scale: Tensor | None = None) -> Tensor:
     """The first seq_len tokens of one request: cache [N, S, Hk, D], blocks [M] -> [L, Hk, D].
 
-    Times scale [Hk], if given, in the wide dtype.
+    Times scale, if given, in the wide dtype: [Hk], or [N, S, Hk], of rows.
     """
-    num_blocks = -(-seq_len // cache.shape[1])
-    rows = as_bytes(cache)[blocks[:num_blocks].long()].flatten(0, 1)[:seq_len].view(cache.dtype)
+    taken = blocks[: -(-seq_len // cache.shape[1])].long()
+    rows = as_bytes(cache)[taken].flatten(0, 1)[:seq_len].view(cache.dtype)
+    if is_of_rows(scale):
+        return widened(unpacked(rows)) * scale[taken].flatten(0, 1)[:seq_len, :, None]
     return rows if scale is None else widened(rows) * scale[:, None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from headrace_reference.dtypes import widened
 from headrace_reference.norms import rms_norm
 from headrace_reference.rotary import rotary
 from headrace_reference.vnni import write_keys, write_values
+
+LARGEST_CODES = {torch.int8: 127.0, torch.uint8: 7.0}
+"""Dtypes of caches with a scale for each row -> the largest number that is stored; uint8 has two a byte."""
 
 
 def cache_write(
@@ -32,12 +35,18 @@ def cache_write(
         write_keys(key_cache, slots, key[rows])
         write_values(value_cache, slots, value[rows])
         return
-    block_size = key_cache.shape[1]
-    blocks, offsets = slots // block_size, slots % block_size
-    as_bytes(key_cache)[blocks, offsets] = as_bytes(stored(key[rows], key_cache.dtype, k_scale))
-    as_bytes(value_cache)[blocks, offsets] = as_bytes(
-        stored(value[rows], value_cache.dtype, v_scale)
-    )
+    _write(key[rows], key_cache, k_scale, slots)
+    _write(value[rows], value_cache, v_scale, slots)
+
+
+def _write(x: Tensor, cache: Tensor, scale: Tensor | None, slots: Tensor) -> None:
+    """x [T, Hk, D] to its slots [T] of cache [N, S, Hk, D or D / 2], its scales to theirs if rows have
+    their own."""
+    at = slots // cache.shape[1], slots % cache.shape[1]
+    if is_of_rows(scale):
+        as_bytes(cache)[at], scale[at] = stored_rows(x, cache.dtype)
+    else:
+        as_bytes(cache)[at] = as_bytes(stored(x, cache.dtype, scale))
 
 
 def fake_cache_write(
@@ -60,6 +69,35 @@ def stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
         return x.nan_to_num(0.0, torch.inf, -torch.inf).round().clamp(-127, 127).to(dtype)
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype)
+
+
+def is_of_rows(scale: Tensor | None) -> TypeGuard[Tensor]:
+    """True if these are scales of rows, in the cache: [N, S, Hk]."""
+    return scale is not None and scale.dim() == 3
+
+
+def stored_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows x [..., D] with a scale for each: bytes [..., D], or uint8 [..., D / 2] with two numbers each;
+    and the scales [...] float32. See :class:`headrace_core.ops.CacheWriteOp`."""
+    largest = LARGEST_CODES[dtype]
+    x = widened(x).float()
+    scale = x.abs().where(x.isfinite(), x.new_zeros(())).amax(dim=-1) / largest
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (x / scale[..., None]).nan_to_num(0.0, torch.inf, -torch.inf).round()
+    codes = codes.clamp(-largest, largest).to(torch.int8)
+    if dtype is torch.uint8:
+        low, high = (codes[..., i::2].view(torch.uint8) & 15 for i in (0, 1))
+        codes = low | high << 4
+    return codes.view(torch.uint8), scale
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Numbers of a cache of :data:`LARGEST_CODES`, without their scales: itself, or
+    int8 [..., D] of uint8 [..., D / 2]."""
+    if codes.dtype is not torch.uint8:
+        return codes
+    both = torch.stack((codes << 4, codes & 0xF0), dim=-1).flatten(-2).view(torch.int8)
+    return both >> 4
 
 
 def as_bytes(x: Tensor) -> Tensor:

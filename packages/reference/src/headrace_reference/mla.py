@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace_reference.attention import attend, gather
-from headrace_reference.cache import as_bytes, stored
+from headrace_reference.cache import as_bytes, is_of_rows, stored, stored_rows
 from headrace_reference.dtypes import unset_like
 
 
@@ -23,6 +23,12 @@ def mla_cache_write(
     """See :class:`headrace_core.ops.MLACacheWriteOp`."""
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots, size = slot_mapping[rows], cache.shape[1]
+    if is_of_rows(k_scale):
+        parts = [stored_rows(x[rows], cache.dtype) for x in (latent, rope_key)]
+        at = slots // size, slots % size
+        as_bytes(cache)[at] = torch.cat([codes for codes, _ in parts], dim=1)
+        k_scale[at] = torch.stack([scale for _, scale in parts], dim=1)
+        return
     joined = torch.cat((latent[rows], rope_key[rows]), dim=1)[:, None]
     kept = stored(joined, cache.dtype, k_scale)[:, 0]
     as_bytes(cache)[slots // size, slots % size] = as_bytes(kept)
@@ -52,10 +58,25 @@ def mla_attention(
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
-        key = gather(cache[:, :, None], block_table[b], seq_len, k_scale)
+        key = _vectors(cache, block_table[b], seq_len, k_scale, value_dim)
         only = None if topk_indices is None else _is_topk(topk_indices[rows], seq_len)
         out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
     return out
+
+
+def _vectors(
+    cache: Tensor, blocks: Tensor, seq_len: int, k_scale: Tensor | None, latent_dim: int
+) -> Tensor:
+    """The first seq_len tokens of one request, [L, 1, R + P]."""
+    if not is_of_rows(k_scale):
+        return gather(cache[:, :, None], blocks, seq_len, k_scale)
+    ends = latent_dim // 2 if cache.dtype is torch.uint8 else latent_dim
+    parts = (cache[..., :ends], cache[..., ends:])
+    found = [
+        gather(part[:, :, None], blocks, seq_len, k_scale[..., i : i + 1])
+        for i, part in enumerate(parts)
+    ]
+    return torch.cat(found, dim=-1)
 
 
 def fake_mla_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -50,6 +50,12 @@ class CacheWriteOp(Protocol):
         ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
         v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
 
+        With k_scale, v_scale [N, S, Hk] float32 (any strides) an int8 or uint8 cache has a scale for each
+        row, the numbers of one token and head, which this op finds and *writes*: the row's largest finite
+        magnitude / 127 (int8) or / 7 (uint8), 1 if that is 0. ``x / scale`` is rounded and clamped to
+        that number; NaN is 0. A uint8 cache is [N, S, Hk, D / 2]: dimension 2 i is in the low half of
+        byte i, 2 i + 1 in the high one, as two's complement.
+
         Providers that say so (:class:`PacksVNNI`) and the reference also take caches in the order
         of :mod:`headrace_core.ops.vnni`, which is told by the number of dimensions.
         """
@@ -260,6 +266,8 @@ class MLACacheWriteOp(Protocol):
 
         slot_mapping, and caches of one byte, as :class:`CacheWriteOp`; k_scale [1]. latent and rope_key
         may have rows that lie apart.
+
+        With k_scale [N, S, 2] latent and rope key have a scale each, found and written as there; R is even.
         """
         ...
 
@@ -284,7 +292,8 @@ class MLAAttentionOp(Protocol):
 
         query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
         vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
-        :class:`PagedAttentionOp`; k_scale [1]. Returns [T, Hq, R], contiguous.
+        :class:`PagedAttentionOp`; caches and k_scale as :class:`MLACacheWriteOp`. Returns [T, Hq, R],
+        contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
 
         topk_indices [T, k] int32: a token sees these positions of its request and no others. They rise along

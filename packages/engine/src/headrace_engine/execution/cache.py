@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
+    ROW_SCALE_BYTES,
     STATE_ALIGNMENT,
     CacheSpec,
     CrossAttentionSpec,
@@ -30,10 +33,21 @@ _TORCH_DTYPES = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "int8_per_token_head": torch.int8,
+    "int4_per_token_head": torch.uint8,
 }
 
 Buffers = list[list[Tensor]]
 """By pool: tensors of bytes, each with all blocks of the pool in ascending order."""
+
+
+class CacheView(NamedTuple):
+    """One layer's cache."""
+
+    numbers: Tensor
+    """What is bound to the layer: in its backend's logical shape, without scales."""
+    scales: Tensor | None
+    """Of rows that have their own: float32 [2, N, S, Hk], or [N, S, 2] of MLA."""
 
 
 def cache_specs(
@@ -56,17 +70,17 @@ def bind_cache(
     """Allocate each pool's zeroed tensors and bind the j-th to its groups' j-th layers.
 
     The tensors are bytes, seen by each layer in its own logical shape over its backend's physical
-    order, or as its states. Layers that share another's cache get that layer's tensor and group. On
-    a CPU zeroed memory is taken from the system when it is first written, so a large cache costs what
-    is used of it.
+    order, or as its states. Scales that stand in a page are those of its layer's ``spec`` from now on.
+    Layers that share another's cache get that layer's tensor, scales and group. On a CPU zeroed memory
+    is taken from the system when it is first written, so a large cache costs what is used of it.
 
     Raises:
         ConfigError: layers that share a tensor lay it out differently; a layer shares the cache of
-            one that it cannot.
+            one that it cannot; a backend tears the rows apart that have scales.
     """
     owners = cache_owners(layers)
     buffers: Buffers = []
-    bound: dict[str, tuple[Tensor, int]] = {}
+    bound: dict[str, tuple[CacheView, int]] = {}
     for pool, num_blocks in enumerate(config.pools):
         size = num_blocks * config.page_bytes(pool)
         buffers.append([_zeroed_bytes(size, device) for _ in range(config.num_tensors(pool))])
@@ -77,10 +91,18 @@ def bind_cache(
                     layer = states[name]
                     layer.bind_states(_states(buffer, layer.kv_spec, num_blocks), group)
                 else:
-                    bound[name] = (_view(buffer, layers[name], num_blocks), group)
+                    bound[name] = (cache_view(buffer, layers[name], num_blocks), group)
     for name, owner in owners.items():
-        layers[name].bind_cache(*bound[owner])
+        _bind(layers[name], *bound[owner])
     return buffers
+
+
+def _bind(layer: AttentionLayer, cache: CacheView, group: int) -> None:
+    if cache.scales is not None:
+        # Of MLA one tensor, of others two: [2, N, S, Hk].
+        k_scale, v_scale = (cache.scales, None) if cache.scales.dim() == 3 else cache.scales
+        layer.spec = dataclasses.replace(layer.spec, k_scale=k_scale, v_scale=v_scale)
+    layer.bind_cache(cache.numbers, group)
 
 
 def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer]) -> None:
@@ -89,6 +111,9 @@ def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer
     for attending in layers.values():
         if attending.kv_spec is not None or attending.spec.kv_sharing_target is not None:
             attending.bind_cache(None, 0)
+            if attending.spec.k_scale is not None and attending.spec.k_scale.dim() > 1:
+                # Views of the memory that is let go.
+                attending.spec = dataclasses.replace(attending.spec, k_scale=None, v_scale=None)
     for layer in states.values():
         layer.bind_states(None, 0)
 
@@ -111,7 +136,7 @@ def clear_blocks(
                 continue
             name = next(g.layer_names[j] for g in groups if j < len(g.layer_names))
             # Where a block lies is the same for all layers that share a tensor.
-            _view(buffer, layers[name], num_blocks)[:, blocks[pool]].zero_()
+            cache_view(buffer, layers[name], num_blocks).numbers[:, blocks[pool]].zero_()
 
 
 def _zeroed_bytes(size: int, device: torch.device) -> Tensor:
@@ -164,15 +189,47 @@ def group_backends(
     return backends
 
 
-def _view(buffer: Tensor, layer: AttentionLayer, num_blocks: int) -> Tensor:
-    """The buffer as the layer's backend sees it: logical shape, physical order."""
+def cache_view(buffer: Tensor, layer: AttentionLayer, num_blocks: int) -> CacheView:
+    """Bytes of ``num_blocks`` pages as the layer's backend sees them: logical shape, physical order.
+
+    Raises:
+        ConfigError: rows have scales, and the backend does not keep a row together.
+    """
     spec = layer.kv_spec
     assert spec is not None
     shape = layer.backend.cache_shape(spec, num_blocks)
     order = layer.backend.cache_stride_order()
-    physical = [shape[i] for i in order]
     typed = buffer[: num_blocks * spec.page_bytes].view(_TORCH_DTYPES[spec.dtype])
-    return typed.view(physical).permute([order.index(i) for i in range(len(order))])
+    numbers, scales = typed.view([shape[i] for i in order]), None
+    if spec.row_scales:
+        if order[-1] != len(order) - 1:
+            raise ConfigError(
+                f"cache.kv_cache_dtype = {spec.dtype!r}: attention backend {layer.backend.name!r} does "
+                f"not keep a row together (its order is {tuple(order)}), which has a scale",
+                field="cache.kv_cache_dtype",
+            )
+        numbers, scales = split_rows(numbers, spec)
+        if scales.dim() < len(order):
+            scales = scales.permute([order.index(i) for i in range(scales.dim())])
+    return CacheView(numbers.permute([order.index(i) for i in range(len(order))]), scales)
+
+
+def split_rows(rows: Tensor, spec: KVCacheSpec) -> tuple[Tensor, Tensor]:
+    """Physical rows [..., A, ``row_width``] of a storage whose rows have scales, as numbers
+    [..., A, ``row_numbers``] and scales float32 [..., A].
+
+    The A neighbours' scales stand together behind their numbers: so numbers begin where the machine's
+    lines do, and one line holds the scales of a head's block. Of MLA each row is followed by its two,
+    [..., A, 2], as rows are looked up one by one there (``topk_indices``).
+    """
+    scale_bytes = ROW_SCALE_BYTES * spec.row_scales
+    if isinstance(spec, MLASpec):
+        return rows[..., : spec.row_numbers], rows[..., -scale_bytes:].view(torch.float32)
+    neighbours, width = rows.shape[-2], spec.row_width - scale_bytes
+    pieces = rows.flatten(-2)
+    numbers = torch.unflatten(pieces[..., : neighbours * width], -1, (neighbours, width))
+    scales = pieces[..., neighbours * width :].view(torch.float32)
+    return numbers[..., : spec.row_numbers], scales
 
 
 def _states(buffer: Tensor, spec: RecurrentSpec, num_blocks: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ number for a layer's keys and one for its values, or one for each head, under se
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import WeightsError
+from headrace_core.kv import ROW_SCALED_BITS
 from headrace_core.model import AttentionLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(
     r"(?P<layer>.+?)(?:\.attn)?\."
@@ -41,8 +45,10 @@ class CacheScales:
     def __init__(self, layers: Mapping[str, AttentionLayer], kv_cache_dtype: str) -> None:
         self._layers = layers
         self._is_used = kv_cache_dtype in _FLOATS
+        self._dtype = kv_cache_dtype
         self.found: set[str] = set()
         """Names of the layers that got a scale."""
+        self._unused: set[str] = set()
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
         """True if the tensor is a scale of a layer, which then has it if its cache is made for it.
@@ -55,6 +61,7 @@ class CacheScales:
         if match is None or layer is None or match["proj"] != (match["twice"] or match["proj"]):
             return False
         if layer.kv_spec is None or not self._is_used:
+            self._unused.add(match["layer"])
             return True
         scale = self._scale(name, tensor, layer.spec.num_kv_heads, file)
         which = match["own"] or match["proj"]
@@ -63,6 +70,16 @@ class CacheScales:
         layer.spec = dataclasses.replace(layer.spec, **scales)
         self.found.add(match["layer"])
         return True
+
+    def report(self) -> None:
+        """Log how many layers have the checkpoint's scales, or that none has as rows find their own."""
+        if self.found:
+            logger.info("%d layers have cache scales of the checkpoint", len(self.found))
+        if self._unused and self._dtype in ROW_SCALED_BITS:
+            logger.warning(
+                "cache scales of %d layers in the checkpoint are not used: with cache.kv_cache_dtype = "
+                "%r each token and head has a scale of its own", len(self._unused), self._dtype,
+            )  # fmt: skip
 
     @staticmethod
     def _scale(name: str, tensor: Tensor, heads: int, file: Path) -> Tensor:

@@ -358,10 +358,7 @@ class _Filling:
         for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
             if leaf not in self.loaded:
                 self._load(leaf)
-        if self.cache_scales.found:
-            logger.info(
-                "%d layers have cache scales of the checkpoint", len(self.cache_scales.found)
-            )
+        self.cache_scales.report()
 
     def _has(self, place: Place, part: int) -> bool:
         return (place, part) in self.origin

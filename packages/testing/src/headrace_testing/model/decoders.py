@@ -37,7 +37,15 @@ from headrace_core.attention import (
 )
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
-from headrace_core.kv import CACHE_DTYPES, CacheSpec, KVCacheSpec, RecurrentSpec
+from headrace_core.kv import (
+    CACHE_DTYPES,
+    ROW_SCALE_BYTES,
+    ROW_SCALED_BITS,
+    CacheSpec,
+    KVCacheSpec,
+    MLASpec,
+    RecurrentSpec,
+)
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.model import (
     AttentionLayer,
@@ -48,6 +56,7 @@ from headrace_core.model import (
 )
 from headrace_core.ops import KernelNeed, OpTable, PackedLinear, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
+from headrace_testing.ops.row_scales import split_rows
 
 BLOCK_SIZE = 8
 
@@ -341,14 +350,16 @@ class PagedDriver:
         needed: list[CacheSpec | None] = [layer.kv_spec for layer in self.layers.values()]
         needed += [state_layer.kv_spec for state_layer in recurrent.values()]
         specs = self.specs = list(dict.fromkeys(spec for spec in needed if spec is not None))
-        caches: dict[str, Tensor] = {}
+        caches: dict[str, tuple[Tensor, dict[str, Any]]] = {}
         for name, layer in self.layers.items():
             target = layer.spec.kv_sharing_target
             spec = self.layers[target].kv_spec if target is not None else layer.kv_spec
             assert spec is not None
             if target is None:
                 caches[name] = _cache_of(layer, spec, num_blocks)
-            layer.bind_cache(caches[target or name], specs.index(spec))
+            numbers, scales = caches[target or name]
+            layer.spec = dataclasses.replace(layer.spec, **scales)
+            layer.bind_cache(numbers, specs.index(spec))
         for state_layer in recurrent.values():
             shapes = state_layer.kv_spec.states
             states = [_unwritten((num_blocks, *s.shape), s.dtype) for s in shapes]
@@ -459,17 +470,30 @@ class PagedDriver:
         return ForwardBatch(**{**values, "attention": metadata})
 
 
-def _cache_of(layer: AttentionLayer, spec: CacheSpec, num_blocks: int) -> Tensor:
-    """A cache for one layer, in its logical shape over its backend's order."""
+def _cache_of(
+    layer: AttentionLayer, spec: CacheSpec, num_blocks: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """A cache for one layer, in its logical shape over its backend's order, and the scales in it."""
     assert isinstance(spec, KVCacheSpec)
     shape = layer.backend.cache_shape(spec, num_blocks)
     order = layer.backend.cache_stride_order()
-    stored = _unwritten([shape[dim] for dim in order], spec.dtype)
-    return stored.permute([order.index(dim) for dim in range(len(order))])
+    rows = _unwritten([shape[dim] for dim in order], spec.dtype)
+    scales: dict[str, Any] = {}
+    if isinstance(spec, MLASpec) and spec.row_scales:
+        scales["k_scale"] = rows[..., -2 * ROW_SCALE_BYTES :].view(torch.float32)
+    elif spec.row_scales:
+        rows, behind = split_rows(rows, spec)
+        logical = behind.permute([order.index(dim) for dim in range(behind.dim())])
+        scales = {"k_scale": logical[0], "v_scale": logical[1]}
+    stored = rows[..., : spec.row_numbers]
+    return stored.permute([order.index(dim) for dim in range(len(order))]), scales
 
 
 def _unwritten(shape: Sequence[int], dtype: str) -> Tensor:
-    """A cache full of a large number."""
+    """A cache full of a large number; scales that stand in one are large, too."""
+    if dtype in ROW_SCALED_BITS:
+        kind = torch.int8 if ROW_SCALED_BITS[dtype] == 8 else torch.uint8
+        return torch.full(shape, 0x47, dtype=kind)
     number = min(1e3, LARGEST.get(dtype, 1e3))
     name = "float8_e4m3fn" if dtype == "float8_e4m3" else dtype
     return torch.full(shape, number).to(getattr(torch, name))

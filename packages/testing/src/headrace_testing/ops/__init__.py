@@ -39,6 +39,7 @@ from headrace_testing.ops.quantized import QuantizedConformance
 from headrace_testing.ops.recurrent import RecurrentConformance
 from headrace_testing.ops.round_k_quant import RoundKQuantConformance
 from headrace_testing.ops.routing import RoutingConformance
+from headrace_testing.ops.row_scales import RowScaleConformance
 from headrace_testing.ops.rowwise import RMSNormConformance, RowwiseConformance
 from headrace_testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
 from headrace_testing.ops.xielu import XIELUConformance
@@ -71,6 +72,7 @@ class OpConformance(
     AttentionConformance,
     VarlenConformance,
     MLAConformance,
+    RowScaleConformance,
     RecurrentConformance,
     # Ops that few families need, a module each.
     ClampConformance,

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.ops import ACTIVATIONS, ONE_BYTE_CACHES, KernelNeed, KernelProvider
+from headrace_core.ops import (
+    ACTIVATIONS,
+    ONE_BYTE_CACHES,
+    KernelNeed,
+    KernelProvider,
+)
 from headrace_testing.ops.inputs import bits_equal, rand
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -46,6 +51,8 @@ class OpSuite:
     tolerances: ClassVar[Mapping[str, float]] = TOLERANCES
     cache_dtypes: ClassVar[Sequence[str]] = ONE_BYTE_CACHES
     """Caches of one byte a value that the provider serves."""
+    row_scaled_dtypes: ClassVar[Sequence[str]] = ("int8", "uint8")
+    """Caches with a scale for each row that the provider serves."""
     logit_scale: ClassVar[bool] = True
     """True if its paged attention takes ``logit_scale``."""
 

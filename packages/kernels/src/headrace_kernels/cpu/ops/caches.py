@@ -14,7 +14,7 @@ from headrace_core.ops.vnni import GROUP, is_vnni_packed
 from headrace_kernels.cpu.library import VNNI_ISAS
 from headrace_kernels.cpu.ops.arguments import describe
 
-_Geometry = ctypes.c_int64 * 13
+_Geometry = ctypes.c_int64 * 21
 
 STORAGE: Mapping[torch.dtype, int] = {
     torch.int8: 1,
@@ -22,6 +22,9 @@ STORAGE: Mapping[torch.dtype, int] = {
     torch.float8_e5m2: 3,
 }
 """Codes of the one-byte storages of a cache; 0 is the activations' own dtype."""
+
+INT4 = 6
+"""Code of the storage of two numbers a byte (uint8), whose rows have scales."""
 
 PAIRED = 4
 """Code of a cache in the order of :mod:`headrace_core.ops.vnni`."""
@@ -50,7 +53,7 @@ def check_key_value(key: Tensor, value: Tensor, tokens: int) -> None:
 
 
 class Geometries:
-    """Describes pairs of caches to the kernels: thirteen numbers each, see rotary_cache.h.
+    """Describes pairs of caches to the kernels: 21 numbers each, see rotary_cache.h.
 
     Args:
         isa: of the library; VNNI-packed caches are for some only.
@@ -71,6 +74,8 @@ class Geometries:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> Any:
+        if k_scale is not None and k_scale.dim() == 3:
+            return self._of_rows(key_cache, value_cache, dtype, dim, k_scale, v_scale)
         shape, stored = key_cache.shape, key_cache.dtype
         name = (
             shape, key_cache.stride(), value_cache.stride(), stored, dtype, dim,
@@ -128,11 +133,62 @@ class Geometries:
         whole_name = name, values.shape, values.dtype
         return self._keep(whole_name, blocks, size, *key_strides, *value_strides, PAIRED, 0, 0)
 
+    def _of_rows(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        dtype: torch.dtype,
+        dim: int,
+        k_scale: Tensor,
+        v_scale: Tensor | None,
+    ) -> Any:
+        """Caches with a scale for each row."""
+        parts = (keys, values, k_scale, k_scale if v_scale is None else v_scale)
+        name = (dtype, dim, *((x.shape, x.stride(), x.dtype) for x in parts),
+                k_scale.data_ptr(), 0 if v_scale is None else v_scale.data_ptr())  # fmt: skip
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        if v_scale is None or values.shape != keys.shape or values.dtype is not keys.dtype:
+            raise ConfigError(
+                f"caches are {describe(keys)} and {describe(values)}; they must be alike, with scales "
+                "for the rows of both or of none"
+            )
+        code = check_row_scales(keys, k_scale, keys.shape[:3], dim)
+        check_row_scales(values, v_scale, keys.shape[:3], dim)
+        return self._keep(
+            name, *keys.shape[:2], *keys.stride(), *values.stride(), code, 0, 0,
+            k_scale.data_ptr(), *k_scale.stride(), v_scale.data_ptr(), *v_scale.stride(),
+        )  # fmt: skip
+
     def _keep(self, name: Any, *numbers: int) -> Any:
         if len(self._known) >= 1024:
             self._known.clear()
         self._known[name] = geometry = _Geometry(*numbers)
         return geometry
+
+
+def check_row_scales(cache: Tensor, scales: Tensor, shape: tuple[int, ...], dim: int) -> int:
+    """The code of a cache whose rows of ``dim`` numbers have scales of this shape.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    widths = {torch.int8: (STORAGE[torch.int8], dim), torch.uint8: (INT4, dim // 2)}
+    code, width = widths.get(cache.dtype, (0, 0))
+    if (
+        cache.shape[-1] != width
+        or (code == INT4 and dim % 2)
+        or cache.stride(-1) != 1
+        or scales.dtype is not torch.float32
+        or scales.shape != shape
+    ):
+        raise ConfigError(
+            f"scales of rows are {describe(scales)} for a cache {describe(cache)} and head_dim {dim}: "
+            f"they must be float32 {list(shape)}, the cache int8 [..., {dim}] or uint8 [..., {dim} / 2] "
+            "with unit stride"
+        )
+    return code
 
 
 def check_scale(scale: Tensor | None, stored: torch.dtype, kv_heads: int) -> None:

@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, int64, matrix, unit_last
-from headrace_kernels.cpu.ops.caches import STORAGE, check_scale
+from headrace_kernels.cpu.ops.caches import STORAGE, check_row_scales, check_scale
 
 
-def _stores(cache: Tensor, dtype: torch.dtype) -> bool:
-    """True if a cache holds vectors of this dtype, as they are or in one byte."""
-    return cache.dtype is dtype or cache.dtype in STORAGE
+class _Stored(NamedTuple):
+    """How a cache holds its vectors, for the kernels."""
+
+    code: int
+    scale: int | None
+    """Address of the one scale of a cache of one byte."""
+    row_scales: int | None
+    """Address of two scales for each token, if they have their own."""
+    scale_strides: tuple[int, int]
+    """Of its blocks and tokens."""
+
+
+def _stored(cache: Tensor, k_scale: Tensor | None, sizes: tuple[int, int], what: str) -> _Stored:
+    """Checks k_scale against the cache; ``sizes`` are those of a latent and of a rope key.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    if k_scale is None or k_scale.dim() != 3:
+        check_scale(k_scale, cache.dtype, 1)
+        scale = None if k_scale is None else k_scale.data_ptr()
+        return _Stored(STORAGE.get(cache.dtype, 0), scale, None, (0, 0))
+    code = check_row_scales(cache, k_scale, (*cache.shape[:2], 2), sum(sizes))
+    if sizes[0] % 2 or k_scale.stride(2) != 1:
+        raise ConfigError(
+            f"{what}: a latent of {sizes[0]} numbers with scales {describe(k_scale)}: must be an even "
+            "number, and the two scales side by side"
+        )
+    return _Stored(code, None, k_scale.data_ptr(), (k_scale.stride(0), k_scale.stride(1)))
+
+
+def _fits(cache: Tensor, k_scale: Tensor | None, dtype: torch.dtype, width: int) -> bool:
+    """True if a cache holds vectors of this dtype and width, as they are or in one byte. With scales for
+    each token it is checked elsewhere."""
+    if k_scale is not None and k_scale.dim() == 3:
+        return True
+    return cache.shape[2] == width and (cache.dtype is dtype or cache.dtype in STORAGE)
 
 
 class MLACacheWrite:
@@ -39,12 +75,12 @@ class MLACacheWrite:
         tokens = slot_mapping.shape[0]
         latent, latent_rows, latent_stride = matrix(latent)
         rope_key, rope_rows, rope_stride = matrix(rope_key)
-        blocks, size, width = cache.shape
+        blocks, size, _ = cache.shape
+        sizes = latent.shape[1], rope_key.shape[1]
         if (
             min(latent_rows, rope_rows) < tokens
-            or latent.shape[1] + rope_key.shape[1] != width
             or latent.dtype is not rope_key.dtype
-            or not _stores(cache, latent.dtype)
+            or not _fits(cache, k_scale, latent.dtype, sum(sizes))
             or cache.stride(2) != 1
         ):
             raise ConfigError(
@@ -52,12 +88,11 @@ class MLACacheWrite:
                 f"{tokens} slots of a cache {describe(cache)}: must be of one dtype (or the cache of "
                 "one byte), and together as wide as the cache, whose last dimension has unit stride"
             )
-        check_scale(k_scale, cache.dtype, 1)
+        stored = _stored(cache, k_scale, sizes, "mla_cache_write")
         status = self._kernel(
             latent.data_ptr(), rope_key.data_ptr(), cache.data_ptr(), slot_mapping.data_ptr(),
-            None if k_scale is None else k_scale.data_ptr(), tokens, latent.shape[1],
-            rope_key.shape[1], latent_stride, rope_stride, blocks, size, cache.stride(0),
-            cache.stride(1), STORAGE.get(cache.dtype, 0), dtype_code(latent.dtype),
+            stored.scale, stored.row_scales, tokens, *sizes, latent_stride, rope_stride, blocks, size,
+            *cache.stride()[:2], *stored.scale_strides, stored.code, dtype_code(latent.dtype),
         )  # fmt: skip
         if status:
             raise IndexError(
@@ -91,13 +126,13 @@ class MLAAttention:
         k_scale: Tensor | None = None,
     ) -> Tensor:
         query, rope_query = unit_last(query), unit_last(rope_query)
-        (tokens, heads, latent), (blocks, size, width) = query.shape, cache.shape
-        requests = seq_lens.shape[0]
+        (tokens, heads, latent), (blocks, size, _) = query.shape, cache.shape
+        requests, width = seq_lens.shape[0], latent + rope_query.shape[2]
         if (
             cu_seqlens_q.shape[0] != requests + 1
-            or rope_query.shape != (tokens, heads, width - latent)
+            or rope_query.shape[:2] != (tokens, heads)
             or query.dtype is not rope_query.dtype
-            or not _stores(cache, query.dtype)
+            or not _fits(cache, k_scale, query.dtype, width)
             or cache.stride(2) != 1
         ):
             raise ConfigError(
@@ -105,8 +140,10 @@ class MLAAttention:
                 f"cache {describe(cache)}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
                 f"{describe(seq_lens)}: must be of one dtype, and queries together as wide as the cache"
             )
-        check_scale(k_scale, cache.dtype, 1)
-        topk = 0 if topk_indices is None else self._topk_width(topk_indices, tokens, cache)
+        stored = _stored(cache, k_scale, (latent, width - latent), "mla_attention")
+        topk = 0
+        if topk_indices is not None:
+            topk = self._topk_width(topk_indices, tokens, cache, stored.scale_strides)
         if block_table.stride(1) != 1 and block_table.shape[1] > 1:
             block_table = block_table.contiguous()
         block_table, cu_seqlens_q = int32(block_table), int32(cu_seqlens_q)
@@ -116,10 +153,10 @@ class MLAAttention:
             out.data_ptr(), query.data_ptr(), rope_query.data_ptr(), cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(),
             None if topk_indices is None else topk_indices.data_ptr(),
-            None if k_scale is None else k_scale.data_ptr(), tokens, requests, heads, width, latent,
+            stored.scale, stored.row_scales, tokens, requests, heads, width, latent,
             *query.stride()[:2], *rope_query.stride()[:2], blocks, size, *cache.stride()[:2],
-            block_table.stride(0), block_table.shape[1], topk, scale,
-            STORAGE.get(cache.dtype, 0), dtype_code(query.dtype),
+            *stored.scale_strides, block_table.stride(0), block_table.shape[1], topk, scale,
+            stored.code, dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(
@@ -134,7 +171,9 @@ class MLAAttention:
         return out
 
     @staticmethod
-    def _topk_width(topk_indices: Tensor, tokens: int, cache: Tensor) -> int:
+    def _topk_width(
+        topk_indices: Tensor, tokens: int, cache: Tensor, scale_strides: tuple[int, int]
+    ) -> int:
         """Most tokens that were picked for one token."""
         rows, topk = topk_indices.shape
         if (
@@ -146,10 +185,11 @@ class MLAAttention:
                 f"mla_attention: topk_indices is {describe(topk_indices)} for {tokens} rows of query: must "
                 "be contiguous, int32, a row for each"
             )
-        if cache.stride(0) % cache.stride(1):
+        apart, rest = divmod(cache.stride(0), cache.stride(1))
+        if rest or scale_strides[0] != apart * scale_strides[1]:
             raise ConfigError(
                 f"mla_attention: picked tokens of a cache whose blocks are {cache.stride(0)} apart: "
-                f"must be a multiple of {cache.stride(1)}, what tokens are"
+                f"must be a multiple of {cache.stride(1)}, what tokens are, and so must be scales'"
             )
         return topk
 
