@@ -314,11 +314,8 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
-    """Real models, real clients, real processes, real sockets.
-
-    Three processes, as a test waits for its server a quarter of the time.
-    """
-    _together(session, XDIST, "schemathesis>=4.3").pytest("-n", "3", "tests-integration")
+    """Real models, real clients, real processes, real sockets."""
+    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration")
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:
@@ -421,12 +418,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
     environment = _together(session, MYPY, *STUBS)
-    environment.run(
-        "mypy",
-        "--num-workers",
-        "2",
-        *(str(ROOT / "packages" / package / "src") for package in PACKAGES),
-    )
+    sources = (str(ROOT / "packages" / package / "src") for package in PACKAGES)
+    environment.run("mypy", "--num-workers", "2", *sources)
 
 
 @nox.session(venv_params=BARE)
