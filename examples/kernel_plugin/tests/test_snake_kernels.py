@@ -11,8 +11,8 @@ from snake_kernels.snake import SNAKE, definition, snake
 
 from headrace_core.ops import KernelNeed, KernelProvider, bind_ops
 from headrace_testing.ops import call_wide
+from headrace_testing.ops.optional.xielu import XIELUConformance
 from headrace_testing.ops.suite import OpSuite
-from headrace_testing.ops.xielu import XIELUConformance
 
 
 class Ours(OpSuite):

@@ -21,28 +21,28 @@ from __future__ import annotations
 
 from headrace_testing.ops.attention import AttentionConformance
 from headrace_testing.ops.caches import CacheConformance
-from headrace_testing.ops.clamp import ClampConformance
-from headrace_testing.ops.gaussian_topk import GaussianTopKConformance
-from headrace_testing.ops.index_tokens import IndexCase, IndexTokensConformance, index_case
 from headrace_testing.ops.inputs import bits_equal, call_wide, rand, wide
 from headrace_testing.ops.linear import LinearConformance
-from headrace_testing.ops.match_rms import MatchRMSConformance
-from headrace_testing.ops.mix import MixConformance
 from headrace_testing.ops.mla import (
     MLACase,
     MLAConformance,
     mla_case,
 )
 from headrace_testing.ops.moe import MoEConformance
+from headrace_testing.ops.optional.clamp import ClampConformance
+from headrace_testing.ops.optional.gaussian_topk import GaussianTopKConformance
+from headrace_testing.ops.optional.index_tokens import IndexCase, IndexTokensConformance, index_case
+from headrace_testing.ops.optional.match_rms import MatchRMSConformance
+from headrace_testing.ops.optional.mix import MixConformance
+from headrace_testing.ops.optional.round_k_quant import RoundKQuantConformance
+from headrace_testing.ops.optional.xielu import XIELUConformance
 from headrace_testing.ops.paged import PagedCase, paged_case
 from headrace_testing.ops.quantized import QuantizedConformance
 from headrace_testing.ops.recurrent import RecurrentConformance
-from headrace_testing.ops.round_k_quant import RoundKQuantConformance
 from headrace_testing.ops.routing import RoutingConformance
 from headrace_testing.ops.row_scales import RowScaleConformance
 from headrace_testing.ops.rowwise import RMSNormConformance, RowwiseConformance
 from headrace_testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
-from headrace_testing.ops.xielu import XIELUConformance
 
 __all__ = [
     "IndexCase",

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import headrace_reference as reference
 from headrace_reference.definitions import definitions
-from headrace_testing.ops import mlstm, rg_lru, wkv
 from headrace_testing.ops.inputs import bits_equal, call_wide, wide
+from headrace_testing.ops.optional import mlstm, rg_lru, wkv
 from headrace_testing.ops.recurrences import Rand, Recurrence, RecurrentCase
 from headrace_testing.ops.suite import OpSuite
 
