@@ -265,11 +265,9 @@ inline void float_panel(const Panel& p, const FloatRows<A>& f, int64_t begin, in
 }
 
 template <class A>
-inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t*, const FloatRows<A>& f, int64_t begin,
-                          int64_t rows, Sums sums) {
-  const Panel p(l, panel);
+inline void panel_rows_of(const Panel& p, const uint8_t*, const FloatRows<A>& f, int64_t begin, int64_t rows, Sums sums) {
   if (p.steps == 0) __builtin_memset(sums.real, 0, size_t(rows * QPANEL) * sizeof(float));
-  if (l.kind == E4M3) float_panel<E4M3>(p, f, begin, rows, sums);
+  if (p.layout->kind == E4M3) float_panel<E4M3>(p, f, begin, rows, sums);
   else float_panel<E5M2>(p, f, begin, rows, sums);
 }
 

@@ -19,10 +19,11 @@ inline void experts_product(L* lines, const Row& row, const void* const* weights
       const Layout l = layout_of(weights[expert]);  // scales may be stored otherwise than the first's
       const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
       const T* bias = biases == nullptr ? nullptr : biases + expert * l.N + at;
+      const Panels own(l, weights[expert]);
       const Sums sums = task_sums(1);
       for (int64_t begin = sorted.begin[i]; begin < end; begin += most) {
         const int64_t many = min_of(most, end - begin);
-        panel_rows_of(l, l.panel(weights[expert], p), l.panel(weights[expert], p + 1), f, begin, many, sums);
+        panel_rows_of(own[p], own.front(p + 1), f, begin, many, sums);
         for (int64_t r = begin; r < begin + many; ++r) {
           finish_row(lines + int64_t(sorted.order[r]) * l.N + at, sums.real + (r - begin) * QPANEL, f.scales[r], bias,
                      features);

@@ -54,9 +54,10 @@ inline void run(T* out, const T* x, const void* packed, const T* bias, int64_t r
                 const Layout& l, int limbs) {
   if (rows == 0) return;
   const auto row = [=](int64_t i) { return x + i * stride; };
+  const Panels panels(l, packed);
   with_activations<T>(row, rows, l, limbs, [&](const auto& f) {
     over_panels<1>(l, rows, l.panels(), limbs, [&](int64_t begin, int64_t many, int64_t p, Sums sums) {
-      panel_rows_of(l, l.panel(packed, p), l.panel(packed, p + 1), f, begin, many, sums);
+      panel_rows_of(panels[p], panels.front(p + 1), f, begin, many, sums);
       const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
       for (int64_t i = 0; i < many; ++i) {
         finish_row(out + (begin + i) * l.N + at, sums.real + i * QPANEL, f.scales[begin + i],
@@ -72,15 +73,15 @@ template <class T>
 inline void run_gated(T* out, const T* x, const void* packed, const T* bias, int64_t rows, int64_t stride,
                       const Layout& l, int limbs, int32_t kind) {
   if (rows == 0) return;
-  const int64_t I = l.N / 2, panels = I / QPANEL;
+  const int64_t I = l.N / 2, half = I / QPANEL;
+  const Panels panels(l, packed);
   const auto row = [=](int64_t i) { return x + i * stride; };
   with_activations<T>(row, rows, l, limbs, [&](const auto& f) {
-    over_panels<2>(l, rows, panels, limbs, [&](int64_t begin, int64_t many, int64_t p, Sums gates) {
-      const uint8_t *gate = l.panel(packed, p), *up = l.panel(packed, panels + p);
+    over_panels<2>(l, rows, half, limbs, [&](int64_t begin, int64_t many, int64_t p, Sums gates) {
       Sums ups = gates;
       ups.real += many * QPANEL;
-      panel_rows_of(l, gate, up, f, begin, many, gates);
-      panel_rows_of(l, up, l.panel(packed, p + 1), f, begin, many, ups);
+      panel_rows_of(panels[p], panels.front(half + p), f, begin, many, gates);
+      panel_rows_of(panels[half + p], panels.front(p + 1), f, begin, many, ups);
       const int64_t at = p * QPANEL;
       for (int64_t i = 0; i < many; ++i) {
         T rounded_gates[QPANEL], rounded_ups[QPANEL];

@@ -14,7 +14,7 @@ inline vf minimums_at(const uint8_t* at, int32_t stored, int64_t g, int v) {
 // real [R][QPANEL] -= the minimums times the rows' totals, block by block.
 template <int R> inline void subtract_minimums(const Panel& p, const FixedRows& f, int64_t row, float* real) {
   const Layout& l = *p.layout;
-  const uint8_t *minimums = p.front + l.minimums_at(), *outers = p.front + l.block_minimums_at();
+  const uint8_t *minimums = p.front + p.minimums_at, *outers = p.front + p.block_minimums_at;
   const float* totals = f.totals + row * f.groups;
   for (int64_t g = 0, b = 0; g < f.groups; ++b, outers += QPANEL * bytes_of_stored(l.block_minimums)) {
     vf sum[R][QV];
@@ -46,11 +46,10 @@ inline void panel_lines(const Panel& p, int pass, const uint8_t* after, const Fi
 }
 
 // sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel.
-inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
-                          int64_t begin, int64_t rows, Sums sums) {
-  const Panel p(l, panel);
+inline void panel_rows_of(const Panel& p, const uint8_t* after, const FixedRows& f, int64_t begin, int64_t rows,
+                          Sums sums) {
   if (p.steps == 0) __builtin_memset(sums.real, 0, size_t(rows * QPANEL) * sizeof(float));
-  for (int pass = 0; pass < max_of(1, l.tables); ++pass) {
+  for (int pass = 0; pass < max_of(1, p.layout->tables); ++pass) {
     switch (f.limbs) {
       case 1: panel_lines<1>(p, pass, after, f, begin, rows, sums); break;
       case 2: panel_lines<2>(p, pass, after, f, begin, rows, sums); break;
