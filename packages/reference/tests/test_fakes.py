@@ -164,4 +164,4 @@ def test_an_optional_op_is_one_module_of_each_package(name):
     assert getattr(signature, name.upper()) == OptionalOp(name)
     definition = importlib.import_module(f"headrace_reference.{name}")
     assert definitions()[name] == (getattr(definition, name), getattr(definition, f"fake_{name}"))
-    importlib.import_module(f"headrace_testing.ops.{name}")
+    importlib.import_module(f"headrace_testing.ops.optional.{name}")
