@@ -358,7 +358,8 @@ class PagedDriver:
             if target is None:
                 caches[name] = _cache_of(layer, spec, num_blocks)
             numbers, scales = caches[target or name]
-            layer.spec = dataclasses.replace(layer.spec, **scales)
+            if scales:
+                layer.spec = dataclasses.replace(layer.spec, **scales)
             layer.bind_cache(numbers, specs.index(spec))
         for state_layer in recurrent.values():
             shapes = state_layer.kv_spec.states
