@@ -85,9 +85,6 @@ OLDEST = (
 Left out: tests that need an optional library (xgrammar, outlines, av, transformers).
 """
 
-os.environ.setdefault("PIP_COMPILE", "0")
-"""Modules are compiled as they are imported: most never are, and pip compiles on one core."""
-
 nox.options.sessions = [
     "lint", "imports", "types", "tests", "everything", "integration", "clients", "oldest",
     "wheels", "docs",
