@@ -45,9 +45,9 @@ class CacheView(NamedTuple):
     """One layer's cache."""
 
     numbers: Tensor
-    """What is bound to the layer: in its backend's logical shape, without scales."""
+    """Tensor that is bound to the layer: in its backend's logical shape, without scales."""
     scales: Tensor | None
-    """Of rows that have their own: float32 [2, N, S, Hk], or [N, S, 2] of MLA."""
+    """Scales of rows that have their own: float32 [2, N, S, Hk], or [N, S, 2] of MLA; else None."""
 
 
 def cache_specs(

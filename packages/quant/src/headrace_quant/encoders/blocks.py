@@ -6,6 +6,7 @@ Only headrace reads such a checkpoint: for llama.cpp, use its own converter.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -56,17 +57,17 @@ class BlockEncoder(WeightEncoder):
         for start in range(0, max(1, weight.shape[0]), step):
             yield start, self.codes(weight[start : start + step])
 
+    @abstractmethod
     def codes(self, weight: Tensor) -> Codes:
         """Codes of rows [R, K], block by block.
 
         Raises:
             WeightsError: they hold infinities or NaN.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def blocks(self, codes: Codes) -> Tensor:
         """Codes of B blocks as they lie in a file: uint8 [B, bytes of a block]."""
-        raise NotImplementedError
 
     def config(self, encoded: Sequence[str], left: Sequence[str]) -> Mapping[str, Any]:
         return {"quant_method": "gguf", "types": dict.fromkeys(encoded, self.kind)}

@@ -39,7 +39,8 @@ class CodeKind:
     zero_point: int | None = None
     """Zero point of every group."""
     table: tuple[float, ...] | None = None
-    """What the codes choose from, [2 ** bits]; the first entry is that of the lowest code."""
+    """Numbers that the codes choose from, [2 ** bits]; the first is that of the lowest code. None: codes
+    are the numbers."""
     kept_bytes: int | None = None
     """Bytes of a packed block, of types whose files have fewer; None: about ``num_bytes``."""
 

@@ -22,7 +22,7 @@ class _Stored(NamedTuple):
     row_scales: int | None
     """Address of two scales for each token, if they have their own."""
     scale_strides: tuple[int, int]
-    """Of its blocks and tokens."""
+    """Strides of ``row_scales`` from block to block and from token to token, in floats."""
 
 
 def _stored(cache: Tensor, k_scale: Tensor | None, sizes: tuple[int, int], what: str) -> _Stored:
