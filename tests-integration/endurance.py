@@ -453,15 +453,16 @@ async def _others(url: str, rounds: int) -> tuple[float, list[str]]:
 
 
 async def run_readers(
-    server: RunningServer, number: int, seconds: float, *, logprobs: bool = False
+    server: RunningServer, number: int, seconds: float, *, logprobs: bool = False, rounds: int = 5
 ) -> Crowd:
     """Streams that are long, of which 10 bytes are read each second or so: once for each time that
     others' streams of a second are measured.
 
     Args:
-        seconds: so long at least, and five times at least.
+        seconds: so long at least.
+        rounds: times that others' streams are measured, before and at least among.
     """
-    plain, wrong = await _others(server.url, 5)
+    plain, wrong = await _others(server.url, rounds)
     before, produced = resident(server.process.pid), server.metric("generation_tokens_total")
     readers = [_slow_reader(server.url, seed, logprobs) for seed in range(number)]
 
@@ -474,7 +475,7 @@ async def run_readers(
     # Until they are behind they cost steps, as any request does; from then on they are only slow.
     await asyncio.to_thread(wait_until, are_behind)
     times: list[float] = []
-    while len(times) < 5 or time.monotonic() < until:
+    while len(times) < rounds or time.monotonic() < until:
         for reader in readers:
             with suppress(BlockingIOError):
                 reader.recv(10)
