@@ -11,7 +11,7 @@ the quantized model against the same checkpoint in float32: root mean square of 
 that of the logits, mean Kullback-Leibler divergence of the next-token distributions in
 nats, and how often the likeliest token is the same one. Weights are the packed linear
 layers, with the head. Caches are values of kv_cache_dtype, with "+scales" those of
-calculate_kv_scales.
+calculate_kv_scales; activations those of quantization_activations.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ def main() -> None:
     texts = _random_tokens(arguments) if arguments.random else _dialogues(arguments.sequences)
     expected = _logits(arguments.model, "none", texts, dtype="float32")[0]
     rows = []
-    for method, cache in product(arguments.methods.split(","), arguments.caches.split(",")):
-        actual, facts = _logits(arguments.model, method, texts, dtype=arguments.dtype, cache=cache)
+    chosen = (arguments.methods, arguments.caches, arguments.activations)
+    for method, cache, form in product(*(each.split(",") for each in chosen)):
+        actual, facts = _logits(
+            arguments.model, method, texts, dtype=arguments.dtype, cache=cache, activations=form
+        )
         compared = _compared(actual, expected, texts)
-        rows.append({"method": method, "cache": cache, **facts, **compared})
+        rows.append({"method": method, "cache": cache, "activations": form, **facts, **compared})
         print(json.dumps(rows[-1]), flush=True)
     print(_table(rows))
     if arguments.json:
@@ -76,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--caches", default="auto", help=",".join(CACHES))
+    parser.add_argument("--activations", default="auto", help="auto,float,int8")
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -102,7 +106,13 @@ def _random_tokens(arguments: argparse.Namespace) -> list[Text]:
 
 
 def _logits(
-    model: str | None, method: str, texts: Sequence[Text], *, dtype: str, cache: str = "auto"
+    model: str | None,
+    method: str,
+    texts: Sequence[Text],
+    *,
+    dtype: str,
+    cache: str = "auto",
+    activations: str = "auto",
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Of every sequence [T, V] in float32, and what loading cost."""
     from headrace.assembly import build_model, choose_ops, cpu_threads, resolve_engine
@@ -115,6 +125,7 @@ def _logits(
         model=model,
         dtype=dtype,
         quantization=None if method == "none" else method,
+        quantization_activations=activations,
         kv_cache_dtype=kind,
         calculate_kv_scales=bool(measured),
     )

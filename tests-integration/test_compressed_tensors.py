@@ -3,11 +3,14 @@ transformers' models with what they mean."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from quantized_checkpoints import Dense, FusedModules, Mixture, PackedCheckpoint, fp4
 from torch import Tensor
+
+from headrace_testing.model.decoders import Checkpoint
 
 
 def container(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
@@ -89,3 +92,67 @@ class TestInt8Zeros(Dense, PackedCheckpoint):
         tensors = {"weight": codes, "weight_zero_point": zeros}
         stored = {name: tensor.to(torch.int8) for name, tensor in tensors.items()}
         return {**stored, "weight_scale": scales}, (codes - zeros) * scales
+
+
+class Int8Inputs(PackedCheckpoint):
+    """W8A8 with scales of modules, or of tokens with zero points, beside transformers' model with the same
+    rounding in front of its layers.
+
+    A sum in another order may round an activation to the next integer: that bounds the tolerance.
+    """
+
+    activations: ClassVar[dict[str, Any]]
+    tolerance = 0.12
+    least_error = 0.6
+    flips_ties = False
+
+    @property
+    def quantization(self) -> dict[str, Any]:  # type: ignore[override]
+        arguments = {"num_bits": 8, "type": "int", **self.activations}
+        return container("int-quantized", arguments, num_bits=8, type="int", strategy="channel")
+
+    def packed(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        codes = (weight / scales).round()
+        stored = {"weight": codes.to(torch.int8), "weight_scale": scales}
+        if not self.activations["dynamic"]:
+            stored["input_scale"] = torch.tensor([STATIC_SCALE])
+            if not self.activations["symmetric"]:
+                stored["input_zero_point"] = torch.tensor([STATIC_ZERO], dtype=torch.int8)
+        return stored, codes * scales
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        made = super().make_checkpoint(folder, seed, **overrides)
+        for name, module in made.reference.named_modules():
+            if name.endswith("_proj") and not name.endswith(self.plain):
+                module.register_forward_pre_hook(lambda _, inputs: (self.entered(inputs[0]),))
+        return made
+
+    def entered(self, x: Tensor) -> Tensor:
+        """Activations as they enter a product."""
+        scale, zero = torch.tensor(STATIC_SCALE), torch.tensor(0.0)
+        if self.activations["dynamic"]:
+            low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+            scale = (high - low) / 255
+            zero = (-128 - low / scale).round()
+        elif not self.activations["symmetric"]:
+            zero = torch.tensor(float(STATIC_ZERO))
+        return (((x / scale + zero).clamp(-128, 127)).round() - zero) * scale
+
+
+STATIC_SCALE, STATIC_ZERO = 0.03, 9
+
+
+class TestInt8Static(Dense, Int8Inputs):
+    activations: ClassVar = {"symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+class TestInt8StaticZeros(Dense, Int8Inputs):
+    activations: ClassVar = {"symmetric": False, "strategy": "tensor", "dynamic": False}
+
+
+class TestInt8TokenZeros(FusedModules, Int8Inputs):
+    """A rank rounds its own share of a token, with a scale of its own."""
+
+    activations: ClassVar = {"symmetric": False, "strategy": "token", "dynamic": True}
+    tolerance = 0.4

@@ -64,6 +64,10 @@ FAULTS: Mapping[str, Fault] = {
         "profiler_config.torch_profiler_dir", "'/proc/none'", "cannot be written into",
     ),
     "models file missing": fault(f"{SIM} --models-config {{none}}", "none"),
+    "instruction set": fault(
+        SERVE, "HEADRACE_CPU_ISA='avx9000'", "this machine has", environ={"HEADRACE_CPU_ISA": "avx9000"},
+        early=False,
+    ),
     "partner of a key": fault("serve --ssl-keyfile {key_pem}", "ssl_certfile", "ssl_keyfile"),
     "partner of tools": fault("serve --enable-auto-tool-choice", "tool_call_parser"),
     "partner of origins": fault(

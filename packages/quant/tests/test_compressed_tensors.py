@@ -102,8 +102,7 @@ class TestInt8Activations(TestIntQuantized):
     refused: ClassVar = {
         f"config_groups.group_0.input_activations.{key}": value
         for key, value in {
-            "num_bits": 4, "type": "float", "symmetric": False, "strategy": "tensor",
-            "dynamic": False,
+            "num_bits": 4, "type": "float", "strategy": "tensor",
         }.items()
     }  # fmt: skip
 

@@ -115,14 +115,15 @@ class ModelConfig:
         cost="float32 doubles memory and bandwidth against bfloat16",
     )  # fmt: skip
     quantization: str | None = option(
-        None,
-        "Quantization method. Default: the checkpoint's, else none.",
-        flag="quantization",
-        other_flag="-q",
-    )
+        None, "Quantization method. Default: the checkpoint's, if any.", flag="quantization", other_flag="-q"
+    )  # fmt: skip
     quantization_overrides: Mapping[str, str] = option(
         {}, "JSON object: a layer's name, the beginning of one up to a dot, or a pattern after re: -> the "
         "method for it ('none': floats), in place of quantization. Of methods that round while loading.",
+    )  # fmt: skip
+    quantization_activations: Literal["auto", "float", "int8"] = option(
+        "auto", "Rows that packed weights multiply: float (as they are), int8 (rounded, a scale a token), or "
+        "auto: as the format defines.", cost="int8 is faster with many rows, and rounds once more",
     )  # fmt: skip
     max_model_len: int | None = option(
         None, "Longest context (prompt and output). Default: the model's own limit; -1: the same, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headrace_core import plugins
@@ -10,6 +11,7 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.linear import QuantMethod, QuantNeed
 from headrace_core.model import ModelInfo
 from headrace_core.ops import OpTable
+from headrace_models.fixed_activations import FixedActivations
 from headrace_models.layer_overrides import LayerOverrides
 
 GROUP = "headrace.quantization"
@@ -73,17 +75,21 @@ def quant_method(
     device: str,
     device_capability: tuple[int, int] | None = None,
     overrides: Mapping[str, str] | None = None,
+    activations: str = "auto",
 ) -> QuantMethod:
     """The method itself, from the plug-ins of the group ``headrace.quantization``.
 
     Args:
         overrides: see ``model.quantization_overrides``.
+        activations: see ``model.quantization_activations``.
 
     Raises:
         ConfigError: see :func:`quant_method_name`; or the method refuses device, dtype or block; or there are
             overrides for a checkpoint that is quantized already.
         PluginNotFound: no such method is installed.
     """
+    if activations != "auto":
+        ops = replace(ops, quant_linear=FixedActivations(ops.quant_linear, activations))
     if overrides:
         return _with_overrides(info, wanted, ops, device, device_capability, overrides)
     name = quant_method_name(info, wanted)

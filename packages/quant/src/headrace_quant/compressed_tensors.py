@@ -15,8 +15,9 @@ A linear layer with K inputs and N outputs has
 ``mxfp8-quantized``                       ``weight`` float8_e4m3fn, ``weight_scale`` uint8 [N, K / 32]
 ========================================  ==========================================================
 
-Activations of integers stay as they are or become int8 with a scale per token that is found at run
-time (W8A8, W4A8). Those of floats stay as they are, whatever the container says: only weights are
+Activations of integers stay as they are or become int8 (W8A8, W4A8): with a scale per token that is found at
+run time, or a module's own ``input_scale`` [1], and ``input_zero_point`` if they are not symmetric. Those of
+floats stay as they are, whatever the container says: only weights are
 small. FP8 stays packed where its blocks allow it (:mod:`headrace_quant.fp8.layers`), else it
 becomes floats while it is loaded.
 
@@ -40,6 +41,7 @@ from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
 from headrace_quant.fp8.layers import Fp8Layers
 from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, matches, module_names
+from headrace_quant.integer_inputs import SCALE, ZERO, InputForm, IntegerInputs
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
 from headrace_quant.small_floats import FloatLayout, SmallFloatWeight
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LINEAR_CLASS = "Linear"
+_SCALES = "weight_scale"
 _KNOWN = (
     "quant_method", "format", "quantization_status", "config_groups", "ignore", "kv_cache_scheme", "version",
     "sparsity_config", "transform_config", "global_compression_ratio",
@@ -128,14 +131,13 @@ _ANY_COLUMNS = 1 << 62
 _ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("int",),
-    "symmetric": (True,),
-    "strategy": ("token",),
+    "symmetric": (True, False),
+    "dynamic": (True, False),
     "group_size": (None, -1),
     "block_structure": (None,),
-    "dynamic": (True,),
     "actorder": (None, False),
 }
-"""The same of ``input_activations``."""
+"""The same of ``input_activations``; a dynamic scale is of a token, a static one of a module."""
 
 
 _CACHE: Mapping[str, tuple[object, ...]] = {
@@ -154,16 +156,20 @@ class Scheme:
 
     storage: ByteFormat | WordFormat | FloatLayout | Fp8Layout
     activations: str = "float"
+    inputs: InputForm | None = None
+    """Of activations that become integers by other rules than ``activations``."""
 
     def method(self, ops: OpTable) -> LinearMethod:
         match self.storage:
             case ByteFormat():
-                return StoredInt8(ops, self.storage, activations=self.activations)
+                method: LinearMethod = StoredInt8(ops, self.storage, activations=self.activations)
             case WordFormat():
-                return PackedWords(ops, self.storage, activations=self.activations)
+                method = PackedWords(ops, self.storage, activations=self.activations)
             case FloatLayout():
                 return SmallFloatWeight(ops, self.storage)
-        return PlainWeight(ops)
+            case _:
+                return PlainWeight(ops)
+        return method if self.inputs is None else IntegerInputs(method, self.inputs, _SCALES)
 
     @property
     def fp8(self) -> Fp8Layout | None:
@@ -267,6 +273,10 @@ class CompressedTensors(QuantMethod):
                 by_part = (storage.outer,)
             elif isinstance(storage, ByteFormat) and storage.of_module:
                 by_part = (storage.scales, storage.zeros)
+            if scheme is not None and scheme.inputs is not None:
+                if last == ZERO and not scheme.inputs.has_zeros and not bool(tensor.any()):
+                    continue
+                by_part = (*by_part, SCALE, ZERO)
             yield name, self.parts.spread(module, tensor) if last in by_part else tensor, file
 
     def _fp8_of(self, name: str) -> Fp8Layout | None:
@@ -312,11 +322,27 @@ def _group(name: str, group: object, default_format: object) -> tuple[tuple[str,
         return targets, Scheme(_fp8(path, group, inputs))
     if form in _FLOATS:
         return targets, Scheme(_small_floats(path, form, group, inputs))
-    if inputs:
-        _check(f"{path}.input_activations", inputs, _ACTIVATIONS)
+    rounding = _inputs(f"{path}.input_activations", inputs) if inputs else None
     weights = _check(f"{path}.weights", group.get("weights"), _WEIGHTS[form])
-    make = _words if form == "pack-quantized" else _octets
-    return targets, Scheme(make(f"{path}.weights", weights), "int8" if inputs else "float")
+    storage = (_words if form == "pack-quantized" else _octets)(f"{path}.weights", weights)
+    if rounding == _BY_KERNEL:
+        return targets, Scheme(storage, "int8")
+    return targets, Scheme(storage, inputs=rounding)
+
+
+_BY_KERNEL = InputForm(dynamic=True, has_zeros=False)
+"""Form of activations that kernels round themselves."""
+
+
+def _inputs(path: str, found: object) -> InputForm:
+    """The form of a group's activations."""
+    inputs = _check(path, found, _ACTIVATIONS)
+    form = InputForm(bool(inputs.get("dynamic")), not inputs.get("symmetric", True))
+    served = "token" if form.dynamic else "tensor"
+    if (inputs.get("strategy") or served) != served:
+        kind = "dynamic" if form.dynamic else "static"
+        raise refusal(f"{path}.strategy", inputs["strategy"], f"{served!r} of {kind} activations")
+    return form
 
 
 def _small_floats(path: str, form: str, group: Mapping[str, Any], inputs: object) -> FloatLayout:

@@ -229,6 +229,7 @@ def build_context(
             ops,
             device=platform.device,
             overrides=config.model.quantization_overrides,
+            activations=config.model.quantization_activations,
         ),
         communicator=SingleProcess(),
         attention=lambda need: _paged(choose(need)),

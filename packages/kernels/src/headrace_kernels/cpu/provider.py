@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_core.errors import ConfigError
 from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
 from headrace_kernels.cpu import library
@@ -21,6 +20,11 @@ class CPUProvider:
     name = "cpu"
 
     def refuse(self, need: KernelNeed) -> list[str]:
+        """See :meth:`headrace_core.ops.KernelProvider.refuse`.
+
+        Raises:
+            ConfigError: ``HEADRACE_CPU_ISA`` names a level that is not there, though the CPU is asked for.
+        """
         reasons = []
         if need.device != "cpu":
             reasons.append(f"device {need.device!r} is not 'cpu'")
@@ -31,11 +35,8 @@ class CPUProvider:
             reasons.append(absent)
             if library.path() is not None:  # nobody expects the slow path of what was built
                 logger.warning("%s", absent)
-        else:
-            try:
-                library.isa()
-            except ConfigError as error:
-                reasons.append(str(error))
+        elif not reasons:
+            library.isa()
         return reasons
 
     def priority(self, need: KernelNeed) -> int:
