@@ -75,9 +75,7 @@ def test_slow_readers_cost_little(logprobs):
     number, seconds, rounds = (100, 30.0, 5) if FULL else (40, 1.0, 1)
     with serving(*READ) as server:
         asyncio.run(run_readers(server, number, 0.5, rounds=1))  # what is made once is there before
-        found = asyncio.run(
-            run_readers(server, number, seconds, logprobs=logprobs, rounds=rounds)
-        )
+        found = asyncio.run(run_readers(server, number, seconds, logprobs=logprobs, rounds=rounds))
         print(found.describe())
     assert found.wrong == []
     assert found.bytes_each <= 64 * 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,6 +53,8 @@ class AdmissionTicket:
 
 Generate = Callable[[Prompt, SamplingParams, str], AsyncIterator[RequestOutput]]
 """Runs a request: (prompt, parameters, request id) -> outputs."""
+Encode = Callable[..., Awaitable[PoolingRequestOutput[PoolingOutput]]]
+"""Runs a pooling request; arguments of :meth:`EngineClient.encode`."""
 
 
 @dataclass(slots=True)
@@ -297,8 +299,29 @@ class EngineClient(Protocol):
 
     @property
     def io_processor(self) -> IOProcessor | None:
-        """Answers requests of the task ``plugin``
-        (:func:`headrace_core.pooling.plugin_task.answer`); None: there is none."""
+        """Answers requests of the task ``plugin``; None: there is none."""
+        ...
+
+    async def answer_plugin(
+        self,
+        prompt: Any,
+        params: PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+        encode: Encode | None = None,
+    ) -> Any:
+        """One request of the task ``plugin``, once the IO processor has parsed it: what that makes of it.
+
+        Args:
+            params: the caller's; None: the IO processor's own.
+            encode: runs its prompts, in place of :meth:`encode`.
+
+        Raises:
+            UnsupportedFeature: there is no IO processor.
+            HeadraceError: as :meth:`encode`; else whatever the IO processor raises.
+        """
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

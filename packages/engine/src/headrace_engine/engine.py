@@ -29,7 +29,7 @@ import msgspec
 
 from headrace_core.arrays import PackedArray
 from headrace_core.context import OWNER
-from headrace_core.engine import AdmissionTicket, EngineStats, Generate, TokenizedPrompt
+from headrace_core.engine import AdmissionTicket, Encode, EngineStats, Generate, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
@@ -225,6 +225,28 @@ class Engine:
         entry = entry or AdmissionTicket()
         async with entry.place(self._waiting.share()):
             return await self._front.encode(job, entry)
+
+    async def answer_plugin(
+        self,
+        prompt: Any,
+        params: PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+        encode: Encode | None = None,
+    ) -> Any:
+        """See :meth:`headrace_core.engine.EngineClient.answer_plugin`."""
+        return await plugin_task.answer(
+            self.io_processor,
+            encode or self.encode,
+            self.model,
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+        )
 
     async def score(
         self,

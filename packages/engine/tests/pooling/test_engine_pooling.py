@@ -17,7 +17,6 @@ from headrace_core.engine import AdmissionTicket
 from headrace_core.errors import GenerateError, QueueFull, RequestError, UnsupportedFeature
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor, IOProcessorResponse
-from headrace_core.pooling.plugin_task import answer
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.engine import Engine
 from headrace_engine.pooling.vectors import as_array
@@ -287,7 +286,7 @@ async def test_fifty_requests_through_an_io_processor() -> None:
     async with started(made, io_processor=processor) as engine:
         texts = [f"text {i}" for i in range(50)]
         answers = await asyncio.gather(
-            *(answer(engine, text, None, f"p{i}") for i, text in enumerate(texts))
+            *(engine.answer_plugin(text, None, f"p{i}") for i, text in enumerate(texts))
         )
     for i, (text, found) in enumerate(zip(texts, answers, strict=True)):
         a, b, c = (made.model.dense(Tokens().encode(t)) for t in (text, text[::-1], text * 2))
@@ -302,8 +301,8 @@ async def test_a_failure_within_an_io_processor_is_that_request_s() -> None:
     processor = Products(made.config, made.input_processor.model)
     async with started(made, io_processor=processor) as engine:
         good, bad = await asyncio.gather(
-            answer(engine, "good", None, "good"),
-            answer(engine, chr(77) + "x", None, "bad"),
+            engine.answer_plugin("good", None, "good"),
+            engine.answer_plugin(chr(77) + "x", None, "bad"),
             return_exceptions=True,
         )
         assert isinstance(bad, GenerateError)
@@ -311,4 +310,4 @@ async def test_a_failure_within_an_io_processor_is_that_request_s() -> None:
         assert not engine._processor.states
     async with started(make()) as plain:
         with pytest.raises(UnsupportedFeature, match="--io-processor-plugin"):
-            await answer(plain, "text", None, "r")
+            await plain.answer_plugin("text", None, "r")

@@ -22,7 +22,6 @@ from headrace.offline.pooling import (
 from headrace_core.engine import EngineStats
 from headrace_core.output import BeamSearchOutput, PoolingRequestOutput, ScoringRequestOutput
 from headrace_core.pooling import PoolingParams
-from headrace_core.pooling.plugin_task import answer
 from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
 from headrace_core.sampling.params import BeamSearchParams, SamplingParams
@@ -121,8 +120,7 @@ class AsyncLLM:
         if task == "plugin":
             processor = self.engine.io_processor
             parsed = processor.parse_request(prompt) if processor is not None else prompt
-            made = await answer(
-                self.engine,
+            made = await self.engine.answer_plugin(
                 parsed,
                 pooling_params,
                 request_id,

@@ -20,10 +20,10 @@ from headrace_core.output import (
 )
 from headrace_core.pooling import POOLING_TASKS, PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor
-from headrace_core.pooling.plugin_task import as_prompts as plugin_prompts
-from headrace_core.pooling.plugin_task import plugin_params
 from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
+from headrace_engine.pooling.plugin_task import as_prompts as plugin_prompts
+from headrace_engine.pooling.plugin_task import plugin_params
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from headrace_core.engine import (
     AdmissionTicket,
+    Encode,
     EngineClient,
     EngineStats,
     Generate,
@@ -190,6 +191,25 @@ class InstrumentedEngine:
             output = await work
             watched.outputs = (output,)
         return output
+
+    async def answer_plugin(
+        self,
+        prompt: Any,
+        params: PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+        encode: Encode | None = None,
+    ) -> Any:
+        return await self.engine.answer_plugin(
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            encode=encode or self.encode,
+        )
 
     async def score(
         self,

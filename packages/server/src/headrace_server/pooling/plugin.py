@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from headrace_core.errors import HeadraceError, RequestError, UnsupportedFeature
 from headrace_core.pooling.io_processor import IOProcessor
-from headrace_core.pooling.plugin_task import answer
 from headrace_server.http.routing import JsonAnswer
 from headrace_server.protocols.openai.bodies.pooling import PluginRequest
 from headrace_server.requests import convert
@@ -50,7 +49,9 @@ class PluginCall:
 
     async def respond(self) -> Response:
         name = convert.engine_id(self.id, 0)
-        output = await answer(self.state.engine, self._prompt, None, name, priority=self._priority)
+        output = await self.state.engine.answer_plugin(
+            self._prompt, None, name, priority=self._priority
+        )
         told = self._processor.output_to_response(output)
         body = {
             "request_id": told.request_id or self._wanted_id,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace_core.arrays import PackedArray
-from headrace_core.engine import AdmissionTicket, EngineStats, Generate, TokenizedPrompt
+from headrace_core.engine import AdmissionTicket, Encode, EngineStats, Generate, TokenizedPrompt
 from headrace_core.errors import (
     EngineDead,
     GenerateError,
@@ -327,6 +327,28 @@ class FakeEngine:
         self._stats.prompt_tokens += len(ids)
         data = fake_pooled(task, ids, verified, self._model.pooling)
         return self._pooled(request_id, PoolingOutput(data), ids)
+
+    async def answer_plugin(
+        self,
+        prompt: Any,
+        params: PoolingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+        encode: Encode | None = None,
+    ) -> Any:
+        """One prompt after the other, for the first task that the model has."""
+        assert self.io_processor is not None, "the test gave no IO processor"
+        made = await self.io_processor.pre_process_async(prompt, request_id)
+        chosen = self.io_processor.validate_or_generate_params(params)
+        outputs = [
+            await (encode or self.encode)(
+                each, chosen, f"{request_id}-{index}", task=self._model.tasks[0], priority=priority
+            )
+            for index, each in enumerate(made if isinstance(made, list) else [made])
+        ]
+        return self.io_processor.post_process(outputs, request_id)
 
     async def transcribe(
         self,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from headrace_core.engine import AdmissionTicket, EngineClient
+from headrace_core.engine import AdmissionTicket, Encode
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor, ModelOutput
@@ -58,7 +58,9 @@ def as_prompts(made: Any) -> list[Prompt]:
 
 
 async def answer(
-    engine: EngineClient,
+    processor: IOProcessor | None,
+    encode: Encode,
+    model: ServedModel,
     prompt: Any,
     params: PoolingParams | None,
     request_id: str,
@@ -69,7 +71,9 @@ async def answer(
     """One request of the task ``plugin``, once it is parsed: the plug-in's output.
 
     Args:
-        engine: with an IO processor.
+        processor: the engine's; None: it has none.
+        encode: runs prompts.
+        model: says what it pools.
         prompt: from :meth:`IOProcessor.parse_request`.
         params: the caller's; None: the plug-in's own.
         add_special_tokens: see :meth:`~headrace_core.engine.EngineClient.encode`.
@@ -79,7 +83,6 @@ async def answer(
         HeadraceError: as :meth:`~headrace_core.engine.EngineClient.encode`; else whatever the plug-in
             raises.
     """
-    processor = engine.io_processor
     if processor is None:
         raise UnsupportedFeature(
             "task plugin: the engine has no IO processor; it must be started with "
@@ -87,13 +90,13 @@ async def answer(
             param="task",
         )
     prompts = as_prompts(await processor.pre_process_async(prompt, request_id))
-    chosen, task = plugin_params(processor, engine.model, params)
+    chosen, task = plugin_params(processor, model, params)
     gate, entry = asyncio.Semaphore(AT_ONCE), AdmissionTicket()
 
     async def run(index: int) -> tuple[int, ModelOutput]:
         async with gate:
             own_id = f"{request_id}-{index}"
-            return index, await engine.encode(
+            return index, await encode(
                 prompts[index],
                 chosen,
                 own_id,

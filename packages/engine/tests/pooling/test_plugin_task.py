@@ -13,8 +13,8 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor, IOProcessorResponse
-from headrace_core.pooling.plugin_task import answer, as_prompts, plugin_params
 from headrace_core.request import ChatPrompt
+from headrace_engine.pooling.plugin_task import answer, as_prompts, plugin_params
 from headrace_testing.fakes.engine import fake_served_model
 
 SETTINGS = SimpleNamespace(model=ModelConfig(), load=LoadConfig())
@@ -75,8 +75,10 @@ def processor() -> Lengths:
 
 
 def run(engine: Engine, prompt: Any, params: PoolingParams | None = None) -> Any:
-    client: Any = engine
-    return asyncio.run(answer(client, prompt, params, "r", priority=2))
+    encode: Any = engine.encode
+    return asyncio.run(
+        answer(engine.io_processor, encode, engine.model, prompt, params, "r", priority=2)
+    )
 
 
 def test_results_come_in_the_order_of_the_prompts() -> None:
