@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.kv import KVCacheSpec, RecurrentSpec
     from headrace_core.linear import QuantMethod
+    from headrace_core.multimodal import MediaInput
     from headrace_core.ops import OpTable
     from headrace_core.parallel import Communicator
     from headrace_core.pooling import PoolingInfo, PoolingParams
@@ -322,7 +323,22 @@ class SupportsMultiModal(Protocol):
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
-        """One tensor [``num_tokens``, H] per media item, in the activations' dtype."""
+        """One tensor [``num_vectors``, H] per media item, in the activations' dtype."""
+        ...
+
+
+MROPE_POSITIONS = "mrope_positions"
+"""Key of :attr:`ForwardBatch.extra`: [3, T] int64, the tokens' places in time, height and width. Absent:
+``batch.positions`` are their places on all three."""
+
+
+@runtime_checkable
+class SupportsMRoPE(Protocol):
+    """Tokens of media stand in time, height and width (Wang et al. 2024, arXiv:2409.12191)."""
+
+    def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
+        """[3, num_tokens] int64, on the CPU: the places of a prompt's tokens. What follows them stands one
+        behind the last of them, and so on, on all axes."""
         ...
 
 

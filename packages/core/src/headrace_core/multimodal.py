@@ -48,8 +48,12 @@ class ProcessedMedia:
     inputs: Mapping[str, PackedArray]
     """For ``SupportsMultiModal.embed_media`` or ``SupportsEncoderDecoder.encode``."""
     num_tokens: int
-    """Placeholder tokens that it takes in the prompt; of an encoder-decoder model, the length of
-    what its encoder makes of it."""
+    """Tokens that it takes in the prompt; of an encoder-decoder model, the length of what its encoder
+    makes of it."""
+    token_ids: tuple[int, ...] = ()
+    """These tokens, [num_tokens]; (): all of them are the placeholder."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """(first, number) of those among them that take vectors, in order; (): all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,19 @@ class MediaInput:
     num_tokens: int
     """See :class:`ProcessedMedia`."""
     offset: int = -1
-    """Its first placeholder in the prompt's tokens; -1: it is no part of them (an encoder's)."""
+    """Its first token in the prompt; -1: it is no part of it (an encoder's)."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """See :class:`ProcessedMedia`."""
+
+    @property
+    def vector_runs(self) -> tuple[tuple[int, int], ...]:
+        """:attr:`runs`, written out."""
+        return self.runs or ((0, self.num_tokens),)
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors that stand for it."""
+        return sum(number for _, number in self.vector_runs)
 
 
 class MediaPlacement(NamedTuple):
@@ -71,7 +87,7 @@ class MediaPlacement(NamedTuple):
 
     token_ids: list[int]
     offsets: list[int]
-    """By item: its first placeholder."""
+    """By item: its first token."""
 
 
 class MediaProcessor(Protocol):

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from headrace_core.grammar import Constraint
-from headrace_core.multimodal import MediaInput
+from headrace_core.multimodal import MediaInput, Modality
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling.params import SamplingParams
 
@@ -59,8 +59,16 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-MEDIA_PARTS = ("input_audio", "audio_url")
-"""Types of a chat message's parts that bring media."""
+MEDIA_PARTS: Mapping[str, Modality] = {
+    "input_audio": "audio", "audio_url": "audio", "image_url": "image", "image_pil": "image",
+}  # fmt: skip
+"""Type of a chat message's part that brings media -> its modality."""
+
+
+def modality_of(part: object) -> Modality | None:
+    """Modality of a chat message's part; None: it brings no media. Its form is not checked."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return MEDIA_PARTS.get(kind) if isinstance(kind, str) else None
 
 
 def brings_media(prompt: Prompt) -> bool:
@@ -69,7 +77,7 @@ def brings_media(prompt: Prompt) -> bool:
         contents = (message.get("content") for message in prompt.messages
                     if isinstance(message, Mapping))  # fmt: skip
         parts = (part for content in contents if isinstance(content, list) for part in content)
-        return any(isinstance(p, Mapping) and p.get("type") in MEDIA_PARTS for p in parts)
+        return any(modality_of(part) for part in parts)
     if not isinstance(prompt, Mapping):
         return False
     return prompt.get("multi_modal_data") is not None or "encoder_prompt" in prompt

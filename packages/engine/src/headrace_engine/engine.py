@@ -48,12 +48,12 @@ from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.input_processing.pooling import PoolingPrompt
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.input_processing.threads import InputThreads
-from headrace_engine.pooling import plugin_task
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.output_processor import FollowedRequest, ProcessedOutputs
 from headrace_engine.output_processing.pooled import PooledOutput
 from headrace_engine.output_processing.stream import EngineOutputs, OutputChannel
+from headrace_engine.pooling import plugin_task
 from headrace_engine.pooling.bounded import run_bounded
 from headrace_engine.pooling.jobs import PoolingJob
 from headrace_engine.pooling.scores import AT_ONCE, Scored

@@ -48,7 +48,8 @@ def model_class(info: ModelInfo) -> type[Any]:
     architecture = text_architecture(info.architecture, info.whole_config)
     own: type[Any] = plugins.load("headrace.models", served_by(architecture, known) or architecture)
     if architecture != info.architecture:
-        own = text_of(own, WRAPPERS[info.architecture])
+        wrapper = WRAPPERS[info.architecture]
+        own = text_of(own, wrapper, wrapper.tower_of(info.whole_config) if info.processor else None)
     if info.convert == "none":
         return own
     assert info.pooling is not None

@@ -14,7 +14,9 @@ from typing import Any
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import SupportsAlignment, SupportsEncoderDecoder
+from headrace_core.multimodal import media_limit
 from headrace_core.speech.model import SupportsTranscription
+from headrace_models.catalogue.multimodal import WRAPPERS
 from headrace_models.config.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -111,7 +113,22 @@ def _names_heads(generation: Mapping[str, Any], config: Mapping[str, Any]) -> bo
         return False
 
 
-def processor_of(architecture: str) -> str:
-    """The entry of ``headrace.multimodal_processors`` for an architecture; "" if there is none."""
+def processor_of(
+    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any], *, pools: bool
+) -> str:
+    """The entry of ``headrace.multimodal_processors`` for a checkpoint; "" if it takes no media: there is
+    none, its tower is of another kind, or the operator limits all of its modalities to 0.
+
+    Args:
+        whole: ``config.json``.
+        limits: ``model.limit_mm_per_prompt``.
+        pools: the model is run for that.
+    """
     installed = plugins.installed("headrace.multimodal_processors")
-    return architecture if architecture in installed else ""
+    wrapper = WRAPPERS.get(architecture)
+    if architecture not in installed:
+        return ""
+    if wrapper is None:
+        return architecture
+    served = wrapper.tower_of(whole) is not None and not pools
+    return architecture if served and media_limit(limits, "image") else ""

@@ -137,7 +137,11 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         convert=run.convert,
         pooling=pooling,
         is_encoder_decoder=generating.is_encoder_decoder,
-        processor="" if by_transformers else processor_of(architecture),
+        processor=""
+        if by_transformers
+        else processor_of(
+            architecture, whole, config.limit_mm_per_prompt, pools=pooling is not None
+        ),
         trust_remote_code=config.trust_remote_code,
     )
 

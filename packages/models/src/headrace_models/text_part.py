@@ -3,8 +3,9 @@ passes over the tensors of everything else."""
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +13,45 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_models.catalogue.multimodal import Wrapper
+    from headrace_models.layers.vision.media_decoder import MediaDecoder
 
 logger = logging.getLogger(__name__)
 
 
-def text_of(own: type[Any], wrapper: Wrapper) -> type[Any]:
+def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[Any]:
     """A family's class for checkpoints of a wrapper. What the class makes of its own checkpoints'
-    tensors it makes of these, under its own names."""
+    tensors it makes of these, under its own names.
+
+    Args:
+        tower: see :attr:`Wrapper.towers`; None: media are not served.
+    """
+    media = None if tower is None else _load(tower)
+    names = () if media is None else media.media_names
 
     def translate(
         self: Any, tensors: Iterable[tuple[str, Tensor, Path]]
     ) -> Iterable[tuple[str, Tensor, Path]]:
-        named = _renamed(wrapper, tensors)
+        named = _renamed(wrapper, tensors, None if media is None else names)
         if wrapper.transposes_experts:
             named = _with_rows_first(named, self.settings.integer("hidden_size"))
         inner = getattr(super(made, self), "translate", None)
         return named if inner is None else inner(named)
 
-    made = type(own.__name__, (own,), {"translate": translate, "__module__": own.__module__})
+    members: dict[str, Any] = {"translate": translate, "__module__": own.__module__}
+    name = own.__name__
+    bases: tuple[type[Any], ...] = (own,)
+    if media is not None:
+        name, bases = wrapper.name, (media, own)
+        members["weight_rules"] = (*own.weight_rules, *media.media_rules)
+    made = type(name, bases, members)
     return made
+
+
+def _load(tower: str) -> type[MediaDecoder]:
+    module, _, name = tower.partition(":")
+    found = importlib.import_module(f"headrace_models.families.vision_language.{module}")
+    family: type[MediaDecoder] = getattr(found, name)
+    return family
 
 
 def _with_rows_first(
@@ -48,11 +69,22 @@ def _with_rows_first(
 
 
 def _renamed(
-    wrapper: Wrapper, tensors: Iterable[tuple[str, Tensor, Path]]
+    wrapper: Wrapper,
+    tensors: Iterable[tuple[str, Tensor, Path]],
+    tower_names: Sequence[tuple[str, str]] | None,
 ) -> Iterator[tuple[str, Tensor, Path]]:
+    """
+    Args:
+        tower_names: see :attr:`MediaDecoder.media_names`; None: towers are passed over.
+    """
     passed_over = size = 0
     for name, tensor, file in tensors:
         own_name = wrapper.own_name(name)
+        if own_name is None and tower_names is not None:
+            own_name = wrapper.tower_name(name)
+            for begin, instead in tower_names:
+                if own_name is not None and own_name.startswith(begin):
+                    own_name = instead + own_name.removeprefix(begin)
         if own_name is None:
             passed_over, size = passed_over + 1, size + tensor.nbytes
         else:

@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -59,6 +59,10 @@ class FetchRules:
     seconds: float = 60.0
     """Seconds of one transfer, redirects included."""
     min_bytes_per_second: float = 1024.0
+
+    def lasting(self, seconds: float) -> FetchRules:
+        """The same rules with another limit of time."""
+        return replace(self, seconds=seconds)
 
 
 class Fetcher:

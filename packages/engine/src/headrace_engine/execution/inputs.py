@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
-from headrace_core.model import INPUT_EMBEDS
+from headrace_core.model import INPUT_EMBEDS, MROPE_POSITIONS, SupportsMRoPE
 from headrace_engine.execution.media import PendingMedia
 from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
@@ -122,6 +122,7 @@ class InputBuilder:
         block_size: tokens per cache block.
         device: where the tensors go.
         token_types: True if the model takes segments.
+        mrope: see :class:`PromptTable`.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class InputBuilder:
         block_size: int,
         device: torch.device,
         token_types: bool = False,
+        mrope: SupportsMRoPE | None = None,
     ) -> None:
-        self.prompts = PromptTable(device)
+        self.prompts = PromptTable(device, mrope)
         """Parts of prompts beside token ids, by the table's rows."""
         self.media = PendingMedia(table)
         """Media that are still to be encoded or embedded."""
@@ -178,11 +180,17 @@ class InputBuilder:
         prompts = self.prompts
         embeds = prompts.input_embeds(rows, computed, layout.cu_seqlens) if prompts.spans else None
         key_lens = prompts.key_lens(rows, seq_lens) if prompts.num_attended else None
+        places, axes = positions, None
+        if prompts.axes:
+            places, axes = prompts.places(rows, computed, layout.cu_seqlens, positions)
+        extra: dict[str, Any] = {} if embeds is None else {INPUT_EMBEDS: embeds}
+        if axes is not None:
+            extra[MROPE_POSITIONS] = _tensor(axes, device)
         batch = ForwardBatch(
             input_ids=_tensor(
                 table.token_ids[layout.token_rows, positions].astype(np.int64), device
             ),
-            positions=_tensor(positions, device),
+            positions=_tensor(places, device),
             cu_seqlens_q=layout.cu_seqlens_tensor(device),
             seq_lens=_tensor(seq_lens.astype(np.int32), device),
             max_seqlen_q=layout.most_tokens,
@@ -195,7 +203,7 @@ class InputBuilder:
                 else None
             ),
             key_lens=None if key_lens is None else _tensor(key_lens, device),
-            extra={} if embeds is None else {INPUT_EMBEDS: embeds},
+            extra=extra,
         )
         return StepInputs(
             layout.request_ids, rows, seq_lens, sampled, prompt_rows, encodes, batch, errors

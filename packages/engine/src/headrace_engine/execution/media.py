@@ -55,7 +55,7 @@ def encode(
 def embed(
     model: SupportsMultiModal, media: Sequence[MediaInput], device: torch.device
 ) -> list[Tensor]:
-    """One tensor [its number of placeholders, H] for each item, in order.
+    """One tensor [num_vectors, H] for each item, in order.
 
     Raises:
         ModelError: the model returned something else.
@@ -66,10 +66,10 @@ def embed(
         inputs = [tensors(media[i].inputs, device) for i in indices]
         made = model.embed_media(modality, inputs)
         for i, vectors in zip(indices, made, strict=True):
-            if vectors.dim() != 2 or vectors.shape[0] != media[i].num_tokens:
+            if vectors.dim() != 2 or vectors.shape[0] != media[i].num_vectors:
                 raise ModelError(
                     f"{type(model).__name__}.embed_media returned {list(vectors.shape)} for an item "
-                    f"of {media[i].num_tokens} placeholders"
+                    f"of {media[i].num_vectors} vectors"
                 )
             found[i] = vectors
     return found
@@ -132,4 +132,8 @@ class PendingMedia:
                 del self.to_embed[row]
         if due:
             for (row, item), vectors in zip(due, run([item for _, item in due]), strict=True):
-                into.add_span(row, item.offset, vectors)
+                sizes = [number for _, number in item.vector_runs]
+                for (first, _), part in zip(
+                    item.vector_runs, torch.split(vectors, sizes), strict=True
+                ):
+                    into.add_span(row, item.offset + first, part)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace_core.model import InputEmbeds
+from headrace_core.model import InputEmbeds, SupportsMRoPE
 from headrace_core.request import PromptEmbeds
 from headrace_core.step import NewRequest
 from headrace_engine.execution.requests import Ints
@@ -35,6 +35,19 @@ class _VectorSpan(NamedTuple):
         return self.start + self.vectors.shape[0]
 
 
+class _Axes(NamedTuple):
+    """Places of a prompt's tokens in time, height and width."""
+
+    positions: Ints
+    """[3, prompt's tokens]."""
+    shift: int
+    """What is added to the position of a token behind the prompt."""
+
+    @classmethod
+    def of(cls, positions: Ints) -> _Axes:
+        return cls(positions, int(positions.max()) + 1 - positions.shape[1])
+
+
 class PromptTable:
     """Parts of prompts beside token ids, by row of the request table. Most requests have none, so that the
     table is empty in most steps.
@@ -43,15 +56,18 @@ class PromptTable:
 
     Args:
         device: where the tensors go.
+        mrope: the model, if tokens of media have places of their own in it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, mrope: SupportsMRoPE | None = None) -> None:
+        self._device, self._mrope = device, mrope
         self.spans: dict[int, list[_VectorSpan]] = {}
         """Vectors in place of tokens; on the device until they are computed."""
         self.token_types: dict[int, Ints] = {}
         """Segments of tokens, for models that tell the two texts of a pair apart; a row that is not here
         is all 0."""
+        self.axes: dict[int, _Axes] = {}
+        """Places of the tokens of prompts with media, for models that tell time, height and width apart."""
         self.num_attended: dict[int, int] = {}
         """Numbers of tokens that are attended to, for models that attend in both directions; a row that
         is not here attends to all of its tokens."""
@@ -63,6 +79,9 @@ class PromptTable:
             self.add_span(row, 0, as_tensor(request.prompt_embeds, self._device))
         if request.token_type_ids is not None and any(request.token_type_ids):
             self.token_types[row] = np.array(request.token_type_ids, np.int64)
+        if self._mrope is not None and request.media:
+            places = self._mrope.mrope_positions(len(request.prompt_token_ids), request.media)
+            self.axes[row] = _Axes.of(places.numpy())
         if request.num_attended_tokens is not None:
             self.num_attended[row] = request.num_attended_tokens
 
@@ -70,6 +89,7 @@ class PromptTable:
         """Forget a row's request."""
         self.spans.pop(row, None)
         self.token_types.pop(row, None)
+        self.axes.pop(row, None)
         self.num_attended.pop(row, None)
 
     def add_span(self, row: int, start: int, vectors: Tensor) -> None:
@@ -103,6 +123,34 @@ class PromptTable:
             return None
         index = torch.from_numpy(np.concatenate(places)).to(self._device)
         return InputEmbeds(index, torch.cat(values))
+
+    def places(
+        self, rows: Ints, computed: Ints, cu_seqlens: Ints, positions: Ints
+    ) -> tuple[Ints, Ints | None]:
+        """Where a step's tokens stand for the model: [T], and [3, T] if some stand at different places on
+        the three axes; arguments as :meth:`input_embeds`.
+
+        Args:
+            positions: [T]; of the tokens in their requests.
+        """
+        moved = positions.copy()
+        parts: list[tuple[int, Ints]] = []
+        for b, row in enumerate(rows.tolist()):
+            own = self.axes.get(row)
+            if own is None:
+                continue
+            first, start, end = int(computed[b]), int(cu_seqlens[b]), int(cu_seqlens[b + 1])
+            moved[start:end] += own.shift
+            prompt = own.positions[:, first : first + end - start]
+            if prompt.shape[1]:
+                moved[start : start + prompt.shape[1]] = prompt[0]
+                parts.append((start, prompt))
+        if not parts:
+            return moved, None
+        whole = np.repeat(moved[None], 3, axis=0)
+        for start, prompt in parts:
+            whole[:, start : start + prompt.shape[1]] = prompt
+        return moved, whole
 
     def token_type_ids(self, rows: Ints, computed: Ints, cu_seqlens: Ints) -> Tensor:
         """Segments [T] int64 of a step's tokens; arguments as :meth:`input_embeds`."""

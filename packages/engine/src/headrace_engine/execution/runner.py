@@ -19,13 +19,14 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
 from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
-from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMultiModal
+from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMRoPE, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.late import LateRow, LateRows
 from headrace_engine.execution.media import embed, encode
+from headrace_engine.execution.media_vectors import MediaVectors
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
 from headrace_engine.sampling.processors import ProcessorStage
@@ -55,6 +56,7 @@ class ModelRunner:
             brings one fails.
         processors: users' logits processors; None: there are none.
         token_types: True if the model takes segments of its tokens.
+        max_media_vectors: vectors of media that are kept for items that come again.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ModelRunner:
         constraints: ConstraintMaker | None = None,
         processors: ProcessorStage | None = None,
         token_types: bool = False,
+        max_media_vectors: int = 0,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -93,7 +96,14 @@ class ModelRunner:
             state_groups=state_groups(cache),
         )
         self.inputs = InputBuilder(
-            self.requests, block_size=cache.block_size, device=device, token_types=token_types
+            self.requests,
+            block_size=cache.block_size,
+            device=device,
+            token_types=token_types,
+            mrope=model if isinstance(model, SupportsMRoPE) else None,
+        )
+        self.media_vectors = MediaVectors(
+            lambda items: embed(cast("SupportsMultiModal", model), items, device), max_media_vectors
         )
         self.late = LateRows()
         """Rows whose tokens earlier steps left open."""
@@ -210,7 +220,7 @@ class ModelRunner:
         """Have the media embedded whose placeholders the step reaches."""
         self.inputs.media.embed_due(
             step.num_scheduled_tokens,
-            lambda items: embed(cast("SupportsMultiModal", self.model), items, self.device),
+            self.media_vectors,
             self.inputs.prompts,
         )
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from headrace_core.errors import RequestError
-from headrace_core.request import MEDIA_PARTS, ChatPrompt
+from headrace_core.request import ChatPrompt, modality_of
 from headrace_engine.input_processing.chat.arguments import MAX_ARGUMENTS, arguments_object
 
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -204,7 +204,7 @@ def strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        if value.get("type") in MEDIA_PARTS:
+        if modality_of(value):
             return
         for key, inner in value.items():
             yield from strings(key)
@@ -268,7 +268,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        if value.get("type") in MEDIA_PARTS:
+        if modality_of(value):
             return value
         return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
     if _is_list(value):

@@ -14,20 +14,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaInput, MediaItem, MediaProcessor, Modality, media_limit
-from headrace_core.request import MEDIA_PARTS
+from headrace_core.request import modality_of
 from headrace_core.speech.model import AudioClip
+from headrace_engine.input_processing.processed_items import ProcessedItems
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 AudioDecode = Callable[[bytes, str], AudioClip]
 """(a file's bytes, its name for messages) -> sound. Blocks; raises RequestError."""
+ImageDecode = Callable[[bytes, str], "npt.NDArray[Any]"]
+"""(a file's bytes, where it stands for messages) -> [height, width, 3] uint8. Blocks; raises RequestError."""
+ImagePixels = Callable[[object, str], "npt.NDArray[Any]"]
+"""The same of an image that is an object: PIL's, an array or a tensor."""
+Fetch = Callable[[str, str, str], bytes]
+"""(URL, modality, where it stands) -> a file's bytes. Blocks; raises RequestError."""
 ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
 
 FIELD = "multi_modal_data"
-AUDIO_PARTS = dict(zip(MEDIA_PARTS, ("data", "url"), strict=True))
+_KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url"}
 """Type of a message's part -> the key of its content, within an object of the type's name."""
+
+
+class FileReading(NamedTuple):
+    """What reads the files and objects that requests bring; None: the engine takes none of the kind."""
+
+    audio: AudioDecode | None = None
+    image: ImageDecode | None = None
+    pixels: ImagePixels | None = None
+    fetch: Fetch | None = None
+
+
+NO_FILES = FileReading()
 
 
 class PlacedMedia(NamedTuple):
@@ -47,7 +66,8 @@ class MediaReader:
         limits: the operator's; see :func:`headrace_core.multimodal.media_limit`.
         is_encoder_decoder: the model's encoder reads the one item of a prompt.
         decoder_start_token_id: what a decoder's prompt begins with where none is given.
-        decode_audio: decodes files that chats bring; None: they may bring none.
+        files: reads what is brought.
+        max_kept_bytes: of processed items that are kept for whoever brings them again.
     """
 
     def __init__(
@@ -58,14 +78,15 @@ class MediaReader:
         limits: Mapping[str, Any] | None = None,
         is_encoder_decoder: bool = False,
         decoder_start_token_id: int | None = None,
-        decode_audio: AudioDecode | None = None,
+        files: FileReading = NO_FILES,
+        max_kept_bytes: int = 0,
     ) -> None:
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
-        self._processor = processor
+        self._processor = ProcessedItems(processor, max_kept_bytes)
         self._hash = content_hash
         self._limits = {m: media_limit(limits or {}, m) for m in processor.modalities()}
-        self._decode_audio = decode_audio
+        self.files = files
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -96,7 +117,14 @@ class MediaReader:
         processed = self._processor.process(items, chosen)
         placed = self._processor.place(token_ids, processed)
         media = [
-            MediaInput(item.modality, dict(one.inputs), item.content_hash, one.num_tokens, offset)
+            MediaInput(
+                item.modality,
+                dict(one.inputs),
+                item.content_hash,
+                one.num_tokens,
+                offset,
+                one.runs,
+            )
             for item, one, offset in zip(items, processed, placed.offsets, strict=True)
         ]
         media.sort(key=lambda item: item.offset)
@@ -107,18 +135,35 @@ class MediaReader:
         """See :meth:`headrace_core.multimodal.MediaProcessor.placeholder`."""
         return self._processor.placeholder(modality, index)
 
-    def decode_audio(self, data: bytes, where: str) -> AudioClip:
-        """A file that a chat brought.
+    def decode(self, modality: Modality, data: bytes, where: str) -> object:
+        """A file that a chat brought, as ``multi_modal_data`` has it.
 
         Raises:
             UnsupportedFeature: this engine decodes none.
-            RequestError: it is no audio.
+            RequestError: it is no such file.
         """
-        if self._decode_audio is None:
+        read = self.files.audio if modality == "audio" else self.files.image
+        if read is None:
             raise UnsupportedFeature(
                 f"{where}: this engine decodes no files; bring {FIELD} in a prompt", param=where
             )
-        return self._decode_audio(data, where)
+        made = read(data, where)
+        return tuple(made) if isinstance(made, AudioClip) else made
+
+    def fetch(self, url: str, modality: Modality, where: str) -> bytes:
+        """The file behind a URL.
+
+        Raises:
+            UnsupportedFeature: this engine fetches none.
+            RequestError: it may not be fetched, or could not be.
+        """
+        if self.files.fetch is None:
+            raise UnsupportedFeature(
+                f"{where} = {url[:64]!r}: must be a data: URL with base64 content; this engine fetches "
+                "no files",
+                param=where,
+            )
+        return self.files.fetch(url, modality, where)
 
     def _items(self, data: object, options: Mapping[str, Any]) -> list[MediaItem]:
         if not isinstance(data, Mapping):
@@ -132,7 +177,8 @@ class MediaReader:
                 )
             found = given if isinstance(given, list) else [given]
             self.check_count(modality, len(found))
-            items += (self._audio(one, options) for one in found)
+            read = self._audio if modality == "audio" else self._image
+            items += (read(one, options) for one in found)
         return items
 
     def check_count(self, modality: str, count: int) -> None:
@@ -145,6 +191,15 @@ class MediaReader:
                 param=f"{FIELD}.{modality}",
                 value=count,
             )
+
+    def _image(self, given: object, options: Mapping[str, Any]) -> MediaItem:
+        """An item from PIL's image, an array or a tensor."""
+        if self.files.pixels is None:
+            raise UnsupportedFeature(
+                f"{FIELD}.image: this engine reads no images", param=f"{FIELD}.image"
+            )
+        pixels = self.files.pixels(given, f"{FIELD}.image")
+        return MediaItem("image", pixels, self._hash("image", pixels, options), {})
 
     def _audio(self, given: object, options: Mapping[str, Any]) -> MediaItem:
         """An item from a waveform, or from a waveform and its rate."""
@@ -177,6 +232,16 @@ class MediaReader:
         return MediaItem("audio", mono, name, metadata)
 
 
+class _Part(NamedTuple):
+    """What a message's part brings."""
+
+    modality: Modality
+    content: object
+    """base64, a URL or an object, as the part's type says."""
+    kind: str
+    where: str
+
+
 class ChatMedia:
     """The media of one conversation, in the order in which its messages bring them.
 
@@ -186,10 +251,10 @@ class ChatMedia:
 
     def __init__(self, reader: MediaReader | None) -> None:
         self._reader = reader
-        self._clips: list[tuple[bytes, str]] = []
+        self._parts: list[_Part] = []
 
     def __bool__(self) -> bool:
-        return bool(self._clips)
+        return bool(self._parts)
 
     def take(self, part: Mapping[str, Any], path: str) -> tuple[Modality, str] | None:
         """Keep a part's content.
@@ -204,28 +269,49 @@ class ChatMedia:
             RequestError: its content is malformed.
         """
         kind = part.get("type")
-        if self._reader is None or "audio" not in self._reader.modalities:
+        modality = modality_of(part)
+        if self._reader is None or modality is None or modality not in self._reader.modalities:
             return None
-        if kind not in AUDIO_PARTS:
-            return None
-        where = f"{path}.{kind}.{AUDIO_PARTS[kind]}"
-        content = part.get(kind)
-        value = content.get(AUDIO_PARTS[kind]) if isinstance(content, Mapping) else None
-        if not isinstance(value, str):
-            raise RequestError(f"{where}: must be text", param=where)
-        self._clips.append((_from_base64(value, where, url=kind == "audio_url"), where))
-        index = len(self._clips) - 1
-        self._reader.check_count("audio", index + 1)
-        return "audio", self._reader.placeholder("audio", index)
+        assert kind is not None
+        content, where, key = part.get(kind), f"{path}.{kind}", _KEYS.get(kind)
+        if key is not None:
+            where = f"{where}.{key}"
+            content = content.get(key) if isinstance(content, Mapping) else None
+            if not isinstance(content, str):
+                raise RequestError(f"{where}: must be text", param=where)
+        index = sum(other.modality == modality for other in self._parts)
+        self._parts.append(_Part(modality, content, kind, where))
+        self._reader.check_count(modality, index + 1)
+        return modality, self._reader.placeholder(modality, index)
 
-    def data(self) -> dict[str, list[tuple[Any, int]]]:
-        """The media as a prompt's ``multi_modal_data``. Decodes, which may take a while.
+    def data(self) -> dict[str, list[Any]]:
+        """The media as a prompt's ``multi_modal_data``. Fetches and decodes, which may take a while.
 
         Raises:
-            RequestError: a file is no audio.
+            RequestError: a file cannot be had, or is none of its modality.
         """
+        found: dict[str, list[Any]] = {}
+        for part in self._parts:
+            found.setdefault(part.modality, []).append(self._content(part))
+        return found
+
+    def _content(self, part: _Part) -> object:
         assert self._reader is not None
-        return {"audio": [tuple(self._reader.decode_audio(*clip)) for clip in self._clips]}
+        if not isinstance(part.content, str):
+            return part.content
+        if part.kind == "input_audio":
+            data = _from_base64(part.content, part.where)
+        elif part.content.startswith("data:"):
+            head, _, text = part.content.partition(",")
+            if not head.endswith(";base64"):
+                raise RequestError(
+                    f"{part.where} = {head[:64]!r}: a data: URL must have base64 content",
+                    param=part.where,
+                )
+            data = _from_base64(text, part.where)
+        else:
+            data = self._reader.fetch(part.content, part.modality, part.where)
+        return self._reader.decode(part.modality, data, part.where)
 
 
 def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,13 +359,7 @@ def _check_fields(where: str, given: Mapping[str, Any], known: Iterable[str]) ->
         )
 
 
-def _from_base64(text: str, where: str, *, url: bool) -> bytes:
-    if url:
-        head, comma, text = text.partition(",")
-        if not (comma and head.startswith("data:") and head.endswith(";base64")):
-            raise UnsupportedFeature(
-                f"{where} = {head[:64]!r}: must be a data: URL with base64 content", param=where
-            )
+def _from_base64(text: str, where: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -28,8 +28,26 @@ class Wrapper:
     """Keys of the whole's config that mean a tower, though a language model's config has them too."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the language model that the class fixes, whatever ``config.json`` says of them."""
+    towers: Mapping[str, str] = field(default_factory=dict)
+    """``model_type`` of ``vision_config`` ("": any) -> the class that joins towers of that kind with the
+    language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
+
+    def tower_of(self, whole: Mapping[str, Any]) -> str | None:
+        """The entry of :attr:`towers` for a config; None: its media are not served."""
+        vision = whole.get("vision_config")
+        kind = vision.get("model_type", "") if isinstance(vision, Mapping) else ""
+        return self.towers.get(kind, self.towers.get(""))
+
+    def tower_name(self, tensor: str) -> str | None:
+        """A tensor's name below its tower's; None: it belongs to the language model, or to nothing."""
+        for pattern, replaced in self.renames:
+            if replaced is None and re.search(pattern, tensor):
+                return None
+        plain = tensor.removeprefix("thinker.").removeprefix("model.")
+        mine = any(f"{plain}.".startswith(f"{module}.") for module in self.passed_over)
+        return plain if mine else None
 
     def own_name(self, tensor: str) -> str | None:
         """A tensor's name in the language model's own class; None if it belongs to another module."""
@@ -314,7 +332,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Llama 4 Scout, Maverick",
             ("vision_model", "multi_modal_projector"),
         ),
-        Wrapper("LlavaForConditionalGeneration", _LLAVA, "LLaVA 1.5, Pixtral by transformers"),
+        Wrapper(
+            "LlavaForConditionalGeneration",
+            _LLAVA,
+            "LLaVA 1.5, Pixtral by transformers",
+            towers=dict.fromkeys(("clip_vision_model", "siglip_vision_model"), "llava:Llava"),
+        ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
             _LLAVA,
@@ -436,6 +459,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM"},
             "Qwen2.5-VL",
             ("visual",),
+            towers={"": "qwen_vl:Qwen2_5VL"},
         ),
         *(
             Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
@@ -450,6 +474,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
             "Qwen2-VL",
             ("visual",),
+            towers={"": "qwen_vl:Qwen2VL"},
         ),
         Wrapper(
             "Qwen3_5ForConditionalGeneration",

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
 
+ROTARY_ROWS = "rotary_rows"
+"""Key of :attr:`ForwardBatch.extra`: [T, R], the cosines and sines of the batch's tokens row by row, in
+place of those of their positions (:func:`rows_by_axes`)."""
 MAX_TABLE = 2**30
 """Entries of a table: a config that lies about its context must not eat all memory."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.audio.features import FeatureExtractor, Spectrogram
-from headrace_multimodal.audio.placeholders import expanded
+from headrace_multimodal.placeholders import expanded
 
 _ENCODER = {"num_mel_bins": 128, "max_source_positions": 1500}
 """Values that the published configs leave out."""
@@ -64,7 +64,7 @@ class Qwen2AudioProcessor:
         return f"Audio {index + 1}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
-        """See :func:`headrace_multimodal.audio.placeholders.expanded`."""
+        """See :func:`headrace_multimodal.placeholders.expanded`."""
         return expanded(token_ids, media, self.audio_token)
 
 

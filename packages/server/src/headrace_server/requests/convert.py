@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
-from headrace_core.request import MEDIA_PARTS, ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from headrace_core.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt, modality_of
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace_core.served_model import ServedModel
 from headrace_server.chat.tool_choice import check_tools
@@ -496,15 +496,10 @@ def _content(where: str, content: Any, modalities: Sequence[str]) -> Any:
         return content
     return [
         part
-        if _is_audio(part) and "audio" in modalities
+        if modality_of(part) in modalities and part["type"] != "image_pil"
         else text_part(f"{where}.content[{i}]", part)
         for i, part in enumerate(content)
     ]
-
-
-def _is_audio(part: Any) -> bool:
-    """True if a part brings a file, which the engine looks into."""
-    return isinstance(part, dict) and part.get("type") in MEDIA_PARTS
 
 
 def text_part(where: str, part: str | dict[str, Any]) -> dict[str, str]:

@@ -42,6 +42,7 @@ from headrace_models.layers.attention.heads_norm import (
 from headrace_models.layers.base import Layer, Part, Shard, Slot, WeightLayer
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.rotary import ROTARY_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -324,7 +325,11 @@ class Attention(ProjectedAttention, CachedAttention):
             self._take_scales(self.source_spec())
         slots = batch.groups[self.group].slot_mapping
         scales = {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale}
-        query = self._store(query, key, value, batch.positions, self.views, slots, scales)
+        positions, rotary = batch.positions, self.rotary
+        if ROTARY_ROWS in batch.extra and rotary is not None:
+            rotary = batch.extra[ROTARY_ROWS]
+            positions = torch.arange(positions.shape[0], device=positions.device)
+        query = self._store(query, key, value, positions, rotary, self.views, slots, scales)
         metadata = batch.attention[self.group]
         return self.backend.forward(self.spec, query, None, None, self.kv_cache, metadata)
 
@@ -346,12 +351,13 @@ class Attention(ProjectedAttention, CachedAttention):
         key: Tensor,
         value: Tensor,
         positions: Tensor,
+        rotary: Tensor | None,
         caches: KVViews,
         slots: Tensor,
         scales: Mapping[str, Tensor | None],
     ) -> Tensor:
         """Norm, rotate, write; returns query as it asks. query and key may be changed in place."""
-        rotary, interleaved = self.rotary, self.interleaved
+        interleaved = self.interleaved
         if rotary is not None and self.norm_after_rotary:
             self.ops.rotary(query, key, positions, rotary, interleaved=interleaved)
             rotary = None
@@ -386,7 +392,7 @@ class Attention(ProjectedAttention, CachedAttention):
         tokens = key.shape[0]
         caches = KVViews(*key.new_zeros((2, tokens, 1, *key.shape[1:])))
         slots = torch.arange(tokens, device=key.device)
-        self._store(query.clone(), key.clone(), value, positions, caches, slots, {})
+        self._store(query.clone(), key.clone(), value, positions, self.rotary, caches, slots, {})
         return caches.key_cache.flatten(0, 1), caches.value_cache.flatten(0, 1)
 
 

@@ -7,11 +7,15 @@ import warnings
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from headrace_core.errors import RequestError
 from headrace_core.multimodal import MediaItem
 from headrace_multimodal.hashing import content_hash
+
+Pixels = npt.NDArray[np.uint8]
+"""[height, width, 3], RGB."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are tried; none that embeds other formats or text (PDF, SVG, PS)."""
@@ -49,7 +53,7 @@ def decode_image(data: bytes, limits: ImageLimits, *, param: str = "messages") -
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image, limits, param)
-                pixels = np.asarray(_on_white(image), dtype=np.uint8)
+                pixels = np.asarray(upright_rgb(image), dtype=np.uint8)
     except (
         UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning,
     ) as error:  # fmt: skip
@@ -74,8 +78,49 @@ def _check_size(image: Image.Image, limits: ImageLimits, param: str) -> None:
         )
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """As RGB; what is transparent becomes white, as a page would show it."""
+def pixels_of(given: object, param: str, *, limits: ImageLimits | None = None) -> Pixels:
+    """An image that is an object of Python, as [height, width, 3] uint8.
+
+    Args:
+        given: PIL's image; or an array or tensor of uint8, [height, width, 3], [3, height, width] or
+            [height, width].
+        param: request field that errors name.
+
+    Raises:
+        RequestError: it is none of these, or over a limit.
+    """
+    if isinstance(given, Image.Image):
+        _check_size(given, limits or ImageLimits(), param)
+        try:
+            return np.asarray(upright_rgb(given), dtype=np.uint8)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise RequestError(f"{param}: the image cannot be decoded", param=param) from error
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.zeros(0)
+    if array.ndim == 2:
+        array = np.repeat(array[..., None], 3, axis=2)
+    if array.ndim == 3 and array.shape[2] != 3 and array.shape[0] == 3:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8 or not array.size:
+        raise RequestError(
+            f"{param}: {type(given).__name__} of shape {list(array.shape)} and dtype {array.dtype}: must be "
+            "PIL's image, or an array of uint8 [height, width, 3] or [3, height, width]",
+            param=param,
+        )
+    if array.shape[0] * array.shape[1] > (limits or ImageLimits()).pixels:
+        raise RequestError(f"{param}: too many pixels", param=param)
+    return np.ascontiguousarray(array)
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """As RGB: turned as the camera says, deep greys scaled to 8 bits, what is transparent white as a page
+    would show it."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I;16", "I;16L", "I;16B", "I"):
+        deep = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+        return Image.fromarray((deep >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, "white")

@@ -11,7 +11,7 @@ from headrace_core.multimodal import MediaPlacement, ProcessedMedia
 def expanded(
     token_ids: Sequence[int], media: Sequence[ProcessedMedia], placeholder: int
 ) -> MediaPlacement:
-    """Repeat the n-th placeholder as often as the n-th item has tokens.
+    """Put the n-th item's tokens in place of the n-th placeholder.
 
     Raises:
         RequestError: there are more or fewer placeholders than items.
@@ -31,5 +31,6 @@ def expanded(
             result.append(token)
             continue
         offsets.append(len(result))
-        result += [placeholder] * next(waiting).num_tokens
+        item = next(waiting)
+        result += item.token_ids or [placeholder] * item.num_tokens
     return MediaPlacement(result, offsets)

@@ -1,0 +1,91 @@
+"""Qwen2-VL and Qwen2.5-VL: images of any size, whose tokens stand in time, height and width.
+
+Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from headrace_core.model import MROPE_POSITIONS, WeightRule
+from headrace_core.multimodal import MediaInput
+from headrace_models.config.rope import rope_settings
+from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
+from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+
+_TOWER = "visual"
+_THETA = 1_000_000.0
+
+
+class Qwen2VL(MediaDecoder):
+    """Four patches of an image are a vector."""
+
+    media_rules: ClassVar[Sequence[WeightRule]] = tower_rules(_TOWER, "tower")
+    second: ClassVar[bool] = False
+    """The tower is Qwen2.5-VL's."""
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        vision = part_of(whole, "vision_config")
+        self.tower = QwenVLTower(
+            context, vision, _TOWER, self.hidden_size(), second=type(self).second
+        )
+        self.rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [patches, numbers] and ``image_grid_thw`` [3] each.
+        """
+        patches = [item["pixel_values"] for item in inputs]
+        grids = [_grid(item["image_grid_thw"].tolist()) for item in inputs]
+        return self.tower(patches, grids)
+
+    def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
+        """See :class:`headrace_core.model.SupportsMRoPE`: text counts on, an item's tokens stand in a box
+        behind the text in front of it, and text goes on behind the box's longest side."""
+        found, place, done = [], 0, 0
+        for item in media:
+            text = item.offset - done
+            found.append(torch.arange(place, place + text).expand(3, text))
+            place += text
+            time, height, width = _grid(item.inputs["image_grid_thw"].tolist())
+            sizes = time, height // self.tower.merge, width // self.tower.merge
+            box = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
+            found.append(box.flatten(1) + place)
+            place, done = place + max(sizes), item.offset + item.num_tokens
+        found.append(torch.arange(place, place + num_tokens - done).expand(3, num_tokens - done))
+        return torch.cat(found, dim=1)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See :class:`headrace_core.model.CausalLM`."""
+        axes = batch.extra.get(MROPE_POSITIONS)
+        table = getattr(self, "rotary", None)
+        if axes is not None and table is not None:
+            rows = rows_by_axes(table, axes, self.rope)
+            batch = replace(batch, extra={**batch.extra, ROTARY_ROWS: rows})
+        return super().forward(batch)
+
+
+class Qwen2_5VL(Qwen2VL):
+    """The tower has windows, RMS norms and gated layers."""
+
+    second: ClassVar[bool] = True
+
+
+def _grid(sizes: Sequence[int]) -> Grid:
+    time, height, width = sizes
+    return time, height, width

@@ -1,0 +1,1 @@
+"""Towers for images, and their parts."""

@@ -1,0 +1,59 @@
+"""A decoder of text with towers for media: mixin of the families that join the two."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core import plugins
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.layers.decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+
+class MediaDecoder(Decoder):
+    """Comes before the language model's class in the MRO (:mod:`headrace_models.text_part`)."""
+
+    modalities: ClassVar[Sequence[str]] = ("image",)
+    media_rules: ClassVar[Sequence[WeightRule]]
+    """Rules of the towers' tensors."""
+    media_names: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Beginning of a tower's name in published files -> what :attr:`media_rules` have in its place."""
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        super().__init__(context, prefix)
+        plain = plugins.load("headrace.quantization", "none").from_config(None, context.ops)
+        self.make_towers(replace(context, quant=plain), context.whole_config)
+
+    @abstractmethod
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        """Make what turns media into vectors.
+
+        Args:
+            context: its ``quant`` leaves weights as they are.
+            whole: ``config.json``.
+        """
+
+    @abstractmethod
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`."""
+
+
+def part_of(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a config.
+
+    Raises: UnsupportedModel: it is none.
+    """
+    found = whole.get(key)
+    if not isinstance(found, Mapping):
+        raise UnsupportedModel(f"config.json: {key} = {found!r:.200}: must be an object")
+    return found

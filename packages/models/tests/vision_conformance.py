@@ -1,0 +1,195 @@
+"""Models that take images beside transformers' on tiny checkpoints: towers, places, prompts with images in
+one pass and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_core.arrays import PackedArray
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.model import (
+    INPUT_EMBEDS,
+    MROPE_POSITIONS,
+    InputEmbeds,
+    SupportsMRoPE,
+    SupportsMultiModal,
+)
+from headrace_core.multimodal import MediaInput
+from headrace_core.platform import CpuPlatform
+from headrace_models.loading.loader import load_model
+from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import PagedDriver, build_context, randomise
+
+IMAGE = 120
+"""Placeholder."""
+
+
+class VisionConformance:
+    """What a subclass must say: the class, its tiny config, and two images as the model takes them."""
+
+    tolerance: ClassVar[float] = 1e-4
+    names_of_towers: ClassVar[tuple[str, ...]]
+    """Beginnings of the names of tensors that text alone does without."""
+
+    def hf_class(self) -> Any:
+        raise NotImplementedError
+
+    def hf_config(self) -> Any:
+        raise NotImplementedError
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        """Of different sizes, if the family has such."""
+        raise NotImplementedError
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        """The same for transformers' ``forward``."""
+        return {"pixel_values": torch.stack([image["pixel_values"] for image in images])}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("vision")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, folder: Path) -> Any:
+        torch.manual_seed(0)
+        reference = cls().hf_class()(cls().hf_config()).eval()
+        randomise(reference)
+        reference.save_pretrained(folder)
+        return reference
+
+    def load(self, folder: Path, **settings: Any) -> Any:
+        config = ModelConfig(model=str(folder), **settings)
+        info = resolve(config, LoadConfig(), CpuPlatform())
+        return load_model(info, build_context(info))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, reference: Any, folder: Path) -> Any:
+        return cls().load(folder)
+
+    def embed(self, model: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+        with torch.inference_mode():
+            return list(model.embed_media("image", images))
+
+    def prompt(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(tokens with text in front of, between and behind images; offsets of images)."""
+        tokens, offsets = [5, 6], []
+        for index, count in enumerate(counts):
+            offsets.append(len(tokens))
+            tokens += [IMAGE] * count + [7 + index]
+        return [*tokens, 11, 12], offsets
+
+    def logprobs(self, reference: Any, tokens: list[int], images: Any) -> Tensor:
+        ids = torch.tensor([tokens])
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if images:
+            given |= self.hf_inputs(images)
+            given["mm_token_type_ids"] = (ids == IMAGE).int()
+        with torch.inference_mode():
+            try:
+                logits = reference(**given).logits[0]
+            except TypeError:
+                del given["mm_token_type_ids"]
+                logits = reference(**given).logits[0]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    def forward(
+        self,
+        model: Any,
+        tokens: list[int],
+        offsets: list[int],
+        images: Sequence[dict[str, Tensor]],
+        pieces: Sequence[int],
+    ) -> Tensor:
+        """Log-probabilities of a prompt that is computed in pieces."""
+        vectors = self.embed(model, images) if images else []
+        driver, found, done = PagedDriver(model), [], 0
+        rows = [
+            offset + i for offset, v in zip(offsets, vectors, strict=True) for i in range(len(v))
+        ]
+        values = torch.cat(vectors) if vectors else torch.zeros(0, 1)
+        axes = None
+        if isinstance(model, SupportsMRoPE):
+            media = [
+                MediaInput("image", packed(image), str(i), len(v), offset)
+                for i, (image, v, offset) in enumerate(zip(images, vectors, offsets, strict=True))
+            ]
+            axes = model.mrope_positions(len(tokens), media)
+        for size in pieces:
+            extra: dict[str, Any] = {}
+            mine = [i for i, row in enumerate(rows) if done <= row < done + size]
+            if mine:
+                at = torch.tensor([rows[i] - done for i in mine])
+                extra[INPUT_EMBEDS] = InputEmbeds(at, values[mine])
+            if axes is not None:
+                extra[MROPE_POSITIONS] = axes[:, done : done + size]
+            batch = driver.batch({"a": tokens[done : done + size]})
+            with torch.inference_mode():
+                hidden = model.forward(replace(batch, extra=extra))
+                found.append(model.compute_logits(hidden).float())
+            done += size
+        assert done == len(tokens)
+        return torch.log_softmax(torch.cat(found), dim=-1)
+
+    def test_it_takes_images(self, model: Any) -> None:
+        assert isinstance(model, SupportsMultiModal)
+        assert "image" in model.modalities
+
+    def test_text_alone(self, reference: Any, model: Any) -> None:
+        tokens = [5, 6, 7, 8, 9]
+        found = self.forward(model, tokens, [], [], [5])
+        torch.testing.assert_close(
+            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
+        )
+
+    def test_two_images_in_a_prompt(self, reference: Any, model: Any) -> None:
+        images = self.images()
+        tokens, offsets = self.prompt([len(v) for v in self.embed(model, images)])
+        found = self.forward(model, tokens, offsets, images, [len(tokens)])
+        expected = self.logprobs(reference, tokens, images)
+        torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=0)
+
+    def test_pieces_that_end_within_an_image(self, reference: Any, model: Any) -> None:
+        images = self.images()
+        tokens, offsets = self.prompt([len(v) for v in self.embed(model, images)])
+        pieces = [3, 2, len(tokens) - 7, 1, 1]
+        found = self.forward(model, tokens, offsets, images, pieces)
+        expected = self.logprobs(reference, tokens, images)
+        torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=0)
+
+    def test_images_do_not_see_each_other(self, model: Any) -> None:
+        together = self.embed(model, self.images())
+        for index, image in enumerate(self.images()):
+            (alone,) = self.embed(model, [image])
+            torch.testing.assert_close(alone, together[index], atol=1e-5, rtol=1e-5)
+
+    def test_other_pixels_are_another_image(self, model: Any) -> None:
+        first = self.images()[0]
+        changed = {**first, "pixel_values": first["pixel_values"].flip(0)}
+        (own,), (other,) = self.embed(model, [first]), self.embed(model, [changed])
+        assert float((own - other).abs().max()) > 1e-3
+
+    def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
+        model = self.load(folder, limit_mm_per_prompt={"image": 0})
+        assert not isinstance(model, SupportsMultiModal)
+        tokens = [5, 6, 7, 8, 9]
+        found = self.forward(model, tokens, [], [], [5])
+        torch.testing.assert_close(
+            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
+        )
+
+
+def packed(image: dict[str, Tensor]) -> dict[str, PackedArray]:
+    return {
+        name: PackedArray(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numpy().tobytes())
+        for name, t in image.items()
+    }

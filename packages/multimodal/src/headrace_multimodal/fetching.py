@@ -1,0 +1,100 @@
+"""Media behind the URLs of requests: :class:`MediaFetcher`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from headrace_core.errors import RequestError
+from headrace_multimodal.fetch import Fetcher, FetchError, FetchRules
+
+SECONDS: Mapping[str, float] = {"image": 5.0, "audio": 10.0, "video": 30.0}
+"""Seconds of one transfer, by modality."""
+AT_ONCE = 16
+"""Transfers under way together."""
+
+
+class MediaFetcher:
+    """Fetches files in the background, for threads that wait. Thread-safe.
+
+    Args:
+        rules: where it may go; ``seconds`` is by modality.
+        seconds: by modality.
+        folder: ``file:`` URLs may name what is in it; None: none.
+    """
+
+    def __init__(
+        self,
+        rules: FetchRules,
+        *,
+        seconds: Mapping[str, float] = SECONDS,
+        folder: Path | None = None,
+    ) -> None:
+        self._rules, self._seconds = rules, {**SECONDS, **seconds}
+        self._folder = None if folder is None else folder.resolve()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def __call__(self, url: str, modality: str, where: str) -> bytes:
+        """The bytes behind a URL.
+
+        Raises:
+            RequestError: the rules forbid it, or it failed; says which.
+        """
+        if url.startswith("file:"):
+            return self._local(url, where)
+        seconds = self._seconds[modality]
+        task = asyncio.run_coroutine_threadsafe(self._read(url, seconds), self._started())
+        try:
+            return task.result(2 * seconds + 60.0)
+        except FetchError as error:
+            raise RequestError(f"{where}: {error}", param=where) from None
+        except TimeoutError:
+            task.cancel()
+            raise RequestError(f"{where}: too many files are fetched", param=where) from None
+
+    async def _read(self, url: str, seconds: float) -> bytes:
+        rules = self._rules.lasting(seconds)
+        async with self._gate, Fetcher(rules) as fetcher:
+            return await fetcher.read(url)
+
+    def _local(self, url: str, where: str) -> bytes:
+        if self._folder is None:
+            raise RequestError(
+                f"{where}: file: URLs are refused; the server must be started with "
+                "--allowed-local-media-path",
+                param=where,
+            )
+        parts = urlsplit(url)
+        try:
+            path = Path(unquote(parts.path)).resolve()
+            if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._folder):
+                raise RequestError(
+                    f"{where}: the file is not below the allowed folder", param=where
+                )
+            if not path.is_file() or path.stat().st_size > self._rules.max_bytes:
+                raise RequestError(f"{where}: no such file, or it is too large", param=where)
+            return path.read_bytes()
+        except (OSError, ValueError):
+            raise RequestError(f"{where}: the file cannot be read", param=where) from None
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=self._loop.run_forever, name="headrace-fetch", daemon=True
+                )
+                thread.start()
+            return self._loop
+
+    def close(self) -> None:
+        """End the transfers. Idempotent."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None

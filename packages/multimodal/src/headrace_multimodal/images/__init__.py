@@ -1,0 +1,1 @@
+"""Images: decoding, and what models' processors make of them."""

@@ -1,0 +1,45 @@
+"""Settings of a checkpoint's image processor: ``preprocessor_config.json``, or the part of
+``processor_config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace_core.errors import UnsupportedModel
+
+_FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
+
+
+def image_settings(path: Path) -> Mapping[str, Any]:
+    """The stated settings; {} if no file has any.
+
+    Raises:
+        UnsupportedModel: a file is unreadable.
+    """
+    for name, part in _FILES:
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnsupportedModel(f"{file}: cannot be read: {error}") from error
+        stated = found.get(part, {}) if part is not None and isinstance(found, dict) else found
+        if not isinstance(stated, dict):
+            raise UnsupportedModel(f"{file}: must hold an object of settings")
+        if stated:
+            return stated
+    return {}
+
+
+def processor_settings(path: Path) -> Mapping[str, Any]:
+    """What ``processor_config.json`` says beside the image processor; {}: nothing."""
+    file = path / "processor_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
