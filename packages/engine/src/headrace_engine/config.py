@@ -491,6 +491,58 @@ class SpeechConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MultiModalConfig:
+    """Images and other media of prompts: where files may come from, and what is kept of them."""
+
+    mm_processor_kwargs: Mapping[str, Any] = option(
+        {},
+        "JSON: options of the model's media processor ({\"max_pixels\": 1003520}); a request's own win.",
+    )
+    mm_processor_cache_gb: float = option(
+        4.0, "GiB of processed media that are kept for requests that bring them again; 0: none.",
+        cost="so much memory in each process that takes requests, once so many media have come",
+    )  # fmt: skip
+    encoder_cache_size: int | None = option(
+        None, "Vectors of encoded media that the worker keeps; 0: none. Default: max_num_batched_tokens.",
+        human_int=True, cost="hidden size x bytes of the dtype each",
+    )  # fmt: skip
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Hosts that URLs of media may name, and no others. Default: any with a public address."
+    )
+    allow_private_media: bool = option(
+        False, "Let URLs of media lead to addresses that are not public.",
+        cost="clients reach what this machine reaches: services of the network, metadata of clouds",
+    )  # fmt: skip
+    allowed_local_media_path: str | None = option(
+        None, "Folder whose files file: URLs may name. Default: file: URLs are refused.",
+        cost="clients can read everything below it that is an image or a recording",
+    )  # fmt: skip
+    image_decoders: int = option(
+        2, "Processes that decode images.", cost="about 40 MB each, plus the image"
+    )
+    max_image_file_bytes: int = option(64 << 20, "Longest image file.", human_int=True)
+    max_image_pixels: int = option(
+        180_000_000,
+        "Most pixels of an image.",
+        human_int=True,
+        cost="3 bytes each while it is read",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
+               self.mm_processor_cache_gb, "at least 0")  # fmt: skip
+        size = self.encoder_cache_size
+        require(size is None or size >= 0, "multimodal.encoder_cache_size", size, "at least 0")
+        require(1 <= self.image_decoders <= 64, "multimodal.image_decoders", self.image_decoders,
+               "in 1..64")  # fmt: skip
+        for name in ("max_image_file_bytes", "max_image_pixels"):
+            require(getattr(self, name) > 0, f"multimodal.{name}", getattr(self, name), "above 0")
+        hosts: object = self.allowed_media_domains
+        if isinstance(hosts, str):
+            object.__setattr__(self, "allowed_media_domains", (hosts,))
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -506,6 +558,7 @@ class EngineConfig:
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     sim: SimConfig = field(default_factory=SimConfig)
     speech: SpeechConfig = field(default_factory=SpeechConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     engine_process: bool = option(
         False, "Run the engine in a separate process, connected by ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

@@ -30,6 +30,7 @@ SECTIONS: Mapping[str, str] = {
     "observability": "ObservabilityConfig",
     "sim": "SimConfig",
     "speech": "SpeechConfig",
+    "multimodal": "MultiModalConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
 

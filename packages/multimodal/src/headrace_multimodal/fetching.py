@@ -69,18 +69,17 @@ class MediaFetcher:
                 "--allowed-local-media-path",
                 param=where,
             )
-        parts = urlsplit(url)
         try:
-            path = Path(unquote(parts.path)).resolve()
-            if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._folder):
-                raise RequestError(
-                    f"{where}: the file is not below the allowed folder", param=where
-                )
-            if not path.is_file() or path.stat().st_size > self._rules.max_bytes:
-                raise RequestError(f"{where}: no such file, or it is too large", param=where)
-            return path.read_bytes()
+            data = _read_below(self._folder, url, self._rules.max_bytes)
         except (OSError, ValueError):
-            raise RequestError(f"{where}: the file cannot be read", param=where) from None
+            data = None
+        if data is None:
+            raise RequestError(
+                f"{where}: must be a file below the allowed folder, of at most {self._rules.max_bytes} "
+                "bytes",
+                param=where,
+            )
+        return data
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -98,3 +97,12 @@ class MediaFetcher:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
+
+
+def _read_below(folder: Path, url: str, most: int) -> bytes | None:
+    """A file's bytes; None: it is not below the folder, no file, or too large."""
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path)).resolve()
+    if parts.netloc not in ("", "localhost") or not path.is_relative_to(folder):
+        return None
+    return path.read_bytes() if path.is_file() and path.stat().st_size <= most else None

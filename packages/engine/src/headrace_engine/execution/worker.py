@@ -89,6 +89,7 @@ class ModelWorker:
         make_processors: makes the logits processors for the device; None: there are none.
         prompt_embeds: whether prompts may be embeddings, which the model must support then.
         profiler: what :meth:`start_profile` records; None: nothing.
+        max_media_vectors: vectors of media that are kept for items that come again.
         largest_media: makes an item of each kind that takes as much as any; None: requests bring
             none.
         pooling: what the model pools, which it must support then; None: it generates.
@@ -119,6 +120,7 @@ class ModelWorker:
         prompt_embeds: bool = False,
         profiler: ProfilerConfig | None = None,
         largest_media: Callable[[], Sequence[MediaInput]] | None = None,
+        max_media_vectors: int = 0,
         pooling: PoolingInfo | None = None,
         rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
     ) -> None:
@@ -142,6 +144,7 @@ class ModelWorker:
         self._make_processors = make_processors
         self._prompt_embeds = prompt_embeds
         self._largest_media = largest_media
+        self._max_media_vectors = max_media_vectors
         self._pooling = pooling
         self._rebuild_model = rebuild_model
         self._load_changes: Mapping[str, str] = {}
@@ -267,6 +270,7 @@ class ModelWorker:
             constraints=self._constraints,
             processors=self._processors,
             token_types=self._takes_token_types,
+            max_media_vectors=self._max_media_vectors,
         )
         self._runner.launching = self._launching
 

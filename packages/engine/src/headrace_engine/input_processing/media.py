@@ -44,6 +44,8 @@ class FileReading(NamedTuple):
     image: ImageDecode | None = None
     pixels: ImagePixels | None = None
     fetch: Fetch | None = None
+    close: Callable[[], None] = lambda: None
+    """Ends the processes and threads that they hold."""
 
 
 NO_FILES = FileReading()
@@ -67,6 +69,7 @@ class MediaReader:
         is_encoder_decoder: the model's encoder reads the one item of a prompt.
         decoder_start_token_id: what a decoder's prompt begins with where none is given.
         files: reads what is brought.
+        options: of the processor, where a request says none of its own.
         max_kept_bytes: of processed items that are kept for whoever brings them again.
     """
 
@@ -79,8 +82,10 @@ class MediaReader:
         is_encoder_decoder: bool = False,
         decoder_start_token_id: int | None = None,
         files: FileReading = NO_FILES,
+        options: Mapping[str, Any] | None = None,
         max_kept_bytes: int = 0,
     ) -> None:
+        self._options = dict(options or {})
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._processor = ProcessedItems(processor, max_kept_bytes)
@@ -107,7 +112,7 @@ class MediaReader:
         """
         if options is not None and not isinstance(options, Mapping):
             raise _refused("mm_processor_kwargs", options, "an object, or absent")
-        chosen: Mapping[str, Any] = options or {}
+        chosen: Mapping[str, Any] = {**self._options, **(options or {})}
         items = self._items(data, chosen)
         if self.is_encoder_decoder and len(items) != 1:
             raise RequestError(
@@ -164,6 +169,10 @@ class MediaReader:
                 param=where,
             )
         return self.files.fetch(url, modality, where)
+
+    def close(self) -> None:
+        """End what reads files; it would be started anew."""
+        self.files.close()
 
     def _items(self, data: object, options: Mapping[str, Any]) -> list[MediaItem]:
         if not isinstance(data, Mapping):

@@ -115,6 +115,8 @@ class PromptReader:
             self._renderer.close()
         if self._embeds is not None:
             self._embeds.close()
+        if self._media is not None:
+            self._media.close()
 
     def limit_context(self, max_model_len: int) -> None:
         """Take over a shorter context, in tokens."""

@@ -22,8 +22,8 @@ MAX_COMPILING = 256
 INPUT_THREADS = 2
 """Threads for larger prompts. The tokenizer releases the interpreter's lock."""
 
-MEDIA_THREADS = 2
-"""Threads for prompts with media. Decoding waits for other processes."""
+MEDIA_THREADS = 8
+"""Threads for prompts with media, which wait for other machines and processes."""
 
 Result = TypeVar("Result")
 

@@ -99,6 +99,9 @@ def worker_factory(
             prompt_embeds=config.model.enable_prompt_embeds,
             profiler=config.profiler,
             largest_media=largest_media(resolved),
+            max_media_vectors=kept
+            if (kept := config.multimodal.encoder_cache_size) is not None
+            else tokens,
             pooling=info.pooling,
             rebuild_model=rebuild,
             capture=Capture(

@@ -289,8 +289,12 @@ def _user(where: str, message: InputMessage, names: Mapping[str, str]) -> list[d
         place = f"{where}[{index}]"
         if block.type == "tool_result":
             made.append(_result(place, block, names))
-        elif block.type == "text":
-            part = {"type": "text", "text": _required(place, "text", block.text)}
+        elif block.type in ("text", "image"):
+            part: dict[str, Any] = (
+                {"type": "text", "text": _required(place, "text", block.text)}
+                if block.type == "text"
+                else _image(place, block.source)
+            )
             if made and made[-1]["role"] == "user":
                 made[-1]["content"].append(part)
             else:
@@ -303,9 +307,30 @@ def _user(where: str, message: InputMessage, names: Mapping[str, str]) -> list[d
 def _simple(message: dict[str, Any]) -> dict[str, Any]:
     """One text as a string."""
     content = message["content"]
-    if isinstance(content, list) and len(content) == 1:
+    if isinstance(content, list) and len(content) == 1 and content[0]["type"] == "text":
         return {**message, "content": content[0]["text"]}
     return message
+
+
+def _image(where: str, source: object) -> dict[str, Any]:
+    """A picture as a part of a chat's message."""
+    given = source if isinstance(source, Mapping) else {}
+    match given.get("type"):
+        case "base64":
+            kind, data = given.get("media_type"), given.get("data")
+            if isinstance(kind, str) and isinstance(data, str):
+                return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            raise RequestError(
+                f"{where}.source: must have media_type and data, both text", param="messages"
+            )
+        case "url":
+            if isinstance(given.get("url"), str):
+                return {"type": "image_url", "image_url": {"url": given["url"]}}
+            raise RequestError(f"{where}.source.url: must be text", param="messages")
+    raise UnsupportedFeature(
+        f"{where}.source: type = {str(given.get('type'))[:64]!r}: must be base64 or url",
+        param="messages",
+    )
 
 
 def _result(where: str, block: ContentBlock, names: Mapping[str, str]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class _Assistant:
 class _Conversation:
     """Chat messages that grow by items."""
 
-    def __init__(self, history: Sequence[dict[str, Any]]) -> None:
-        self.messages = list(history)
+    def __init__(self, history: Sequence[dict[str, Any]], modalities: Sequence[str]) -> None:
+        self.messages, self.modalities = list(history), modalities
         self._turn: _Assistant | None = None
         self._names = {
             call["id"]: call["function"]["name"]
@@ -116,18 +116,20 @@ def to_messages(
     *,
     note: Callable[[str], None],
     developer: bool = False,
+    modalities: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """The chat of a list of items.
 
     Args:
         history: messages of the conversation so far.
+        modalities: that messages may bring beside text.
         note: is told of what is left out.
         developer: the model knows the developer role; for others it is the system's.
 
     Raises:
         RequestError: naming the item.
     """
-    talk = _Conversation(history)
+    talk = _Conversation(history, modalities)
     for index, item in enumerate(items):
         _add(talk, f"input[{index}]", item, developer, note)
     talk.end_turn()
@@ -149,7 +151,8 @@ def _add(
         case MessageItem():
             talk.end_turn()
             role = "system" if item.role == "developer" and not developer else item.role
-            talk.messages.append({"role": role, "content": _content(where, item.content)})
+            found = _content(where, item.content, modalities=talk.modalities)
+            talk.messages.append({"role": role, "content": found})
         case ReasoningItem():
             thought = _reasoning(item)
             if thought is None:
@@ -208,15 +211,37 @@ def _custom_arguments(text: str) -> str:
     return msgspec.json.encode({"input": text}).decode()
 
 
-def _content(where: str, content: str | list[dict[str, Any]], name: str = "content") -> Any:
-    """A text, or its parts if there are several."""
+def _content(
+    where: str,
+    content: str | list[dict[str, Any]],
+    name: str = "content",
+    modalities: Sequence[str] = (),
+) -> Any:
+    """A text, or its parts if there are several, or other than text."""
     if isinstance(content, str):
         return content
     check_size(where, content)
-    texts = [_text(f"{where}.{name}[{i}]", part) for i, part in enumerate(content)]
-    if len(texts) == 1:
-        return texts[0]
-    return [{"type": "text", "text": text} for text in texts]
+    parts = [_part(f"{where}.{name}[{i}]", part, modalities) for i, part in enumerate(content)]
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return parts[0]["text"]
+    return parts
+
+
+def _part(where: str, part: dict[str, Any], modalities: Sequence[str]) -> dict[str, Any]:
+    """A part of a chat's message."""
+    kind = part.get("type")
+    if kind == "input_image" and "image" in modalities:
+        url = part.get("image_url")
+        if not isinstance(url, str):
+            raise RequestError(
+                f"{where}.image_url: must be text: a URL, or a data: URL with base64 content; no files are "
+                "kept here",
+                param=f"{where}.image_url",
+            )
+        return {"type": "image_url", "image_url": {"url": url}}
+    if kind == "input_audio" and "audio" in modalities:
+        return {"type": "input_audio", "input_audio": part.get("input_audio")}
+    return {"type": "text", "text": _text(where, part)}
 
 
 def _text(where: str, part: dict[str, Any]) -> str:
@@ -239,7 +264,9 @@ def _text(where: str, part: dict[str, Any]) -> str:
 
 
 def _joined(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

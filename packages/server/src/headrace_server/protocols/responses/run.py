@@ -110,7 +110,11 @@ class ResponseRun:
         items = _input_items(body)
         history = previous.messages if previous is not None else []
         self.messages = to_messages(
-            items, history, developer=self._harmony, note=state.left_out.note
+            items,
+            history,
+            developer=self._harmony,
+            note=state.left_out.note,
+            modalities=state.engine.model.modalities,
         )
         """The conversation without instructions; grows by what is said."""
         self.input_items = [_with_id(_declared(item)) for item in items]

@@ -1,0 +1,113 @@
+"""Tiny vision-language checkpoints with random weights, made by transformers, and pictures for them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from speech_checkpoints import save_tokenizer
+
+from headrace_testing.model.decoders import randomise
+
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+)
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def picture(seed: int, height: int = 40, width: int = 56) -> Image.Image:
+    """Coloured noise over a slope."""
+    draw = np.random.default_rng(seed)
+    slope = np.linspace(0, 200, width)[None, :, None] * draw.uniform(0.2, 1, (1, 1, 3))
+    noise = draw.integers(0, 55, (height, width, 3))
+    return Image.fromarray((slope + noise).astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    return f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
+
+
+def _finish(folder: Path, model: Any, mark: str, end: int) -> Any:
+    model = model.eval()
+    randomise(model)
+    model.generation_config.eos_token_id = end
+    model.generation_config.pad_token_id = end
+    model.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHAT.replace("MARK", mark), "eos_token": "<|endoftext|>"})
+    )
+    return model
+
+
+def save_llava(folder: Path) -> Any:
+    """CLIP in front of a Llama; images of 28 x 28, 16 tokens each. Returns the model that is the oracle."""
+    from transformers import (
+        CLIPImageProcessor,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<image>"))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "llama", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=ids["<image>"],
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    CLIPImageProcessor(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
+    ).save_pretrained(folder)
+    return _finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
+
+
+def save_qwen2_vl(folder: Path) -> Any:
+    """Images of their own size, a token for every 16 x 16 pixels."""
+    from transformers import (
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessor,
+    )
+
+    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
+        "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {**TEXT, "rope_parameters": rope, "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = Qwen2VLConfig(
+        vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    Qwen2VLImageProcessor(
+        patch_size=8,
+        merge_size=2,
+        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
+    ).save_pretrained(folder)
+    mark = "".join(names[1:])
+    return _finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)

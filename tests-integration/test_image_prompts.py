@@ -1,0 +1,263 @@
+"""Decoders that see: images in place of placeholders, in the whole engine."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from image_checkpoints import data_url, encoded, picture, save_llava, save_qwen2_vl
+from speech_checkpoints import token_ids
+
+from headrace import LLM, SamplingParams
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_multimodal import processor_for
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
+    "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
+}  # fmt: skip
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SIZES = {"a": (40, 56), "b": (90, 30), "c": (64, 64)}
+"""Name of a picture -> height and width."""
+PROMPTS = {
+    "the water MARK runs": "a",
+    "MARK": "c",
+    "the wheelMARK in MARK the long race over the water": "ab",
+    "in the race": "",
+    "MARKMARK": "cc",
+    "the water MARK runs over": "b",
+}
+MODES: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "eager": {"enforce_eager": True},
+    "chunked": {"max_num_batched_tokens": 8},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "preempted": {"num_gpu_blocks_override": 34},
+    "process": {"engine_process": True},
+}
+
+
+class Seer(NamedTuple):
+    """A checkpoint, its oracle, and how it marks an image in a prompt."""
+
+    folder: Path
+    oracle: Any
+    mark: str
+    token: str
+    inputs: Callable[[Path, Sequence[Any]], dict[str, Any]]
+
+
+def of_llava(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers import CLIPImageProcessor
+
+    made = CLIPImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
+    return {"pixel_values": made["pixel_values"], "counts": [16] * len(images)}
+
+
+def of_qwen(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers import Qwen2VLImageProcessor
+
+    made = Qwen2VLImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
+    return {**made, "counts": (made["image_grid_thw"].prod(1) // 4).tolist()}
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llava":
+        return Seer(folder, save_llava(folder), "<image>", "<image>", of_llava)
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    return Seer(folder, save_qwen2_vl(folder), mark, "<|image_pad|>", of_qwen)
+
+
+def pictures(names: str) -> list[Any]:
+    return [picture(ord(name), *SIZES[name]) for name in names]
+
+
+def asked(seer: Seer, text: str, names: str) -> Any:
+    prompt = text.replace("MARK", seer.mark)
+    images = pictures(names)
+    if not images:
+        return prompt
+    return {
+        "prompt": prompt,
+        "multi_modal_data": {"image": images if len(images) > 1 else images[0]},
+    }
+
+
+def wanted(seer: Seer, text: str, names: str) -> list[int]:
+    """Transformers' tokens."""
+    ids = token_ids(seer.folder, text.replace("MARK", seer.mark))
+    [pad] = token_ids(seer.folder, seer.token)
+    given: dict[str, Any] = {}
+    if names:
+        given = seer.inputs(seer.folder, pictures(names))
+        counts = iter(given.pop("counts"))
+        ids = [i for token in ids for i in ([pad] * next(counts) if token == pad else [token])]
+    tokens = torch.tensor([ids])
+    if seer.token == "<|image_pad|>":
+        given["mm_token_type_ids"] = (tokens == pad).int()
+    out = seer.oracle.generate(
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+        max_new_tokens=8, min_new_tokens=8, **given,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(seer: Seer) -> list[list[int]]:
+    return [wanted(seer, *pair) for pair in PROMPTS.items()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_equals_transformers_in_every_mode(
+    seer: Seer, expected: list[list[int]], mode: str
+) -> None:
+    with LLM(str(seer.folder), **{**SETTINGS, **MODES[mode]}) as model:
+        for _ in range(2):  # the second time from caches
+            outputs = model.generate([asked(seer, *pair) for pair in PROMPTS.items()], PARAMS)
+            assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+        alone = [model.generate(asked(seer, *pair), PARAMS)[0] for pair in PROMPTS.items()]
+    assert [list(o.outputs[0].token_ids) for o in alone] == expected
+
+
+@pytest.fixture(scope="module")
+def model(seer: Seer) -> Iterator[LLM]:
+    with LLM(str(seer.folder), **SETTINGS) as made:
+        yield made
+
+
+def test_token_ids_with_images_equal_text(seer: Seer, model: LLM, expected: Any) -> None:
+    text, names = next(iter(PROMPTS.items()))
+    ids = token_ids(seer.folder, text.replace("MARK", seer.mark))
+    prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures(names)}}
+    (output,) = model.generate(prompt, PARAMS)
+    assert list(output.outputs[0].token_ids) == expected[0]
+
+
+@pytest.mark.parametrize(
+    "form", [np.asarray, lambda image: torch.tensor(np.asarray(image)).permute(2, 0, 1)]
+)
+def test_arrays_and_tensors_are_images(
+    seer: Seer, model: LLM, expected: Any, form: Callable[[Any], Any]
+) -> None:
+    text, names = next(iter(PROMPTS.items()))
+    image = form(pictures(names)[0])
+    prompt = {"prompt": text.replace("MARK", seer.mark), "multi_modal_data": {"image": image}}
+    (output,) = model.generate(prompt, PARAMS)
+    assert list(output.outputs[0].token_ids) == expected[0]
+
+
+def test_an_image_that_comes_again_is_neither_processed_nor_encoded(
+    seer: Seer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor while another prompt brings it, or its own was preempted."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, inner: Any, size: Callable[..., int]) -> Any:
+        def call(self: Any, *arguments: Any) -> Any:
+            counts[name] += size(*arguments)
+            return inner(self, *arguments)
+
+        return call
+
+    kind = type(processor_for(*_of(seer)))
+    monkeypatch.setattr(kind, "one", counted("processed", kind.one, lambda *_: 1))
+    with LLM(str(seer.folder), **SETTINGS, enable_prefix_caching=False) as model:
+        family = model.apply_model(type)[0]
+        encode = family.embed_media
+        monkeypatch.setattr(
+            family, "embed_media", counted("encoded", encode, lambda _, inputs: len(inputs))
+        )
+        counts.clear()
+        prompts = [asked(seer, text, "a") for text in ("the water MARK runs", "MARK", "in MARK")]
+        model.generate(prompts, PARAMS)
+        first = model.generate(prompts[0], PARAMS)[0].outputs[0].token_ids
+        assert counts == {"processed": 1, "encoded": 1}
+        other = model.generate(asked(seer, "the water MARK runs", "b"), PARAMS)[0]
+        assert counts == {"processed": 2, "encoded": 2}
+    assert other.outputs[0].token_ids != first
+
+
+def _of(seer: Seer) -> tuple[str, Any, Path]:
+    config = json.loads((seer.folder / "config.json").read_text())
+    return config["architectures"][0], config, seer.folder
+
+
+def chat(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_chats_bring_images_in_every_form(seer: Seer, model: LLM) -> None:
+    image = picture(1)
+    forms = (
+        {"type": "image_url", "image_url": {"url": data_url(image)}},
+        {"type": "image_pil", "image_pil": image},
+    )
+    texts = {"type": "text", "text": "the water "}, {"type": "text", "text": " runs"}
+    found = [
+        model.chat(chat(texts[0], form, texts[1]), PARAMS)[0].outputs[0].token_ids for form in forms
+    ]
+    prompt = f"user: the water {seer.mark} runsassistant:"
+    given = {"prompt": prompt, "multi_modal_data": {"image": image}}
+    expected = model.generate(given, PARAMS)[0].outputs[0].token_ids
+    assert found == [expected, expected]
+
+
+def test_what_is_refused_by_name(seer: Seer, model: LLM) -> None:
+    image, mark = picture(1), seer.mark
+    refused = {
+        "there must be one for each": {"prompt": mark * 2, "multi_modal_data": {"image": image}},
+        "must be PIL's image": {"prompt": mark, "multi_modal_data": {"image": "picture.png"}},
+        "no such option": {
+            "prompt": mark, "multi_modal_data": {"image": image}, "mm_processor_kwargs": {"crops": 4},
+        },
+        "maximum context length": {
+            "prompt": mark * 40, "multi_modal_data": {"image": [image] * 40},
+        },
+    }  # fmt: skip
+    for message, prompt in refused.items():
+        with pytest.raises(RequestError, match=message):
+            model.generate(prompt, PARAMS)
+    with pytest.raises(UnsupportedFeature, match="audio"):
+        model.generate({"prompt": mark, "multi_modal_data": {"audio": [0.0]}}, PARAMS)
+    damaged = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]\.image_url\.url.*PNG"):
+        model.chat(chat(damaged), PARAMS)
+
+
+def test_limits_count_images(seer: Seer) -> None:
+    with LLM(str(seer.folder), **SETTINGS, limit_mm_per_prompt={"image": 1}) as model:
+        images = [picture(1), picture(2)]
+        with pytest.raises(RequestError, match="at most 1"):
+            model.generate({"prompt": seer.mark * 2, "multi_modal_data": {"image": images}}, PARAMS)
+    with LLM(str(seer.folder), **SETTINGS, limit_mm_per_prompt={"image": 0}) as model:
+        with pytest.raises(UnsupportedFeature, match="text only"):
+            model.generate({"prompt": seer.mark, "multi_modal_data": {"image": picture(1)}}, PARAMS)
+        assert model.generate("the water", PARAMS)[0].outputs[0].token_ids
+
+
+def test_pictures_as_files_have_them(seer: Seer, model: LLM) -> None:
+    """The pixels are those of the file, whatever its kind."""
+    image = picture(3)
+    found = set()
+    for kind in ("PNG", "BMP", "WEBP"):
+        data = encoded(image, kind) if kind != "WEBP" else _lossless(image)
+        url = "data:image/x;base64," + base64.b64encode(data).decode()
+        part = {"type": "image_url", "image_url": {"url": url}}
+        found.add(tuple(model.chat(chat(part), PARAMS)[0].outputs[0].token_ids))
+    assert len(found) == 1
+
+
+def _lossless(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", lossless=True)
+    return buffer.getvalue()
