@@ -156,7 +156,8 @@ def test_the_anthropic_client(server: RunningServer, files: str, expected: dict[
         counted = client.messages.count_tokens(
             model="seer", messages=[{"role": "user", "content": content}]
         )
-        assert counted.input_tokens == made.usage.input_tokens
+        usage = made.usage
+        assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
 def refused(server: RunningServer, url: str) -> str:

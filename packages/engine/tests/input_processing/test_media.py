@@ -20,7 +20,7 @@ from headrace_core.request import ChatPrompt, CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.speech.model import AudioClip
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.input_processing.media import MediaReader
+from headrace_engine.input_processing.media import FileReading, MediaReader
 
 MARK = ord("~")
 ONE = np.array([0.5, -0.5, 0.25, 0.0], np.float32)
@@ -80,7 +80,7 @@ def decode(data: bytes, name: str) -> AudioClip:
 def make(encodes: bool = False, *, decoder: Any = decode, **limits: Any) -> InputProcessor:
     reader = MediaReader(
         PairsOfSamples(encodes=encodes), content_hash, limits=limits, is_encoder_decoder=encodes,
-        decoder_start_token_id=7 if encodes else None, decode_audio=decoder,
+        decoder_start_token_id=7 if encodes else None, files=FileReading(audio=decoder),
     )  # fmt: skip
     model = served_model(is_encoder_decoder=encodes, modalities=reader.modalities)
     return InputProcessor(CharTokenizer(), model, media=reader, clock=lambda: 1.0)
@@ -240,7 +240,7 @@ def test_templates_that_go_through_parts_see_the_modality() -> None:
         "{% for m in messages %}{% for p in m.content %}"
         "{% if p.type == 'audio' %}<~>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}"
     )
-    reader = MediaReader(PairsOfSamples(), content_hash, decode_audio=decode)
+    reader = MediaReader(PairsOfSamples(), content_hash, files=FileReading(audio=decode))
     input_processor = InputProcessor(
         CharTokenizer(), served_model(), media=reader, chat_template=template
     )
@@ -255,8 +255,8 @@ def test_templates_that_go_through_parts_see_the_modality() -> None:
     [
         ({"type": "input_audio", "input_audio": {"data": "?"}}, r"input_audio.data: must be base64"),
         ({"type": "input_audio", "input_audio": "AAAA"}, r"content\[0\].input_audio.data: must be text"),
-        ({"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}, "must be a data: URL"),
-        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav,abc"}}, "must be a data: URL"),
+        ({"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}, "data: URL"),
+        ({"type": "audio_url", "audio_url": {"url": "data:audio/wav,abc"}}, "data: URL"),
         ({"type": "image_url", "image_url": {"url": "data:"}}, "takes text only"),
         (audio_part(b"noise"), "no audio"),
     ],
