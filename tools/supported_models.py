@@ -37,13 +37,15 @@ def page() -> str:
         lines += ["", f"## {heading}", "", f"{len(chosen)} architectures.", ""]
         lines += ["| architecture | known as | cache | other names |", "|---|---|---|---|"]
         lines += [_line(row) for row in chosen]
-    lines += ["", "## Models that also see or hear: text only", ""]
+    seeing = sum(bool(row.media) for row in WRAPPERS.values())
+    lines += ["", "## Models that also see or hear", ""]
     lines += [
-        f"{len(WRAPPERS)} architectures. Their language model is served, by the class named; tensors of the",
-        "towers are not read, and a request with images or other media is refused.",
+        f"{len(WRAPPERS)} architectures. Their language model is served by the class named. {seeing} of them",
+        "take [images](../multimodal.md), with towers of the kinds named; of the others towers are not read,",
+        "and a request with images or other media is refused.",
         "",
-        "| architecture | known as | served by |",
-        "|---|---|---|",
+        "| architecture | known as | served by | media | kinds of tower |",
+        "|---|---|---|---|---|",
     ]
     lines += [_wrapper_line(row) for row in WRAPPERS.values()]
     lines += [
@@ -59,7 +61,8 @@ def page() -> str:
 
 def _wrapper_line(row: Wrapper) -> str:
     texts = ", ".join(f"`{text}`" for text in dict.fromkeys(row.texts.values()))
-    return f"| `{row.name}` | {row.models} | {texts} |"
+    kinds = ", ".join(f"`{kind}`" for kind in row.towers if kind)
+    return f"| `{row.name}` | {row.models} | {texts} | {', '.join(row.media)} | {kinds} |"
 
 
 def _line(row: Architecture) -> str:

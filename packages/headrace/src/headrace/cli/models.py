@@ -14,16 +14,16 @@ from headrace.arguments import Parser
 from headrace_core import plugins
 
 _TASKS = ("generate", "pool", "speech")
-_TITLES = ("architecture", "known as", "cache", "LoRA", "PP", "quantization", "source")
+_TITLES = ("architecture", "known as", "media", "cache", "LoRA", "PP", "quantization", "source")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="headrace models",
         description="List the architectures (of config.json) that headrace serves with its own class or "
-        "an installed plug-in. cache: kinds of cache that the layers use (recurrent: a state of "
-        "fixed size); LoRA: supports adapters; PP: supports pipeline stages; quantization: supports "
-        "linear layers in fewer bits.",
+        "an installed plug-in. media: what it takes beside text; cache: kinds of cache that the layers use "
+        "(recurrent: a state of fixed size); LoRA: supports adapters; PP: supports pipeline stages; "
+        "quantization: supports linear layers in fewer bits.",
         epilog="headrace serves other language models of the transformers library through that library "
         "(pip install 'headrace-models[transformers]', --model-impl transformers). "
         "`headrace inspect MODEL` shows how a checkpoint would be served.",
@@ -53,7 +53,7 @@ def _rows() -> Iterable[dict[str, Any]]:
 
 
 def _of_wrappers() -> Iterable[dict[str, Any]]:
-    """Models that also see or hear, whose text is served."""
+    """Models that also see or hear, some of which only text is served of."""
     from headrace_models.catalogue import ARCHITECTURES, CACHES
     from headrace_models.catalogue.multimodal import WRAPPERS
 
@@ -61,7 +61,8 @@ def _of_wrappers() -> Iterable[dict[str, Any]]:
         held = {kind for text in wrapper.texts.values() for kind in ARCHITECTURES[text].caches}
         yield {
             "architecture": wrapper.name,
-            "models": f"{wrapper.models}: text only",
+            "models": wrapper.models,
+            "media": list(wrapper.media),
             "task": "generate",
             "caches": [kind for kind in CACHES if kind in held],
             "lora": False,
@@ -83,6 +84,7 @@ def _of_plugins() -> Iterable[dict[str, Any]]:
         yield {
             "architecture": name,
             "models": row.models,
+            "media": ["audio"] if row.task == "speech" else [],
             "task": row.task,
             "caches": list(row.caches),
             "lora": row.lora,
@@ -113,7 +115,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row.get("alias_of"):
         known = f"{known} (as {row['alias_of']})"
     caches = "+".join(row.get("caches", "?"))
+    media = "+".join(row["media"]) or "-" if "media" in row else "?"
     return (
-        row["architecture"], known, caches, said("lora"), said("pp"), said("quantization"),
+        row["architecture"], known, media, caches, said("lora"), said("pp"), said("quantization"),
         row["source"],
     )  # fmt: skip

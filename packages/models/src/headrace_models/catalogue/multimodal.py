@@ -34,6 +34,11 @@ class Wrapper:
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Modalities that prompts may bring, with towers of the kinds that are served."""
+        return ("image",) if self.towers else ()
+
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
         vision = whole.get("vision_config")
