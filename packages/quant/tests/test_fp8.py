@@ -111,6 +111,11 @@ class TestPackedBlocks(Fp8Conformance):
         assert float(error) > 0.1 * float(meant.abs().max())
 
 
+class TestPackedBlocksDynamic(TestPackedBlocks):
+    fp8_activations = True
+    config: ClassVar = {**TestPackedBlocks.config, "activation_scheme": "dynamic"}
+
+
 class TestOneScale(Fp8Conformance):
     config: ClassVar = {"quant_method": "fp8", "activation_scheme": "static"}
     refused: ClassVar = {"weight_block_size": [128]}

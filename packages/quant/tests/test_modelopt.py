@@ -75,6 +75,7 @@ class TestFp8(Export):
 
 
 class TestFp8Channels(Export):
+    fp8_activations = True
     config: ClassVar = config("FP8_PER_CHANNEL_PER_TOKEN")
 
     def parts(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -117,6 +117,57 @@ def test_a_quantized_weight_has_a_table_minimums_and_blocks():
     assert reference.quant_linear.rows(ids, packed).tolist() == [real[i] for i in ids]
 
 
+def nearest_e4m3(value: float) -> float:
+    """By search: of the finite numbers of E4M3 the nearest, of two the one whose last bit is 0."""
+    numbers = [
+        (
+            math.ldexp(octet & 7, -9)
+            if octet < 8
+            else math.ldexp(8 + (octet & 7), (octet >> 3) - 10),
+            octet,
+        )
+        for octet in range(127)
+    ]
+    size = abs(value)
+    found = min(numbers, key=lambda each: (abs(each[0] - size), each[1] & 1))[0]
+    return math.copysign(found, value)
+
+
+def test_quant_linear_rounds_activations_to_fp8():
+    """Against a loop in float64: ties, subnormal numbers, steps that are coarse, zeros."""
+    table = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
+    eye = (torch.eye(9).to(torch.float8_e4m3fn).view(torch.int8)) ^ -128
+    weight = QuantizedWeight(eye, torch.full((9, 1), 2.0), table=table)
+    packed = reference.quant_linear.pack(weight, "float32", activations="fp8")
+    x = torch.tensor([
+        [448, 1, 1.0625, 1.1875, -17.5, 0.0029296875, 0.0009765625, 0.0009, 432.1],
+        [-3, 0.1, 0.2, 0.3, 1e-3, 1e-5, -2.9, 2.7, 0],
+        [1.4e-42, 1.3e-42, 1e-43, -1e-42, 0, 0, 0, 0, 0],
+        [0] * 9,
+        [1e38, -3e37, 1e36, 1e30, 0, 0, 0, 0, 0],
+    ])  # fmt: skip
+    steps = (x.abs().amax(1) / 448).tolist()
+    assert steps[2] * 448 < float(x[2, 0])  # so its largest quotient is beyond 448
+    out = reference.quant_linear(x, packed).double()
+    for row, step in zip(range(5), steps, strict=True):
+        quotients = (x[row] / (torch.tensor(step) if step else 1)).tolist()
+        wanted = [nearest_e4m3(quotient) * (step or 1.0) * 2 for quotient in quotients]
+        assert out[row].tolist() == pytest.approx(wanted, rel=1e-6, abs=3e-45)
+    assert out[0, :4].tolist() == [896.0, 2.0, 2.0, 2.5]
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_rows_without_numbers_have_none_in_fp8(strange):
+    table = torch.arange(256).byte().view(torch.float8_e4m3fn).float()
+    weight = QuantizedWeight(
+        torch.full((2, 3), -72, dtype=torch.int8), torch.ones(2, 1), table=table
+    )
+    packed = reference.quant_linear.pack(weight, "float32", activations="fp8")
+    out = reference.quant_linear(torch.tensor([[1.0, strange, 0.0], [1.0, 2.0, 4.0]]), packed)
+    assert not out[0].isfinite().any()
+    assert out[1].tolist() == pytest.approx([7.0, 7.0])
+
+
 def test_quant_linear_rounds_activations_to_int8():
     weight = QuantizedWeight(torch.eye(3, dtype=torch.int8), torch.ones(3, 1))
     packed = reference.quant_linear.pack(weight, "float32", activations="int8")

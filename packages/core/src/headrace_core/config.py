@@ -121,9 +121,10 @@ class ModelConfig:
         {}, "JSON object: a layer's name, the beginning of one up to a dot, or a pattern after re: -> the "
         "method for it ('none': floats), in place of quantization. Of methods that round while loading.",
     )  # fmt: skip
-    quantization_activations: Literal["auto", "float", "int8"] = option(
-        "auto", "Rows that packed weights multiply: float (as they are), int8 (rounded, a scale a token), or "
-        "auto: as the format defines.", cost="int8 is faster with many rows, and rounds once more",
+    quantization_activations: Literal["auto", "float", "int8", "fp8"] = option(
+        "auto", "Rows that packed weights multiply: float (as they are), int8 or fp8 (rounded, a scale a "
+        "token; fp8: of FP8 weights, on GPUs with FP8 units), or auto: by format and device.",
+        cost="int8 and fp8 are faster with many rows, and round once more",
     )  # fmt: skip
     max_model_len: int | None = option(
         None, "Longest context (prompt and output). Default: the model's own limit; -1: the same, "

@@ -33,6 +33,7 @@ class AtLevel(CPUProvider):
 
 
 class TestNative(OpConformance):
+    quant_activations = ("int8", "float")
     providers = library.levels()  # see headrace_testing.sampling
 
     @pytest.fixture(params=library.ISA_LEVELS)

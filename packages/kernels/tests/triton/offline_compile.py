@@ -7,6 +7,7 @@ Usage: ``python offline_compile.py CAPABILITY DTYPE HEAD_DIM...``; prints a JSON
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -51,6 +52,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
                 "name": kernel.__name__,
                 "shared": made.metadata.shared,
                 "code_bytes": len(made.asm["cubin"]),
+                "multiplies_float8": bool(re.search(r"mma\S*\.e4m3\.e4m3", made.asm["ptx"])),
             }
         )
 

@@ -7,11 +7,17 @@ import os
 import pytest
 import torch
 
+from headrace_core.ops import QUANT_ACTIVATIONS
 from headrace_kernels.triton.provider import PROVIDER, TritonProvider
 from headrace_testing.ops import OpConformance
 from headrace_testing.ops.quantized import QuantizedConformance
 
 HAS_GPU = torch.cuda.is_available()
+
+
+def multiplies_fp8() -> bool:
+    """True of the interpreter, too."""
+    return not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
 
 
 @pytest.mark.keep(1)  # interpreted, a case takes up to seconds
@@ -22,6 +28,7 @@ class TestTriton(OpConformance):
     cache_dtypes = ()
     row_scaled_dtypes = ()
     logit_scale = False
+    quant_activations = QUANT_ACTIVATIONS if multiplies_fp8() else ("int8", "float")
 
     @pytest.fixture
     def provider(self, device: str) -> TritonProvider:

@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-LARGEST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+LARGEST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may use, by compute capability (CUDA C++ Programming
 Guide, table of technical specifications)."""
 
@@ -23,10 +24,11 @@ KERNELS = {
     "_quant_dot_kernel",
     "_quant_few_rows_kernel",
     "_quant_finish_kernel",
-    "_quant_round_kernel",
     "_quant_weight_rows_kernel",
     "_sum_places_kernel",
 }
+FLOAT8 = 89
+"""Least capability that multiplies FP8; nothing else is compiled for it here."""
 SAMPLE = (
     "int8", "int8-zeros", "int4-128-zeros", "int3-128-zeros", "q2_k", "q5_1", "q6_k", "iq4_xs", "nf4",
     "mxfp4", "fp8-128", "fp8-e5m2",
@@ -39,6 +41,7 @@ SAMPLE = (
     ("capability", "dtype"),
     [
         pytest.param(90, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(89, "float16", marks=pytest.mark.slow),
         pytest.param(80, "float16", marks=pytest.mark.slow),
     ],
 )
@@ -57,12 +60,21 @@ def test_compiles_and_fits(tmp_path: Path, capability: int, dtype: str) -> None:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stderr[-4000:]
     compiled: list[Mapping[str, Any]] = json.loads(done.stdout)
-    assert {kernel["name"] for kernel in compiled} == KERNELS
+    rounding = {
+        name
+        for name, has_it in (
+            ("_quant_round_kernel", capability != FLOAT8),
+            ("_quant_round_float8_kernel", capability >= FLOAT8),
+        )
+        if has_it
+    }
+    assert {kernel["name"] for kernel in compiled} == KERNELS | rounding
     assert not [k for k in compiled if k["shared"] > LARGEST_SHARED[capability]]
     assert all(kernel["code_bytes"] > 0 for kernel in compiled)
+    assert any(k["multiplies_float8"] for k in compiled) == (capability >= FLOAT8)
 
 
-def compile_all(dtype: str) -> None:
+def compile_all(capability: int, dtype: str) -> None:
     """Calls of one kind and activations each: few, some and many rows, rows of the weight, experts."""
     import torch
 
@@ -86,14 +98,19 @@ def compile_all(dtype: str) -> None:
         ids, weights = torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
         op.routed(torch.ones(5, inputs, **like), joined, ids, weights, biases)
 
-    for at, kind in enumerate(SAMPLE):
+    for at, kind in enumerate(() if capability == FLOAT8 else SAMPLE):
         for activations in ("int8", "float"):
             counts = (1, 20, 70) if at % 4 == 2 else (4, 70)
             all_calls(KINDS[kind].draw(256, 1024), activations, counts)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-8, 8, (256, 1008), generator=generator).to(torch.int8)
     odd = QuantizedWeight(codes, torch.ones(256, 28), bits=4, group_size=36)
-    all_calls(odd, "float", (1, 20))
+    if capability != FLOAT8:
+        all_calls(odd, "float", (1, 20))
+    if capability >= FLOAT8:
+        for kind in ("fp8", "fp8-128", "mxfp8"):
+            all_calls(KINDS[kind].draw(256, 1024), "fp8", (1, 20, 70))
+        all_calls(replace(KINDS["fp8"], group_size=16).draw(256, 1024), "fp8", (4, 70))
 
 
 def main() -> None:
@@ -105,9 +122,10 @@ def main() -> None:
         driver,
     )
 
-    driver.set_active(AbsentGPU(int(sys.argv[1])))
+    capability = int(sys.argv[1])
+    driver.set_active(AbsentGPU(capability))
     JITFunction.__getitem__ = compile_only
-    compile_all(sys.argv[2])
+    compile_all(capability, sys.argv[2])
     print(json.dumps(COMPILED))
 
 

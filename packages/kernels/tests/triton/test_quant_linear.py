@@ -7,6 +7,7 @@ GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,10 +29,10 @@ from headrace_kernels.triton.provider import PROVIDER, TritonProvider
 from headrace_kernels.triton.quant_layout import lay_out
 from headrace_kernels.triton.quant_linear import QuantLinear, _round_rows
 from headrace_kernels.triton.quant_tiles import INTERPRETED, QuantTile, rows_class, tile_for
-from headrace_reference.quantized import dequantized, quantize_rows
+from headrace_reference.quantized import dequantized, float8_rows, quantize_rows
 from headrace_testing.attention.backends import assert_near
 from headrace_testing.ops import bits_equal, rand
-from headrace_testing.ops.quantized import QuantizedConformance
+from headrace_testing.ops.quantized import WEIGHTS, QuantizedConformance, as_entered
 from headrace_testing.ops.weights import KINDS
 
 pytestmark = pytest.mark.keep(1)  # interpreted, a case takes up to seconds
@@ -69,6 +70,8 @@ class TestInterpreted(QuantizedConformance):
             ("float16", "int8", "int4-128-zeros"),
             ("bfloat16", "float", "nf4"),
             ("bfloat16", "int8", "iq4_nl"),
+            ("float32", "fp8", "fp8"),
+            ("float16", "fp8", "fp8-128"),
         ],
     )
     def test_quant_linear(
@@ -94,6 +97,7 @@ class TestInterpreted(QuantizedConformance):
             ("float32", "int8", "q5_1"),
             ("float16", "float", "nvfp4"),
             ("bfloat16", "int8", "int4-32-zeros"),
+            ("float32", "fp8", "mxfp8"),
         ],
     )
     def test_routed_quant_linear(
@@ -121,7 +125,7 @@ class TestInterpreted(QuantizedConformance):
         self, op: Callable[[str], Any], dtype: str, activations: str
     ) -> None:
         """Few rows, whose sums are finished in a step of its own, and more."""
-        for kind in ("int8", "q4_k"):
+        for kind in ("fp8", "fp8-128") if activations == "fp8" else ("int8", "q4_k"):
             weight = self.quantized(70, 100, kind)
             packed = op("quant_linear").pack(weight, dtype, activations=activations)
             for rows in (0, 3, 5):
@@ -134,11 +138,7 @@ def weight_of(kind: str, outputs: int, inputs: int, seed: int = 0) -> QuantizedW
 
 def expected(x: Tensor, weight: QuantizedWeight, activations: str) -> Tensor:
     """The product in float64."""
-    entered = x.cpu().double()
-    if activations == "int8":
-        codes, steps = quantize_rows(x.cpu())
-        entered = codes.double() * steps.double()
-    return entered @ dequantized(weight, torch.float64).cpu().T
+    return as_entered(x, activations) @ dequantized(weight, torch.float64).cpu().T
 
 
 def check(
@@ -160,8 +160,7 @@ def check(
     return packed
 
 
-@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("activations", "kind"), WEIGHTS)
 def test_every_kind(device: str, kind: str, activations: str) -> None:
     dtype = ("float16", "bfloat16")[[*KINDS].index(kind) % 2]
     check(weight_of(kind, 40, 300), dtype, activations)
@@ -172,8 +171,7 @@ STORED_BITS = {"q3_k": 3.4375, "iq4_xs": 4.25}
 SCALE_BITS = {"any": 32, "half": 16, "power": 8, "e4m3": 8, "signed": 8, "bits6": 6, "bits4": 4}
 
 
-@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("activations", "kind"), WEIGHTS)
 def test_memory(kind: str, activations: str) -> None:
     what, inputs = KINDS[kind], 4096
     by_group = SCALE_BITS[what.scales] * (1 + what.has_minimums) + what.bits * what.has_zeros
@@ -184,9 +182,16 @@ def test_memory(kind: str, activations: str) -> None:
     assert packed.num_bytes * 8 / (64 * inputs) <= 1.15 * stored
 
 
-@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
 @pytest.mark.parametrize(
-    "kind", ["int8-zeros", "int4-32-zeros", "int3-128-zeros", "q5_1", "q6_k", "fp8"]
+    ("activations", "kind"),
+    [
+        *itertools.product(
+            ["int8", "float"],
+            ["int8-zeros", "int4-32-zeros", "int3-128-zeros", "q5_1", "q6_k", "fp8"],
+        ),
+        ("fp8", "fp8"),
+        ("fp8", "fp8-128"),
+    ],
 )
 def test_inputs_in_parts(device: str, kind: str, activations: str) -> None:
     """Tiles as small as a GPU's, and sums of parts: of integers they are the same bits."""
@@ -202,7 +207,7 @@ def test_inputs_in_parts(device: str, kind: str, activations: str) -> None:
             assert bits_equal(parts(x, packed), whole(x, packed))
 
 
-@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+@pytest.mark.parametrize("activations", ["int8", "float"])
 @pytest.mark.parametrize(("group", "block"), [(36, 72), (4, None), (100, None), (48, 96)])
 def test_groups_of_odd_sizes(device: str, activations: str, group: int, block: int | None) -> None:
     groups, blocks = -(-150 // group), 1 if block is None else -(-150 // block)
@@ -221,7 +226,7 @@ def test_groups_of_odd_sizes(device: str, activations: str, group: int, block: i
     check(replace(weight, **moved), "float16", activations)
 
 
-@pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+@pytest.mark.parametrize("activations", ["int8", "float"])
 @pytest.mark.parametrize("bits", QUANT_BITS)
 def test_tables_of_any_numbers(device: str, bits: int, activations: str) -> None:
     """Beyond what 16 bits hold; and places that are no numbers are not touched."""
@@ -287,6 +292,124 @@ def test_rounds_rows_as_defined(device: str) -> None:
     assert torch.equal(steps.cpu(), of_rows[:, 0])
 
 
+def test_rounds_rows_to_float8_as_defined(device: str) -> None:
+    """Every number of E4M3, what lies halfway between two of them, and beside that; rows of all sizes."""
+    table = torch.arange(127).byte().view(torch.float8_e4m3fn).float()
+    between = (table[1:] + table[:-1]) / 2
+    above, below = (torch.nextafter(between, torch.tensor(to)) for to in (1e9, -1e9))
+    numbers = torch.cat([table, between, above, below, -table, -between, -above, -below])
+    sizes = torch.tensor([1.0, 1e-30, 1e-3, 7.0, 1e30, 1e-42, 0.0])
+    x = torch.cat([numbers * sizes[:, None], rand(5, len(numbers))]).to(DEVICE)
+    codes, steps = _round_rows(x, "fp8")
+    wanted, of_rows = float8_rows(x.cpu())
+    assert codes.dtype is torch.float8_e4m3fn
+    assert torch.equal(codes[:, : x.shape[1]].cpu().float(), wanted)
+    assert torch.equal(steps.cpu(), of_rows[:, 0])
+    assert torch.equal(wanted[0, :127], table)
+
+
+def test_a_wrong_step_shows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(*given: Any) -> tuple[Tensor, Tensor]:
+        codes, steps = _round_rows(*given)
+        return codes, steps / 2
+
+    monkeypatch.setattr(quant_linear, "_round_rows", half)
+    with pytest.raises(AssertionError):
+        check(weight_of("fp8", 40, 300), "float16", "fp8")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8-128", "mxfp8", "fp8-16"])
+def test_float8_by_float8(device: str, kind: str) -> None:
+    """Bytes of weights are those of the format, inputs side by side; groups of 16 are too short for it."""
+    group = {"fp8": None, "fp8-128": 128, "mxfp8": 32, "fp8-16": 16}[kind]
+    kinds = replace(KINDS["fp8"], group_size=group)
+    weight = kinds.draw(70, 300, DEVICE, 3)
+    packed = check(weight, "float16", "fp8", (1, 4, 5, 40))
+    layout, codes = packed.data.layout, packed.data.tensors.codes
+    assert layout.float8 == (kind != "fp8-16")
+    if layout.float8:
+        assert torch.equal(codes[:, :300], weight.values.view(torch.uint8) ^ 128)
+        assert not codes[:, 300:].any()
+
+
+def test_nan_among_float8_by_float8(device: str) -> None:
+    weight = weight_of("fp8", 3, 40)
+    weight.values[1, 7] = -1  # 0x7f
+    op = QuantLinear()
+    for rows in (1, 9):
+        x = torch.ones(rows, 40, device=DEVICE)
+        out = op(x, op.pack(weight, "float32", activations="fp8"))
+        assert out.isnan().tolist() == [[False, True, False]] * rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "inputs", "outputs", "dtype", "takes"),
+    [
+        ("fp8", 17, 64, 32, "bfloat16", True),
+        ("fp8", 16, 64, 32, "bfloat16", False),
+        ("fp8", 17, 64, 32, "float16", False),
+        ("fp8", 17, 72, 32, "bfloat16", False),
+        ("fp8", 17, 64, 24, "bfloat16", False),
+        ("fp8-128", 17, 256, 32, "bfloat16", False),
+    ],
+)
+def test_what_torch_multiplies_in_float8(
+    device: str, kind: str, rows: int, inputs: int, outputs: int, dtype: str, takes: bool
+) -> None:
+    packed = QuantLinear().pack(weight_of(kind, outputs, inputs), dtype, activations="fp8")
+    given = packed.data.layout, rows, inputs, outputs, getattr(torch, dtype)
+    assert quant_linear.scaled_mm_takes(*given) == takes
+
+
+def test_float8_in_one_product(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is given what its product of CUDA takes, and its product of the CPU gives what kernels give."""
+    weight = weight_of("fp8", 32, 80)
+    op, calls = QuantLinear(), []
+
+    def product(
+        x: Tensor, weight: Tensor, of_rows: Tensor, of_outputs: Tensor, **rest: Any
+    ) -> Tensor:
+        assert (x.stride(1), weight.stride(0)) == (1, 1)
+        assert of_rows.is_contiguous()
+        assert of_outputs.is_contiguous()
+        calls.append(rest)
+        return torch._scaled_mm(x, weight, of_rows, of_outputs, **rest)
+
+    packed = op.pack(weight, "bfloat16", activations="fp8")
+    bias = rand(32, dtype="bfloat16", device=DEVICE)
+    x = rand(20, 80, dtype="bfloat16", device=DEVICE)
+    monkeypatch.setattr(quant_linear, "_scaled_mm", product)
+    monkeypatch.setattr(
+        quant_linear,
+        "_multiplies_float8",
+        lambda x, *given: quant_linear.scaled_mm_takes(given[0], len(x), *given[1:]),
+    )
+    assert_near(op(x, packed, bias), expected(x, weight, "fp8") + bias.cpu().double(), "bfloat16")
+    gated = op.gated(x, packed, "silu", bias)
+    assert bits_equal(gated, quant_linear.activation_and_mul(op(x, packed, bias), "silu"))
+    assert [call["out_dtype"] for call in calls] == [torch.bfloat16] * 3
+    op = QuantLinear(batch_invariant=True)
+    op(x, packed, bias)
+    assert len(calls) == 3
+
+
+def test_rows_in_float8_do_not_depend_on_each_other(device: str) -> None:
+    """On request. Products of codes are sums of halves of whole numbers here: exact in any order."""
+    op, weight = QuantLinear(batch_invariant=True), weight_of("fp8", 70, 150)
+    whole = (torch.randint(-8, 8, (70, 150)).float().to(torch.float8_e4m3fn)).view(torch.int8)
+    weight = replace(weight, values=(whole ^ -128).to(DEVICE))
+    x = torch.randint(-7, 8, (40, 150)).half().to(DEVICE)
+    x[:, 0] = torch.tensor([448.0, 224.0]).repeat(20)
+    packed = op.pack(weight, "float16", activations="fp8")
+    together = op(x, packed)
+    for rows in (slice(3, 4), slice(10, 27)):
+        assert bits_equal(op(x[rows], packed), together[rows])
+    joined = op.join([packed, packed])
+    assert joined is not None
+    ids = (torch.arange(40, device=DEVICE) % 2)[:, None]
+    assert bits_equal(op.routed(x, joined, ids)[:, 0], together)
+
+
 @pytest.mark.parametrize("kind", ["int8", "int8-zeros", "int4-32-zeros", "q5_1", "iq4_xs"])
 def test_rows_do_not_depend_on_each_other(device: str, kind: str) -> None:
     """On request. Interpreted it shows for integers only: numpy sums floats of a row by its place."""
@@ -346,7 +469,7 @@ def test_kinds_are_not_joined(device: str, other: str) -> None:
 
 def test_checks_what_it_is_given(device: str) -> None:
     op, weight = QuantLinear(), weight_of("int8", 3, 40)
-    for dtype, activations in (("float64", "float"), ("float16", "fp8")):
+    for dtype, activations in (("float64", "float"), ("float16", "fp4")):
         with pytest.raises(ConfigError, match=f"{dtype!r}, activations {activations!r}: must be"):
             op.pack(weight, dtype, activations=activations)
     packed = op.pack(weight, "float16", activations="int8")

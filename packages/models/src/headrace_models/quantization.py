@@ -11,7 +11,7 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.linear import QuantMethod, QuantNeed
 from headrace_core.model import ModelInfo
 from headrace_core.ops import OpTable
-from headrace_models.fixed_activations import FixedActivations
+from headrace_models.activation_forms import ActivationForms, forms_for
 from headrace_models.layer_overrides import LayerOverrides
 
 GROUP = "headrace.quantization"
@@ -85,16 +85,17 @@ def quant_method(
 
     Raises:
         ConfigError: see :func:`quant_method_name`; or the method refuses device, dtype or block; or there are
-            overrides for a checkpoint that is quantized already.
+            overrides for a checkpoint that is quantized already; or the device has no such activations.
         PluginNotFound: no such method is installed.
     """
-    if activations != "auto":
-        ops = replace(ops, quant_linear=FixedActivations(ops.quant_linear, activations))
+    need = QuantNeed(dtype=info.dtype, device=device, device_capability=device_capability)
+    forms = forms_for(need, activations)
+    if forms:
+        ops = replace(ops, quant_linear=ActivationForms(ops.quant_linear, forms))
     if overrides:
         return _with_overrides(info, wanted, ops, device, device_capability, overrides)
     name = quant_method_name(info, wanted)
     method: type[QuantMethod] = plugins.load(GROUP, name)
-    need = QuantNeed(dtype=info.dtype, device=device, device_capability=device_capability)
     reasons = method.refuse(need)
     if reasons:
         raise ConfigError(

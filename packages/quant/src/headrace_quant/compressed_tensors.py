@@ -17,9 +17,9 @@ A linear layer with K inputs and N outputs has
 
 Activations of integers stay as they are or become int8 (W8A8, W4A8): with a scale per token that is found at
 run time, or a module's own ``input_scale`` [1], and ``input_zero_point`` if they are not symmetric. Those of
-floats stay as they are, whatever the container says: only weights are
-small. FP8 stays packed where its blocks allow it (:mod:`headrace_quant.fp8.layers`), else it
-becomes floats while it is loaded.
+floats stay as they are, whatever the container says: only weights are small; but with FP8 weights and a
+dynamic scale per token they are ``fp8`` (:data:`headrace_core.ops.QUANT_ACTIVATIONS`). FP8 stays packed where
+its blocks allow it (:mod:`headrace_quant.fp8.layers`), else it becomes floats while it is loaded.
 
 Everything else that the container can say is refused by key and value.
 Source: github.com/vllm-project/compressed-tensors (its compressors).
@@ -375,7 +375,15 @@ def _fp8(path: str, group: Mapping[str, Any], inputs: object) -> Fp8Layout:
         ):
             raise refusal(f"{path}.weights.block_structure", sizes, "a list of two sizes")
         block = sizes[0], sizes[1]
-    return Fp8Layout(block, has_activation_scales=True)
+    return Fp8Layout(block, has_activation_scales=True, activations=_of_tokens(inputs))
+
+
+def _of_tokens(inputs: object) -> str:
+    """``fp8`` if a group's activations in FP8 have a symmetric scale for each token, found at run time."""
+    if not isinstance(inputs, Mapping) or not inputs:
+        return "float"
+    found = inputs.get("dynamic"), inputs.get("strategy"), inputs.get("symmetric", True)
+    return "fp8" if found == (True, "token", True) else "float"
 
 
 def _check(path: str, found: object, rules: Mapping[str, tuple[object, ...]]) -> Mapping[str, Any]:

@@ -12,9 +12,10 @@
 ``MIXED_PRECISION``            one of these for each module of ``quantized_layers``
 =============================  =====================================================================
 
-It stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations are
-floats, whatever the export says of them, and their scales are passed over; those of the cache are used
-where it is in FP8.
+It stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations of
+``FP8_PER_CHANNEL_PER_TOKEN`` are ``fp8`` (:data:`headrace_core.ops.QUANT_ACTIVATIONS`), all others floats,
+whatever the export says of them, and their scales are passed over; those of the cache are used where it is
+in FP8.
 
 Source: github.com/NVIDIA/TensorRT-Model-Optimizer (``modelopt.torch.export``).
 """
@@ -46,7 +47,9 @@ _ANY_COLUMNS = 1 << 62
 Storage = Fp8Layout | FloatLayout
 ALGORITHMS: Mapping[str, Storage] = {
     "FP8": Fp8Layout(None, has_activation_scales=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Layout((1, _ANY_COLUMNS), has_activation_scales=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Layout(
+        (1, _ANY_COLUMNS), has_activation_scales=True, activations="fp8"
+    ),
     "FP8_PB_WO": Fp8Layout((128, 128), has_activation_scales=True),
     "NVFP4": FloatLayout(
         "e2m1", "weight", scale_kind="e4m3", group_size=16, outer="weight_scale_2"

@@ -64,12 +64,16 @@ class FloatLayout:
 
 
 class SmallFloatWeight(IntegerMethod):
-    """A layer in small floats; activations are floats, whatever the checkpoint says of them."""
+    """A layer in small floats.
+
+    Args:
+        activations: ``float``, whatever the checkpoint says of them, or ``fp8`` with E4M3.
+    """
 
     takes_views = True
 
-    def __init__(self, ops: OpTable, layout: FloatLayout) -> None:
-        super().__init__(ops, activations="float")
+    def __init__(self, ops: OpTable, layout: FloatLayout, *, activations: str = "float") -> None:
+        super().__init__(ops, activations=activations)
         self.layout = layout
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""Linear layers with integer weights."""
+"""Linear layers with packed weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from headrace_core.errors import WeightsError
+from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
 from headrace_reference.activations import activation_and_mul
 from headrace_reference.dtypes import unset_like, widened
@@ -26,6 +26,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     steps = x.abs().amax(dim=1, keepdim=True) / 127
     steps = torch.where(steps == 0, torch.ones_like(steps), steps)
     return (x / steps).round(), steps
+
+
+def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic FP8: x [T, K] -> (numbers of E4M3 [T, K] float32, steps [T, 1]).
+
+    A row's step is its largest magnitude / 448, in float32; numbers are x / step to the nearest one of
+    E4M3, ties to even. A row of zeros has step 1, one with NaN or an infinity has no numbers.
+    """
+    x = x.float()
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    steps = x.abs().amax(dim=1, keepdim=True) / largest
+    steps = torch.where(steps == 0, torch.ones_like(steps), steps)
+    # A step among the smallest numbers is coarse: a quotient may be beyond the largest.
+    return (x / steps).clamp(-largest, largest).to(torch.float8_e4m3fn).float(), steps
 
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -57,6 +71,13 @@ class QuantLinear:
     """See :class:`headrace_core.ops.QuantLinearOp`. Packing keeps the weight as it is."""
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        if activations == "fp8" and not _is_e4m3(weight.table):
+            raise ConfigError(
+                "model.quantization_activations = 'fp8': of weights in E4M3 only; with this one, which has "
+                f"{'another table' if weight.table is not None else 'integers'}, it must be 'auto', 'float' "
+                "or 'int8'",
+                field="model.quantization_activations",
+            )
         parts = [getattr(weight, field.name) for field in fields(weight)]
         return PackedLinear(
             in_features=weight.values.shape[1],
@@ -78,8 +99,8 @@ class QuantLinear:
         weight, activations = packed.data
         wide = widened(x)
         real = dequantized(weight, wide.dtype)
-        if activations == "int8" and x.shape[1]:
-            codes, steps = quantize_rows(x)
+        if activations != "float" and x.shape[1]:
+            codes, steps = (quantize_rows if activations == "int8" else float8_rows)(x)
             out = codes.to(wide.dtype) @ real.T * steps.to(wide.dtype)
         else:
             out = wide @ real.T
@@ -130,6 +151,14 @@ class QuantLinear:
             bias = None if biases is None else biases[expert]
             chosen[rows, places] = self(own, packed.data[expert], bias)
         return (chosen if weights is None else summed(chosen, weights)).to(x.dtype)
+
+
+def _is_e4m3(table: Tensor | None) -> bool:
+    """True of the numbers that E4M3's bytes stand for, in their order."""
+    if table is None or len(table) != 256:
+        return False
+    e4m3 = torch.arange(256, device=table.device).byte().view(torch.float8_e4m3fn).float()
+    return torch.allclose(table, e4m3, rtol=0, atol=0, equal_nan=True)
 
 
 class _FakeQuantLinear(QuantLinear):

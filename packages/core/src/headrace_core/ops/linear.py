@@ -11,8 +11,8 @@ from headrace_core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUANT_ACTIVATIONS = ("int8", "float")
-"""Forms in which activations enter :class:`QuantLinearOp`."""
+QUANT_ACTIVATIONS = ("int8", "fp8", "float")
+"""Forms in which activations enter :class:`QuantLinearOp`; by ConfigError one may refuse ``fp8``."""
 QUANT_BITS = (2, 3, 4, 5, 6, 8)
 """Bits of a code of :class:`QuantizedWeight`."""
 
@@ -157,7 +157,7 @@ class Rounding:
 
 
 class QuantLinearOp(Protocol):
-    """Integer weights, with activations in int8 or in their own dtype."""
+    """Packed weights, with activations in int8, in FP8 or in their own dtype."""
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         """Done once, at load. ``dtype`` is x's; ``activations`` of :data:`QUANT_ACTIVATIONS`."""
@@ -179,9 +179,10 @@ class QuantLinearOp(Protocol):
         """``x @ weight.T + bias``: x [T, K] -> [T, N].
 
         With ``activations="int8"`` a row x_t enters as ``round(x_t / s_t) * s_t``, s_t being its
-        largest magnitude / 127 in float32, ties to even; integers are summed exactly. With
-        ``"float"`` rows enter as they are, or in fixed point of at least 16 bits (22 if x is
-        float32) over the row's largest magnitude.
+        largest magnitude / 127 in float32, ties to even; integers are summed exactly. With ``"fp8"``,
+        of weights whose table is E4M3, as ``e4m3(x_t / s_t) * s_t``, s_t that magnitude / 448 (1 for
+        zeros), ties to even, saturating. With ``"float"`` rows enter as they are, or in fixed point
+        of at least 16 bits (22 if x is float32) over the row's largest magnitude.
         """
         ...
 

@@ -231,6 +231,7 @@ def build_context(
             config.model.quantization,
             ops,
             device=platform.device,
+            device_capability=_capability(platform.device),
             overrides=config.model.quantization_overrides,
             activations=config.model.quantization_activations,
         ),
@@ -246,6 +247,15 @@ def build_context(
         generation_config=info.generation_config,
         trust_remote_code=info.trust_remote_code,
     )
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None: another device."""
+    import torch
+
+    if device != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability()
 
 
 def _paged(backend: BackendFacts) -> AttentionBackend:

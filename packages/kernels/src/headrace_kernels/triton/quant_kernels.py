@@ -12,7 +12,7 @@
 * ``_quant_finish_kernel``: sums of parts of the inputs, in order, then scales of outputs, steps of rows and
   bias.
 * ``_quant_weight_rows_kernel``: rows of the weight itself.
-* ``_quant_round_kernel``: activations in 8 bits, by row.
+* ``_quant_round_kernel``, ``_quant_round_float8_kernel``: activations in 8 bits, by row.
 """
 
 # Kernels are traced by triton, not called: their parameters have no Python types.
@@ -71,6 +71,17 @@ def _places(low, high, step, SUB: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _octets_at(step, i, col, N, steps, TILE: tl.constexpr, FLOAT8: tl.constexpr):
+    """Places [inputs, outputs] of bytes of the low plane; FLOAT8: they lie by output."""
+    byte = (step * TILE + i).to(tl.int64)
+    if FLOAT8:
+        at = byte[:, None] + col.to(tl.int64)[None, :] * (steps * TILE)
+    else:
+        at = byte[:, None] * N + col[None, :]
+    return at
+
+
+@triton.jit
 def _factors(
     scales_ptr, minimums_ptr, block_scales_ptr, block_minimums_ptr, at, block_at, ok,
     HAS_MINIMUMS: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr,
@@ -121,8 +132,8 @@ def _quant_dot_kernel(
     expert_ptr, x_stride, num_rows, num_experts, N, K, steps, steps_per_split,
     PER_ROW: tl.constexpr, ROUTED: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-    TABLE: tl.constexpr, INTEGER: tl.constexpr, ROUNDS_ROWS: tl.constexpr, GROUPED: tl.constexpr,
-    PER_INPUT: tl.constexpr, WHOLE_STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    TABLE: tl.constexpr, INTEGER: tl.constexpr, FLOAT8: tl.constexpr, ROUNDS_ROWS: tl.constexpr,
+    GROUPED: tl.constexpr, PER_INPUT: tl.constexpr, WHOLE_STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr,
     HAS_BLOCK_MINIMUMS: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -136,8 +147,11 @@ def _quant_dot_kernel(
     # 8 bits minus a zero point have no room in 8 bits: the zero point is applied to sums of x.
     LATE_ZEROS: tl.constexpr = INTEGER and HAS_ZEROS and BITS == 8
     EARLY_ZEROS: tl.constexpr = HAS_ZEROS and not LATE_ZEROS
-    DTYPE: tl.constexpr = tl.int8 if INTEGER else COMPUTE
+    DTYPE: tl.constexpr = tl.int8 if INTEGER else (tl.float8e4nv if FLOAT8 else COMPUTE)
     SUM: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    # Tensor cores of 9.0 add products of FP8 in few bits: 32 of them, then float32 goes on. With 0 they are
+    # widened to float16.
+    FEW_BITS: tl.constexpr = 0 if not FLOAT8 or tl.float32 == COMPUTE else 32
     # Groups whose sum is scaled as it ends; else all goes to one sum.
     SCALED: tl.constexpr = GROUPED and not PER_INPUT
     X_SUMS: tl.constexpr = LATE_ZEROS or (HAS_MINIMUMS and not PER_INPUT)
@@ -179,7 +193,7 @@ def _quant_dot_kernel(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32 if SCALED else SUM)
     for step in range(part * steps_per_split, last):
-        byte = (step * TILE + i).to(tl.int64)[:, None] * N + col[None, :]
+        byte = _octets_at(step, i, col, N, steps, TILE, FLOAT8)
         low = tl.load(codes_ptr + byte, mask=col_ok[None, :], other=0)
         high = low
         if HIGH > 0:
@@ -205,7 +219,10 @@ def _quant_dot_kernel(
             if HAS_ZEROS:
                 zero = tl.load(zeros_ptr + at, mask=col_ok[None, :], other=0)
             place = _places(low, high, step, sub, BITS)
-            weight = _value(place, zero, table_ptr, BITS, TABLE, EARLY_ZEROS)
+            if FLOAT8:
+                weight = place.to(tl.float8e4nv, bitcast=True)
+            else:
+                weight = _value(place, zero, table_ptr, BITS, TABLE, EARLY_ZEROS)
             if PER_INPUT:
                 scale, minimum = _factors(
                     scales_ptr, minimums_ptr, block_scales_ptr, block_minimums_ptr, at,
@@ -220,12 +237,14 @@ def _quant_dot_kernel(
                 x_sum = tl.zeros((BLOCK_M,), SUM)
             if SCALED:
                 total = tl.dot(
-                    x.to(DTYPE), weight.to(DTYPE), total, input_precision="ieee", out_dtype=SUM
-                )
+                    x.to(DTYPE), weight.to(DTYPE), total, input_precision="ieee",
+                    max_num_imprecise_acc=FEW_BITS, out_dtype=SUM,
+                )  # fmt: skip
             else:
                 acc = tl.dot(
-                    x.to(DTYPE), weight.to(DTYPE), acc, input_precision="ieee", out_dtype=SUM
-                )
+                    x.to(DTYPE), weight.to(DTYPE), acc, input_precision="ieee",
+                    max_num_imprecise_acc=FEW_BITS, out_dtype=SUM,
+                )  # fmt: skip
             if X_SUMS:
                 x_sum += tl.sum(x.to(SUM), 1)
             if LATE_ZEROS and (not WHOLE_STEP or sub == TILES - 1):
@@ -266,8 +285,8 @@ def _quant_few_rows_kernel(
     out_ptr, x_ptr, codes_ptr, high_ptr, scales_ptr, zeros_ptr, minimums_ptr, block_scales_ptr,
     block_minimums_ptr, table_ptr, x_stride, num_rows, N, K, steps, steps_per_split,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-    TABLE: tl.constexpr, INTEGER: tl.constexpr, GROUPED: tl.constexpr, PER_INPUT: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_PAIRS: tl.constexpr,
+    TABLE: tl.constexpr, INTEGER: tl.constexpr, FLOAT8: tl.constexpr, GROUPED: tl.constexpr,
+    PER_INPUT: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_PAIRS: tl.constexpr,
     HAS_BLOCK_SCALES: tl.constexpr, HAS_BLOCK_MINIMUMS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +306,7 @@ def _quant_few_rows_kernel(
     last = tl.minimum(steps, (part + 1) * steps_per_split)
     acc = tl.zeros((BLOCK_M, TILE, BLOCK_N), SUM)
     for step in range(part * steps_per_split, last):
-        byte = (step * TILE + i).to(tl.int64)[:, None] * N + col[None, :]
+        byte = _octets_at(step, i, col, N, steps, TILE, FLOAT8)
         low = tl.load(codes_ptr + byte, mask=col_ok[None, :], other=0)
         high = low
         if HIGH > 0:
@@ -374,7 +393,7 @@ def _quant_weight_rows_kernel(
     out_ptr, ids_ptr, codes_ptr, high_ptr, scales_ptr, zeros_ptr, minimums_ptr, block_scales_ptr,
     block_minimums_ptr, row_scales_ptr, table_ptr, N, K,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
-    TABLE: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    TABLE: tl.constexpr, FLOAT8: tl.constexpr, GROUPED: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_MINIMUMS: tl.constexpr, HAS_PAIRS: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr,
     HAS_BLOCK_MINIMUMS: tl.constexpr, HAS_ROW_SCALES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -386,7 +405,10 @@ def _quant_weight_rows_kernel(
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     ok = k < K
     tile, i = k // TILE, k % TILE
-    place = tl.load(codes_ptr + (tile // TILES * TILE + i).to(tl.int64) * N + n, mask=ok, other=0)
+    byte = (tile // TILES * TILE + i).to(tl.int64) * N + n
+    if FLOAT8:
+        byte = n.to(tl.int64) * (tl.cdiv(K, TILE) * TILE) + k
+    place = tl.load(codes_ptr + byte, mask=ok, other=0)
     if BITS != 8:
         place = place >> (tile % TILES * MAIN).to(tl.uint8) & ((1 << MAIN) - 1)
     if HIGH > 0:
@@ -415,9 +437,8 @@ def _quant_weight_rows_kernel(
 
 
 @triton.jit
-def _quant_round_kernel(x_ptr, codes_ptr, steps_ptr, x_stride, out_stride, K, BLOCK: tl.constexpr):
-    """Codes int8 and step of a row: its largest magnitude / 127; see :class:`QuantLinearOp`."""
-    row = tl.program_id(0).to(tl.int64)
+def _step_of_row(x_ptr, row, x_stride, K, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's largest magnitude / LARGEST; 1 of zeros, NaN if the row has one."""
     largest = tl.zeros((BLOCK,), tl.float32)
     strange = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, K, BLOCK):
@@ -427,18 +448,60 @@ def _quant_round_kernel(x_ptr, codes_ptr, steps_ptr, x_stride, out_stride, K, BL
         largest = tl.where(size > largest, size, largest)
         strange = strange | (x != x).to(tl.int32)
     # An exact quotient: that of `/` is off by a bit now and then, on a GPU.
-    step = tl.div_rn(tl.max(largest, 0), 127.0)
+    step = tl.div_rn(tl.max(largest, 0), LARGEST)
     step = tl.where(step == 0.0, 1.0, step)
-    step = tl.where(tl.max(strange, 0) > 0, float("nan"), step)
+    return tl.where(tl.max(strange, 0) > 0, float("nan"), step)
+
+
+@triton.jit
+def _quotient(x, step, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    """x / step within the codes' range; 0 in a row without numbers, whose step says so."""
+    quotient = tl.div_rn(x, tl.zeros((BLOCK,), tl.float32) + step)
+    quotient = tl.where(quotient == quotient, quotient, 0.0)
+    # A step among the smallest numbers is coarse: a quotient may be beyond the largest code.
+    return tl.where(quotient > LARGEST, LARGEST, tl.where(quotient < -LARGEST, -LARGEST, quotient))
+
+
+@triton.jit
+def _quant_round_kernel(x_ptr, codes_ptr, steps_ptr, x_stride, out_stride, K, BLOCK: tl.constexpr):
+    """Codes int8 and step of a row: its largest magnitude / 127; see :class:`QuantLinearOp`."""
+    row = tl.program_id(0).to(tl.int64)
+    step = _step_of_row(x_ptr, row, x_stride, K, 127.0, BLOCK)
     tl.store(steps_ptr + row, step)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-        code = tl.div_rn(x, tl.zeros((BLOCK,), tl.float32) + step)
-        # A row without numbers has no codes either; its step says so.
-        code = tl.where(code == code, code, 0.0)
-        # A step among the smallest numbers is coarse: a quotient may be beyond 127.
-        code = tl.where(code > 127.0, 127.0, tl.where(code < -127.0, -127.0, code))
+        code = _quotient(x, step, 127.0, BLOCK)
         # Adding 1.5 * 2^23 leaves no places behind the point: ties go to even.
         code = (code + 12582912.0) - 12582912.0
         tl.store(codes_ptr + row * out_stride + k, code.to(tl.int8), mask=k < K)
+
+
+@triton.jit
+def _quant_round_float8_kernel(
+    x_ptr, codes_ptr, steps_ptr, x_stride, out_stride, K, BLOCK: tl.constexpr
+):
+    """Bytes of E4M3 and step of a row: its largest magnitude / 448; see :class:`QuantLinearOp`."""
+    row = tl.program_id(0).to(tl.int64)
+    step = _step_of_row(x_ptr, row, x_stride, K, 448.0, BLOCK)
+    tl.store(steps_ptr + row, step)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+        octet = _float8_octet(_quotient(x, step, 448.0, BLOCK))
+        tl.store(codes_ptr + row * out_stride + k, octet, mask=k < K)
+
+
+@triton.jit
+def _float8_octet(value):
+    """Float32 of at most 448 in magnitude -> the bytes of the nearest E4M3, ties to even, uint8. In integers:
+    the interpreter's conversion rounds otherwise."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.abs(value)
+    # 20 bits of the mantissa go; exponents are counted from 2^-7 on, not from 2^-127.
+    whole = size.to(tl.int32, bitcast=True)
+    normal = ((whole + 0x7FFFF + ((whole >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 numbers are multiples of 2^-9; adding 2^23 leaves no places behind the point.
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(size < 0.015625, small, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -6,8 +6,10 @@ the second above it, and so on. So a kernel loads a byte once, and each shift of
 ``tl.dot``: nothing is shuffled. Codes of 3, 5 and 6 bits lie in two planes: the low 2 or 4 bits, and what is
 above.
 
-Outputs are the fast axis of every tensor: codes [bytes of inputs, N], scales [groups, N]. Scales that are
-whole numbers are bytes; others have 16 bits if that changes none of them, else 32.
+Outputs are the fast axis of every tensor: codes [bytes of inputs, N], scales [groups, N]. Codes that are
+multiplied as FP8 are the exception, [N, bytes of inputs]: tensor cores, and ``torch._scaled_mm``, want 8-bit
+floats with inputs side by side. Scales that are whole numbers are bytes; others have 16 bits if that changes
+none of them, else 32.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops import QuantizedWeight
 
 _MAX_INTEGER_INPUTS = 1 << 16
@@ -42,10 +45,12 @@ class QuantLayout:
     block_size: int
     table: str
     """``none``; ``e2m1``, ``e4m3``, ``e5m2``: decoded by bits; ``bytes``, ``floats``: looked up."""
+    activations: str
+    """One of :data:`headrace_core.ops.QUANT_ACTIVATIONS`."""
     integer: bool
     """True if activations and weights are multiplied as integers of 8 bits."""
-    rounds_rows: bool
-    """True if activations are rounded to 8 bits."""
+    float8: bool
+    """True if activations and weights are multiplied as E4M3; codes then lie by output."""
     grouped: bool
     """True if scales or minimums are applied while inputs are summed; False: once, at the end."""
     per_input: bool
@@ -59,6 +64,11 @@ class QuantLayout:
     has_row_scales: bool
     dtypes: tuple[str | None, ...]
     """Types of :attr:`QuantTensors`."""
+
+    @property
+    def rounds_rows(self) -> bool:
+        """True if activations are rounded to 8 bits."""
+        return self.activations != "float"
 
     @property
     def main_bits(self) -> int:
@@ -81,8 +91,8 @@ class QuantTensors:
     """Tensors of a packed weight; the kernels take them in this order."""
 
     codes: Tensor
-    """Low plane, uint8 [bytes, N]. Codes of 8 bits without a table are int8 as they were, others are places
-    from 0 on."""
+    """Low plane, uint8 [bytes, N], or [N, bytes] of FP8. Codes of 8 bits without a table are int8 as they
+    were, others are places from 0 on."""
     high: Tensor | None
     """High plane, uint8 [bytes, N]."""
     scales: Tensor | None
@@ -109,12 +119,23 @@ class QuantTensors:
 
 
 def lay_out(
-    weight: QuantizedWeight, *, rounds_rows: bool, max_integer_inputs: int = _MAX_INTEGER_INPUTS
+    weight: QuantizedWeight, *, activations: str, max_integer_inputs: int = _MAX_INTEGER_INPUTS
 ) -> tuple[QuantLayout, QuantTensors]:
-    """The weight, packed. ``rounds_rows``: activations are rounded to 8 bits."""
+    """The weight, packed.
+
+    Raises:
+        ConfigError: activations are to be FP8, and the weight's table is not E4M3.
+    """
+    if activations == "fp8" and not _is_float8(weight, torch.float8_e4m3fn):
+        raise ConfigError(
+            "model.quantization_activations = 'fp8': of weights in E4M3 only; with this one, which has "
+            f"{'another table' if weight.table is not None else 'integers'}, it must be 'auto', 'float' "
+            "or 'int8'",
+            field="model.quantization_activations",
+        )
     inputs, bits = weight.values.shape[1], weight.bits
     places = (weight.values.short() + (1 << bits - 1)).byte()
-    table, factor, entries = _table(weight, places, as_integers=rounds_rows)
+    table, factor, entries = _table(weight, places, as_integers=activations == "int8")
     whole = max(1, inputs)
     group_size, block_size = (
         whole if size is None else size for size in (weight.group_size, weight.block_size)
@@ -122,8 +143,10 @@ def lay_out(
     single = weight.scales.shape[1] == 1
     per_input = not single and group_size % _TILES[-1] != 0
     tile = _tile(bits, whole if single or per_input else group_size, any_size=single or per_input)
-    # The compiler multiplies integers of 8 bits in tiles of 32 inputs or more.
-    integer = rounds_rows and table in ("none", "bytes") and not per_input and tile >= 32
+    # The compiler multiplies 8 bits by 8 bits in tiles of 32 inputs or more.
+    octets = not per_input and tile >= 32
+    integer = octets and activations == "int8" and table in ("none", "bytes")
+    float8 = octets and activations == "fp8" and table == "e4m3"
 
     scales: Tensor | None = weight.scales
     block_scales, row_scales = weight.block_scales, None
@@ -155,8 +178,9 @@ def lay_out(
     main_bits = 8 if bits == 8 else 4 if bits >= 4 else 2
     pad = 0 if entries is None else int(entries.isfinite().byte().argmax())
     stored = weight.values.view(torch.uint8) if bits == 8 and table == "none" else places
+    codes = _plane(stored, 0, main_bits, tile, pad)
     tensors = QuantTensors(
-        codes=_plane(stored, 0, main_bits, tile, pad),
+        codes=codes.T.contiguous() if float8 else codes,
         high=_plane(stored, main_bits, bits - main_bits, tile, pad) if bits > main_bits else None,
         scales=narrow_scales,
         zeros=None if zeros is None else zeros.T.contiguous(),
@@ -172,8 +196,9 @@ def lay_out(
         group_size=_round_up(whole, 8 * tile) if single else group_size,
         block_size=_round_up(whole, 8 * tile) if single else block_size,
         table=table,
+        activations=activations,
         integer=integer,
-        rounds_rows=rounds_rows,
+        float8=float8,
         grouped=scales is not None,
         per_input=per_input,
         has_zeros=zeros is not None,
@@ -246,7 +271,7 @@ def _table(
         return "none", 1.0, None
     if weight.bits == 8:
         for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
-            if _equal(table, torch.arange(256).byte().view(dtype).float()):
+            if _is_float8(weight, dtype):
                 if kind == "e5m2" or not bool(((places & 0x7F) == 0x7F).any()):
                     return kind, 1.0, None
                 break  # the kernels know no NaN in e4m3
@@ -259,6 +284,13 @@ def _table(
     largest = float(table.nan_to_num(0, 0, 0).abs().amax())
     factor = 2.0 ** math.frexp(largest)[1]
     return "floats", factor, table / factor
+
+
+def _is_float8(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """True if the table has the numbers that this type's bytes stand for, in their order."""
+    if weight.table is None or weight.bits != 8:
+        return False
+    return _equal(weight.table, torch.arange(256).byte().view(dtype).float())
 
 
 def _equal(table: Tensor, other: Tensor) -> bool:

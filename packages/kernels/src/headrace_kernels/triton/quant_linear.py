@@ -7,6 +7,7 @@ in it.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from headrace_kernels.triton.quant_tiles import INTERPRETED, QuantTile, rows_cla
 
 _DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 _ROW_BLOCK = 1024
+_scaled_mm = torch._scaled_mm
+"""x [T, K] float8 by rows, weight [K, N] float8 by columns, scales [T, 1] and [1, N] float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,9 @@ class QuantLinear:
                 f"quant_linear: dtype {dtype!r}, activations {activations!r}: must be of "
                 f"{list(_DTYPES)} and {list(QUANT_ACTIVATIONS)}"
             )
-        layout, tensors = lay_out(weight, rounds_rows=activations == "int8")
+        if activations == "fp8":
+            _check_float8_units(weight.values.device)
+        layout, tensors = lay_out(weight, activations=activations)
         out_features, in_features = weight.values.shape
         data = _Packed(layout, tensors)
         return PackedLinear(in_features, out_features, dtype, data, tensors.num_bytes)
@@ -111,10 +116,11 @@ class QuantLinear:
         steps = None
         x, dtype = dense(x), x.dtype
         if layout.rounds_rows:
-            x, steps = _round_rows(x)
-        if not self.batch_invariant and _multiplies_integers(x, layout, outputs):
-            sums = torch._int_mm(x[:, :inputs], tensors.codes[:inputs].view(torch.int8))
-            return _finish(sums[None], dtype, steps, bias, tensors, gated)
+            x, steps = _round_rows(x, layout.activations)
+        if steps is not None and not self.batch_invariant:
+            whole = _torch_product(x, steps, packed, bias, gated)
+            if whole is not None:
+                return whole
         rows_kind, tile = self._tile(rows, layout)
         splits, per_split = _splits(inputs, outputs, layout, tile)
         columns = triton.cdiv(outputs, tile.block_n)
@@ -123,8 +129,8 @@ class QuantLinear:
         few = rows_kind == "few"
         parts = None
         if few or splits > 1:
-            whole = torch.int32 if layout.integer and not layout.grouped else torch.float32
-            parts = torch.empty((splits, rows, outputs), dtype=whole, device=x.device)
+            sums = torch.int32 if layout.integer and not layout.grouped else torch.float32
+            parts = torch.empty((splits, rows, outputs), dtype=sums, device=x.device)
         if few:
             t = tensors
             kernels._quant_few_rows_kernel[(columns, splits)](
@@ -202,7 +208,7 @@ class QuantLinear:
         if entries:
             steps = None
             if layout.rounds_rows:
-                x, steps = _round_rows(x)
+                x, steps = _round_rows(x, layout.activations)
             # As many rows a block as an expert has on average.
             _, tile = self._tile(max(5, entries // experts), layout)
             where = sort_entries(ids, experts, tile.block_m)
@@ -234,7 +240,7 @@ class QuantLinear:
 
 
 _WEIGHT_ROWS = (
-    "bits", "tile", "table", "grouped", "has_zeros", "has_minimums", "has_pairs",
+    "bits", "tile", "table", "float8", "grouped", "has_zeros", "has_minimums", "has_pairs",
     "has_block_scales", "has_block_minimums", "has_row_scales",
 )  # fmt: skip
 _FEW_ROWS = (*_WEIGHT_ROWS[:-1], "integer", "per_input")
@@ -262,15 +268,22 @@ def _splits(inputs: int, outputs: int, layout: QuantLayout, tile: QuantTile) -> 
     return (triton.cdiv(steps, per_split) if steps else 1), per_split
 
 
-def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> codes int8 [T, K and up to 15 more], steps [T] float32."""
+def _round_rows(x: Tensor, activations: str = "int8") -> tuple[Tensor, Tensor]:
+    """x [T, K] -> codes int8 or float8_e4m3fn [T, K and up to 15 more], steps [T] float32."""
     rows, inputs = x.shape
     codes = torch.empty((rows, -(-inputs // 16) * 16), dtype=torch.int8, device=x.device)
     steps = torch.empty(rows, dtype=torch.float32, device=x.device)
-    kernels._quant_round_kernel[(rows,)](
-        x, codes, steps, x.stride(0), codes.stride(0), inputs, BLOCK=min(_ROW_BLOCK, padded(inputs))
+    block = min(_ROW_BLOCK, padded(inputs))
+    if activations == "int8":
+        kernels._quant_round_kernel[(rows,)](
+            x, codes, steps, x.stride(0), codes.stride(0), inputs, BLOCK=block
+        )
+        return codes, steps
+    octets = codes.view(torch.uint8)
+    kernels._quant_round_float8_kernel[(rows,)](
+        x, octets, steps, x.stride(0), octets.stride(0), inputs, BLOCK=block
     )
-    return codes, steps
+    return octets.view(torch.float8_e4m3fn), steps
 
 
 class _Gated(NamedTuple):
@@ -305,6 +318,24 @@ def _finish(
     return out
 
 
+def _torch_product(
+    x: Tensor, steps: Tensor, packed: PackedLinear, bias: Tensor | None, gated: _Gated
+) -> Tensor | None:
+    """The product of rounded rows by torch's library; None: it does not multiply these."""
+    layout, tensors = packed.data.layout, packed.data.tensors
+    inputs, dtype = packed.in_features, getattr(torch, packed.dtype)
+    if _multiplies_integers(x, layout, gated.outputs):
+        sums = torch._int_mm(x[:, :inputs], tensors.codes[:inputs].view(torch.int8))
+        return _finish(sums[None], dtype, steps, bias, tensors, gated)
+    if not _multiplies_float8(x, layout, inputs, gated.outputs, dtype):
+        return None
+    weight = tensors.codes.view(torch.float8_e4m3fn)[:, :inputs].T
+    whole = _scaled_mm(
+        x, weight, steps[:, None], tensors.row_scales[None, :], bias=bias, out_dtype=dtype
+    )
+    return whole if gated.kind is None else activation_and_mul(whole, gated.kind)
+
+
 def _multiplies_integers(x: Tensor, layout: QuantLayout, outputs: int) -> bool:
     """True if cuBLAS multiplies these integers; ``torch._int_mm`` takes 17 rows or more, and sizes that 8
     divides. Its sums are exact, so the rows do not depend on each other."""
@@ -321,6 +352,55 @@ def int_mm_takes(layout: QuantLayout, rows: int, inputs: int, outputs: int) -> b
     plain = layout.integer and layout.bits == 8 and layout.table == "none"
     plain = plain and not layout.grouped and not layout.has_zeros
     return plain and rows > 16 and inputs % 8 == 0 and outputs % 8 == 0
+
+
+def _check_float8_units(device: torch.device) -> None:
+    """Raises: ConfigError: a GPU that multiplies no FP8; the interpreter does."""
+    if device.type == "cuda" and not _has_float8_units(device):
+        raise ConfigError(
+            f"model.quantization_activations = 'fp8': {torch.cuda.get_device_name(device)} multiplies no "
+            "FP8; it takes an NVIDIA GPU of capability 8.9 or more; 'float' and 'int8' are served here",
+            field="model.quantization_activations",
+        )
+
+
+def _has_float8_units(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _multiplies_float8(
+    x: Tensor, layout: QuantLayout, inputs: int, outputs: int, dtype: torch.dtype
+) -> bool:
+    """True if ``torch._scaled_mm`` multiplies these numbers; its result is in bfloat16 where scales are those
+    of rows."""
+    return (
+        x.is_cuda
+        and scaled_mm_takes(layout, x.shape[0], inputs, outputs, dtype)
+        and _has_float8_units(x.device)
+        and _scaled_mm_works(x.device)
+    )
+
+
+def scaled_mm_takes(
+    layout: QuantLayout, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> bool:
+    """True if ``torch._scaled_mm`` multiplies such a weight by so many rows. With 16 rows or fewer the
+    kernels here read the weight as fast."""
+    plain = layout.float8 and not layout.grouped and layout.has_row_scales
+    fits = inputs > 0 and inputs % 16 == 0 and outputs % 16 == 0
+    return plain and fits and rows > 16 and dtype is torch.bfloat16
+
+
+@functools.cache
+def _scaled_mm_works(device: torch.device) -> bool:
+    """True if this build of torch has the product with scales of rows for this GPU."""
+    ones = torch.ones((32, 32), device=device).to(torch.float8_e4m3fn)
+    scales = torch.ones((32, 1), device=device)
+    try:
+        _scaled_mm(ones, ones.T, scales, scales.T.contiguous(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _check(x: Tensor, packed: PackedLinear) -> None:

@@ -111,8 +111,8 @@ class Fp8Layers:
         for name in names:
             self._packings[name] = Packing(form, num_parts, may_be_floats)
         if may_be_floats:
-            return EitherWeight(self.ops, form)
-        return SmallFloatWeight(self.ops, form)
+            return EitherWeight(self.ops, form, activations=layout.activations)
+        return SmallFloatWeight(self.ops, form, activations=layout.activations)
 
 
 def _is_floats_here(spec: LinearSpec) -> bool:

@@ -6,7 +6,9 @@ without blocks one number: ``weight_scale_inv``, ``weight_scale``, or Mistral's 
 
 Linear layers stay packed (:mod:`headrace_quant.fp8.layers`); what else is in FP8 becomes floats of the
 activations' dtype before it is divided. Which layers are quantized is read off the tensors: one in FP8 must
-have its scale, one in floats is as it is. Activations stay floats, and their scales are not needed.
+have its scale, one in floats is as it is. Activations whose scheme is ``dynamic`` are ``fp8``
+(:data:`headrace_core.ops.QUANT_ACTIVATIONS`): with one scale for a token, where DeepSeek has one for each 128
+of its inputs. Others stay floats, and stored scales of theirs are not needed.
 
 Without a checkpoint made for it, every linear layer but the head is rounded to E4M3 while it is loaded,
 with a scale for each output: its largest magnitude over 448.
@@ -58,6 +60,7 @@ class Fp8(QuantMethod):
     Args:
         block: rows and columns that share a scale; None: a tensor has one.
         has_activation_scales: pass over the scales of activations.
+        activations: form of the stored layers' activations.
         ignore: entries of layers that the checkpoint says it left alone.
         stored: the checkpoint holds FP8; else its weights are floats.
     """
@@ -70,12 +73,13 @@ class Fp8(QuantMethod):
         block: tuple[int, int] | None,
         *,
         has_activation_scales: bool = False,
+        activations: str = "float",
         ignore: Sequence[str] = (),
         stored: bool = True,
     ) -> None:
         self.ops, self.stored = ops, stored
         self.layers = Fp8Layers(ops, may_be_floats=True)
-        self.layout = Fp8Layout(block, has_activation_scales)
+        self.layout = Fp8Layout(block, has_activation_scales, activations)
         self.ignore = {entry: _pattern(entry) for entry in ignore}
 
     @classmethod
@@ -93,6 +97,7 @@ class Fp8(QuantMethod):
             ops,
             _block(config.get(_BLOCK)),
             has_activation_scales=config.get("activation_scheme") == "static",
+            activations="fp8" if config.get("activation_scheme") == "dynamic" else "float",
             ignore=[entry for key in _LISTS for entry in listed_names(key, config.get(key) or [])],
         )
 

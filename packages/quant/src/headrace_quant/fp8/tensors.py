@@ -36,6 +36,8 @@ class Fp8Layout(NamedTuple):
     """Rows and columns that share a scale; None: the tensor has one."""
     has_activation_scales: bool = False
     """Scales of activations stand beside the weight, and are passed over."""
+    activations: str = "float"
+    """Form that the checkpoint names, where the layer stays packed: ``fp8`` with a step for each token."""
 
 
 class StoredTensor(NamedTuple):

@@ -19,7 +19,7 @@ from headrace_core import plugins
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_reference.quantized import quantize_rows
+from headrace_reference.quantized import float8_rows, quantize_rows
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Error bounds of a product, relative to the largest entry of the exact one."""
@@ -38,6 +38,8 @@ class QuantConformance(ABC):
     """Name of a layer that :attr:`config` leaves plain."""
     int8_activations: ClassVar[bool] = False
     """Rows of activations are rounded to int8 by their largest magnitude."""
+    fp8_activations: ClassVar[bool] = False
+    """The same, to E4M3."""
     in_features: ClassVar[int] = 36
     out_parts: ClassVar[tuple[int, ...]] = (24, 12)
 
@@ -109,8 +111,8 @@ class QuantConformance(ABC):
         out = layer.apply(state, x.clone(), bias)
 
         entered = x.double()
-        if self.int8_activations:
-            codes, steps = quantize_rows(x)
+        if self.int8_activations or self.fp8_activations:
+            codes, steps = (quantize_rows if self.int8_activations else float8_rows)(x)
             entered = codes.double() * steps.double()
             assert not torch.equal(entered, x.double())
         expected = entered @ meant.double().T

@@ -38,6 +38,9 @@ from headrace_kernels.cpu.ops.rounding import rounded
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
 """Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
 
+_FORMS = ("float", "int8")
+"""Forms of activations. A CPU multiplies no FP8: see docs/adr/0095."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
@@ -80,7 +83,7 @@ class QuantLinear:
         self._routed_kernel = library.quant_routed
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
-        _check_dtype(dtype)
+        _check_forms(dtype, activations)
         weight = cut_long_groups(weight)
         layout = layout_for(weight, dtype)
         values, _, stride = matrix(weight.values)
@@ -107,7 +110,7 @@ class QuantLinear:
     def round(
         self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
     ) -> PackedLinear:
-        _check_dtype(dtype)
+        _check_forms(dtype, activations)
         weight, out_features, stride = matrix(weight)
         in_features = weight.shape[1]
         group = rounding.group_size or max(4, in_features)
@@ -207,6 +210,12 @@ class QuantLinear:
         return out
 
 
-def _check_dtype(dtype: str) -> None:
+def _check_forms(dtype: str, activations: str) -> None:
     if dtype not in DTYPES:
         raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
+    if activations not in _FORMS:
+        raise ConfigError(
+            f"model.quantization_activations = {activations!r}: on a CPU it must be 'auto' or of "
+            f"{list(_FORMS)}",
+            field="model.quantization_activations",
+        )
