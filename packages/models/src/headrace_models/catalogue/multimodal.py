@@ -92,6 +92,12 @@ _COSMOS = (
 )  # fmt: skip
 _HEARS = ("audio_tower", "multi_modal_projector")
 
+
+def _one_size(name: str) -> Mapping[str, str]:
+    """:attr:`Wrapper.towers` of a class whose tower is CLIP's or SigLIP's."""
+    return dict.fromkeys(("clip_vision_model", "siglip_vision_model"), name)
+
+
 WRAPPERS: Mapping[str, Wrapper] = {
     row.name: row
     for row in (
@@ -336,13 +342,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LlavaForConditionalGeneration",
             _LLAVA,
             "LLaVA 1.5, Pixtral by transformers",
-            towers=dict.fromkeys(("clip_vision_model", "siglip_vision_model"), "llava:Llava"),
+            towers=_one_size("llava:Llava"),
         ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
             _LLAVA,
             "LLaVA-NeXT",
             ("vision_tower", "multi_modal_projector", "image_newline"),
+            towers=_one_size("llava_next:LlavaNext"),
         ),
         Wrapper(
             "LlavaNextVideoForConditionalGeneration",
@@ -355,6 +362,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             _LLAVA,
             "LLaVA-OneVision",
             ("vision_tower", "multi_modal_projector", "image_newline"),
+            towers=_one_size("llava_next:LlavaOnevision"),
         ),
         Wrapper(
             "MiniCPMOcrForConditionalGeneration",

@@ -93,7 +93,8 @@ class ClipTower(Layer):
             raise UnsupportedModel(f"config.json: vision_config.model_type = {kind!r}: is unknown")
         settings = Settings({**TOWERS[kind], **stated})
         hidden, self.patch = settings.integer("hidden_size"), settings.integer("patch_size")
-        self.side = settings.integer("image_size") // self.patch
+        self.image_size = settings.integer("image_size")
+        self.side = self.image_size // self.patch
         num_layers = settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
         wanted = last if last >= 0 else num_layers + 1 + last
         if not 0 <= wanted <= num_layers or (final_norm and wanted < num_layers):
