@@ -278,7 +278,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             _IDEFICS,
         ),
         Wrapper(
-            "Idefics3ForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Idefics3", _IDEFICS
+            "Idefics3ForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Idefics3",
+            _IDEFICS,
+            towers={"": "idefics3:Idefics3"},
         ),
         Wrapper(
             "InternVLChatModel",
@@ -527,7 +531,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             transposes_experts=True,
         ),
         Wrapper(
-            "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
+            "SmolVLMForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "SmolVLM",
+            _IDEFICS,
+            towers={"": "idefics3:Idefics3"},
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",

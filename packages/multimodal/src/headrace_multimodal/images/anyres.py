@@ -20,7 +20,7 @@ from headrace_core.multimodal import ProcessedMedia
 from headrace_multimodal.images.clip import OneSize
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
-from headrace_multimodal.images.steps import BICUBIC, CLIP_MEAN, CLIP_STD, resized
+from headrace_multimodal.images.steps import BICUBIC, CLIP_MEAN, CLIP_STD, cut, resized
 
 IMAGE_SIZES = "image_sizes"
 """Model input: [2] int64, an image's height and width as it came."""
@@ -174,13 +174,6 @@ def on_canvas(pixels: Pixels, canvas: Size, resample: int) -> Pixels:
     whole = np.zeros((*canvas, 3), np.uint8)
     whole[top : top + size[0], left : left + size[1]] = resized(pixels, *size, resample)
     return whole
-
-
-def cut(pixels: Pixels, tile: int) -> list[Pixels]:
-    """Squares of a canvas, row by row."""
-    height, width = pixels.shape[:2]
-    corners = itertools.product(range(0, height, tile), range(0, width, tile))
-    return [pixels[top : top + tile, left : left + tile] for top, left in corners]
 
 
 def without_margins(grid: Size, image: Size) -> Size:
