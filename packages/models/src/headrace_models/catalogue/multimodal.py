@@ -112,11 +112,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "AyaVisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
             "Aya Vision",
+            towers={"siglip_vision_model": "cohere_vision:AyaVision"},
         ),
         Wrapper(
             "Cohere2VisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM"},
             "Command A Vision",
+            towers={"siglip_vision_model": "cohere_vision:Cohere2Vision"},
         ),
         Wrapper(
             "Cosmos3OmniForConditionalGeneration",

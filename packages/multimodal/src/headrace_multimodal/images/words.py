@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import RequestError, UnsupportedModel
 
 
 class Words:
@@ -56,6 +56,31 @@ class Words:
     def ids(self, text: str) -> list[int]:
         """Tokens of a text, and none in front of it or behind."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def replaced(self, token_ids: Sequence[int], text: str, placeholder: int) -> list[int]:
+        """A prompt with a placeholder for each place that has a text, which need be no token: what stands
+        around it is made into tokens as if it were a special one.
+
+        Raises:
+            RequestError: the text is there, and the tokens are not those that the tokenizer makes.
+        """
+        number = self._tokenizer.token_to_id(text)
+        if number is not None:
+            return [placeholder if token == number else token for token in token_ids]
+        whole = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        first, *others = whole.split(text)
+        if not others:
+            return list(token_ids)
+        if self.ids(whole) != list(token_ids):
+            raise RequestError(
+                f"the prompt's tokens are not those that the tokenizer makes of its text, so {text!r} cannot "
+                f"be found: write token {placeholder} for each media item",
+                param="prompt",
+            )
+        found = self.ids(first)
+        for part in others:
+            found += [placeholder, *self.ids(part)]
         return found
 
 
