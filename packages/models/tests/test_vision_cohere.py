@@ -12,13 +12,14 @@ import torch
 from test_vision_language import TEXT, TOWER, drawn
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
+from vision_names import PUBLISHED, OtherNames
 
 from headrace_core.errors import UnsupportedModel
 
 SIGLIP: dict[str, Any] = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-class Tiled(VisionConformance):
+class Tiled(OtherNames, VisionConformance):
     text = "cohere2"
     tiles = (3, 1)
     refused: ClassVar[dict[str, Any]]
@@ -78,6 +79,9 @@ class TestAyaVisionOfAnotherLayer(TestAyaVision):
 
 
 class TestCohere2Vision(Tiled):
+    """Its tower is stored with a head, which is not read."""
+
+    spellings: ClassVar = (PUBLISHED,)
     refused: ClassVar = {"downsample_factor": 3, "alignment_intermediate_size": 33}
 
     def hf_class(self) -> Any:
@@ -89,6 +93,6 @@ class TestCohere2Vision(Tiled):
         from transformers import Cohere2VisionConfig
 
         return Cohere2VisionConfig(
-            vision_config=SIGLIP, text_config=self.text_config(), image_token_id=IMAGE,
-            alignment_intermediate_size=40,
+            vision_config={**SIGLIP, "vision_use_head": True}, text_config=self.text_config(),
+            image_token_id=IMAGE, alignment_intermediate_size=40,
         )  # fmt: skip

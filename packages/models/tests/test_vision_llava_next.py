@@ -12,6 +12,7 @@ from test_vision_language import TEXT as SHORT
 from test_vision_language import TOWER, drawn
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
+from vision_names import OtherNames
 
 from headrace_core.errors import UnsupportedModel
 
@@ -21,7 +22,7 @@ CLIP: dict[str, Any] = {**TOWER, "model_type": "clip_vision_model"}
 SIGLIP: dict[str, Any] = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 
 
-class LlavaNext(VisionConformance):
+class LlavaNext(OtherNames, VisionConformance):
     tower: ClassVar[dict[str, Any]] = CLIP
     text = "mistral"
     settings: ClassVar[dict[str, Any]] = {}
