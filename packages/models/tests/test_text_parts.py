@@ -118,6 +118,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "use_spatial_sampling": False,
     },
+    "LlavaOnevisionForConditionalGeneration": {"image_grid_pinpoints": [[28, 56]]},
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
 OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl"}

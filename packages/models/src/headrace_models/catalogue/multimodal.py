@@ -97,6 +97,12 @@ _COSMOS = (
 )  # fmt: skip
 _HEARS = ("audio_tower", "multi_modal_projector")
 
+
+def _one_size(name: str) -> Mapping[str, str]:
+    """:attr:`Wrapper.towers` of a class whose tower is CLIP's or SigLIP's."""
+    return dict.fromkeys(("clip_vision_model", "siglip_vision_model"), name)
+
+
 WRAPPERS: Mapping[str, Wrapper] = {
     row.name: row
     for row in (
@@ -111,11 +117,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "AyaVisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
             "Aya Vision",
+            towers={"siglip_vision_model": "cohere_vision:AyaVision"},
         ),
         Wrapper(
             "Cohere2VisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM"},
             "Command A Vision",
+            towers={"siglip_vision_model": "cohere_vision:Cohere2Vision"},
         ),
         Wrapper(
             "Cosmos3OmniForConditionalGeneration",
@@ -277,7 +285,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             _IDEFICS,
         ),
         Wrapper(
-            "Idefics3ForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Idefics3", _IDEFICS
+            "Idefics3ForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Idefics3",
+            _IDEFICS,
+            towers={"": "idefics3:Idefics3"},
         ),
         Wrapper(
             "InternVLChatModel",
@@ -341,13 +353,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LlavaForConditionalGeneration",
             _LLAVA,
             "LLaVA 1.5, Pixtral by transformers",
-            towers=dict.fromkeys(("clip_vision_model", "siglip_vision_model"), "llava:Llava"),
+            towers=_one_size("llava:Llava"),
         ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
             _LLAVA,
             "LLaVA-NeXT",
             ("vision_tower", "multi_modal_projector", "image_newline"),
+            towers=_one_size("llava_next:LlavaNext"),
         ),
         Wrapper(
             "LlavaNextVideoForConditionalGeneration",
@@ -360,6 +373,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             _LLAVA,
             "LLaVA-OneVision",
             ("vision_tower", "multi_modal_projector", "image_newline"),
+            towers=_one_size("llava_next:LlavaOnevision"),
         ),
         Wrapper(
             "MiniCPMOcrForConditionalGeneration",
@@ -524,7 +538,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
             transposes_experts=True,
         ),
         Wrapper(
-            "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
+            "SmolVLMForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "SmolVLM",
+            _IDEFICS,
+            towers={"": "idefics3:Idefics3"},
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",

@@ -5,6 +5,7 @@ Letters: H height, W width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,13 @@ def centre(pixels: Pixels, height: int, width: int) -> Pixels:
     top, left = top + at[0], left + at[1]
     top, left = max(0, top), max(0, left)
     return whole[top : top + height, left : left + width]
+
+
+def cut(pixels: Pixels, tile: int) -> list[Pixels]:
+    """Squares of an image, row by row; those at its right and lower edge may be smaller."""
+    height, width = pixels.shape[:2]
+    corners = itertools.product(range(0, height, tile), range(0, width, tile))
+    return [pixels[top : top + tile, left : left + tile] for top, left in corners]
 
 
 @dataclass(frozen=True, slots=True)

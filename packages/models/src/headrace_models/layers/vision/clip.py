@@ -93,7 +93,8 @@ class ClipTower(Layer):
             raise UnsupportedModel(f"config.json: vision_config.model_type = {kind!r}: is unknown")
         settings = Settings({**TOWERS[kind], **stated})
         hidden, self.patch = settings.integer("hidden_size"), settings.integer("patch_size")
-        self.side = settings.integer("image_size") // self.patch
+        self.image_size = settings.integer("image_size")
+        self.side = self.image_size // self.patch
         num_layers = settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
         wanted = last if last >= 0 else num_layers + 1 + last
         if not 0 <= wanted <= num_layers or (final_norm and wanted < num_layers):
@@ -132,21 +133,30 @@ class ClipTower(Layer):
         """images [I, 3, height, width] -> [I, states, H]: CLIP's own vector first, then patch by patch."""
         count = images.shape[0]
         flat = in_patches(images.to(self.dtype), self.patch)
-        x = self.patches(flat.flatten(0, 1)).view(count, self.side**2, -1)
+        x = self.patches(flat.flatten(0, 1)).view(*flat.shape[:2], -1)
         if self.is_clip:
             first = self.first.vector.expand(count, 1, -1)
             x = torch.cat((first, x), dim=1)
-        x = (x + self.positions.weight).flatten(0, 1)
+        number = x.shape[1]
+        x = (x + self.placed(images.shape[-1] // self.patch)).flatten(0, 1)
         if self.is_clip:
             x = self.first_norm(x)
-        segments, residual = Segments.of([self.num_states] * count, x.device), None
+        segments, residual = Segments.of([number] * count, x.device), None
         for layer in self.layers:
             x, residual = layer(x, residual, segments)
         if self.last_norm is not None:
             x, _ = self.last_norm.add(x, residual)
         elif residual is not None:
             x = self.ops.add(x, residual)
-        return x.view(count, self.num_states, -1)
+        return x.view(count, number, -1)
+
+    def placed(self, side: int) -> Tensor:
+        """[states, H]: what tells the places of an image's states.
+
+        Args:
+            side: patches in a row of the image, and in a column.
+        """
+        return self.positions.weight
 
 
 def _block(context: BuildContext, settings: Settings, name: str, eps: float) -> VisionBlock:

@@ -1,0 +1,126 @@
+"""LLaVA-NeXT and LLaVA-OneVision: images in tiles, with a vector at the end of each row.
+
+Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, arXiv:2408.03326.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.layers.vision.anyres import (
+    Size,
+    best_canvas,
+    canvases,
+    one_plane,
+    reduced,
+    unpadded,
+    with_row_ends,
+)
+from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.media_decoder import MediaDecoder
+from headrace_models.layers.vision.projected import (
+    TOWER_NAMES,
+    ProjectedTower,
+    projected_rules,
+    unread_weights,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+_NEWLINE = "image_newline"
+
+
+class LlavaNext(MediaDecoder):
+    """An image is a small picture of the whole, then rows of vectors of its tiles, margins left out."""
+
+    media_rules: ClassVar[Sequence[WeightRule]] = (
+        *projected_rules("vision"),
+        WeightRule(_NEWLINE, "newline.vector"),
+    )
+    media_names: ClassVar[Sequence[tuple[str, str]]] = TOWER_NAMES
+    canvases: ClassVar[Sequence[Size]] = (
+        (336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008),
+    )  # fmt: skip
+    layer: ClassVar[int] = -2
+    strategy: ClassVar[str] = "default"
+    """Values that configs may leave out."""
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        own, hidden = type(self), self.hidden_size()
+        self.vision = ProjectedTower(context, whole, hidden, layer=own.layer, strategy=own.strategy)
+        self.newline = Vector(_NEWLINE, hidden)
+        tower = self.vision.tower
+        self.tile, self.side = tower.image_size, tower.side
+        if self.vision.num_vectors != self.side**2:
+            kept = whole.get("vision_feature_select_strategy", own.strategy)
+            raise UnsupportedModel(
+                f"config.json: vision_feature_select_strategy = {kept!r}: must leave one state for each "
+                "patch of a tile"
+            )
+        self.sizes = canvases(whole, own.canvases, self.tile)
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """What lies behind the layer whose states are taken."""
+        return {**getattr(super(), "ignored_weights", {}), **unread_weights(self.vision.tower)}
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [1 + tiles, 3, height, width] and ``image_sizes`` [2] each, height and
+                width of the image.
+        """
+        pixels = [item["pixel_values"] for item in inputs]
+        vectors = torch.split(self.vision(torch.cat(pixels)), [len(tiles) for tiles in pixels])
+        found = []
+        for states, item in zip(vectors, inputs, strict=True):
+            height, width = item["image_sizes"].tolist()
+            found.append(self._rows(states, (height, width)))
+        return found
+
+    def _rows(self, states: Tensor, image: Size) -> Tensor:
+        """states [1 + tiles, side * side, H] -> [vectors, H]."""
+        height, width = best_canvas(image, self.sizes)
+        plane = one_plane(states[1:], height // self.tile, width // self.tile, self.side)
+        plane = self.fitted(unpadded(plane, image))
+        return torch.cat((states[0], with_row_ends(plane, self.newline.vector)))
+
+    def fitted(self, plane: Tensor) -> Tensor:
+        """plane [rows, columns, H] as it goes into the prompt."""
+        return plane
+
+
+class LlavaOnevision(LlavaNext):
+    """More canvases; an image of many tiles is made smaller after the tower."""
+
+    canvases: ClassVar[Sequence[Size]] = tuple(
+        itertools.product(range(384, 2305, 384), range(384, 2305, 384))
+    )
+    layer: ClassVar[int] = -1
+    strategy: ClassVar[str] = "full"
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        super().make_towers(context, whole)
+        stated = whole.get("vision_aspect_ratio", "anyres_max_9")
+        said = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(stated))
+        if said is None:
+            raise UnsupportedModel(
+                f"config.json: vision_aspect_ratio = {stated!r}: must be anyres_max_ and a number of tiles"
+            )
+        self.most = int(said[1]) * self.side**2
+
+    def fitted(self, plane: Tensor) -> Tensor:
+        return reduced(plane, self.most)

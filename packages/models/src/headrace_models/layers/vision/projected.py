@@ -1,0 +1,100 @@
+"""A tower of images of one size, and the MLP that brings its states into the decoder's size.
+
+Liu et al. 2023, arXiv:2310.03744.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
+from headrace_models.layers.base import Layer
+from headrace_models.layers.vision.clip import ClipTower, tower_rules
+from headrace_models.layers.vision.media_decoder import part_of
+from headrace_models.layers.vision.mlp import Projector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+TOWER_NAMES = (("vision_tower.vision_model.", "vision_tower."),)
+"""See :attr:`~headrace_models.layers.vision.media_decoder.MediaDecoder.media_names`."""
+
+
+def projected_rules(target: str) -> tuple[WeightRule, ...]:
+    """Rules of a :class:`ProjectedTower`, by its name in the model."""
+    return (
+        *tower_rules(TOWER, f"{target}.tower"),
+        WeightRule(f"{PROJECTOR}.linear_1", f"{target}.projector.up"),
+        WeightRule(f"{PROJECTOR}.linear_2", f"{target}.projector.down"),
+    )
+
+
+def feature_layer(whole: Mapping[str, Any], default: int) -> int:
+    """The layer whose states are read, as transformers counts hidden states.
+
+    Raises: UnsupportedModel: they are several.
+    """
+    layer = whole.get("vision_feature_layer", default)
+    if type(layer) is not int:
+        raise UnsupportedModel(f"config.json: vision_feature_layer = {layer!r}: must be one layer")
+    return layer
+
+
+def unread_weights(tower: ClipTower) -> Mapping[str, str]:
+    """For ``ignored_weights``: what lies behind the layer whose states are read."""
+    why = "behind the layer of the tower that is read"
+    unused = range(len(tower.layers), tower.num_layers)
+    own = {rf"{TOWER}\.encoder\.layers\.{index}\..*": why for index in unused}
+    norm = "" if tower.last_norm is not None else "post_layernorm|"
+    return {**own, rf"{TOWER}\.({norm}head)\..*": why}
+
+
+class ProjectedTower(Layer):
+    """Images -> a vector in the decoder's size for each of their states.
+
+    Args:
+        whole: ``config.json``.
+        hidden_size: the decoder's.
+        layer, strategy: what configs leave out: the layer that is read, and which of its states
+            (``default``: all but the first; ``full``).
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        whole: Mapping[str, Any],
+        hidden_size: int,
+        *,
+        layer: int = -2,
+        strategy: str = "default",
+    ) -> None:
+        settings = Settings(whole)
+        vision = part_of(whole, "vision_config")
+        self.tower = ClipTower(context, vision, TOWER, last=feature_layer(whole, layer))
+        kept = settings.choice("vision_feature_select_strategy", ("default", "full"), strategy)
+        self.num_skipped = int(kept == "default")
+        self.projector = Projector(
+            context,
+            f"{PROJECTOR}.linear_1",
+            f"{PROJECTOR}.linear_2",
+            (self.tower.positions.size, hidden_size, hidden_size),
+            settings.activation("projector_hidden_act", default="gelu"),
+            bias=settings.flag("multimodal_projector_bias", True),
+        )
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors of an image."""
+        return self.tower.num_states - self.num_skipped
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """images [I, 3, height, width] -> [I, num_vectors, hidden_size]."""
+        kept = self.tower(images)[:, self.num_skipped :].contiguous()
+        count, number, _ = kept.shape
+        return self.projector(kept.flatten(0, 1)).view(count, number, -1)

@@ -1,0 +1,100 @@
+"""Texts that stand around an image's vectors, in tokens of the checkpoint's tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from headrace_core.errors import RequestError, UnsupportedModel
+
+
+class Words:
+    """The tokenizer of a checkpoint's folder, read when it is first needed.
+
+    A tokenizer decides itself whether two line ends are one token, so its files' lists of tokens do not
+    suffice.
+
+    Args:
+        path: the folder; ``tokenizer.json`` is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / "tokenizer.json"
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise UnsupportedModel(
+                "prompts with images of this model need the package tokenizers: pip install "
+                "'headrace-multimodal[text]'"
+            ) from error
+        try:
+            return Tokenizer.from_file(str(self._file))
+        except Exception as error:  # the library raises nothing more precise
+            raise UnsupportedModel(f"{self._file}: cannot be read: {error}") from error
+
+    def check(self, **expected: int | None) -> None:
+        """
+        Args:
+            expected: special tokens -> their ids; None: any.
+
+        Raises:
+            UnsupportedModel: one is missing, or has another id.
+        """
+        for token, number in expected.items():
+            found = self._tokenizer.token_to_id(token)
+            if found is None or number not in (None, found):
+                raise UnsupportedModel(
+                    f"{self._file}: token {token} has the id {found}; config.json says {number}"
+                )
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, and none in front of it or behind."""
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def replaced(self, token_ids: Sequence[int], text: str, placeholder: int) -> list[int]:
+        """A prompt with a placeholder for each place that has a text, which need be no token: what stands
+        around it is made into tokens as if it were a special one.
+
+        Raises:
+            RequestError: the text is there, and the tokens are not those that the tokenizer makes.
+        """
+        number = self._tokenizer.token_to_id(text)
+        if number is not None:
+            return [placeholder if token == number else token for token in token_ids]
+        whole = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        first, *others = whole.split(text)
+        if not others:
+            return list(token_ids)
+        if self.ids(whole) != list(token_ids):
+            raise RequestError(
+                f"the prompt's tokens are not those that the tokenizer makes of its text, so {text!r} cannot "
+                f"be found: write token {placeholder} for each media item",
+                param="prompt",
+            )
+        found = self.ids(first)
+        for part in others:
+            found += [placeholder, *self.ids(part)]
+        return found
+
+
+def widened(
+    token_ids: Sequence[int], placeholder: int, number: int
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Tokens with each placeholder repeated ``number`` times, and the runs of these
+    (:class:`headrace_core.multimodal.ProcessedMedia`)."""
+    found: list[int] = []
+    runs: list[tuple[int, int]] = []
+    for is_placeholder, group in itertools.groupby(token_ids, key=placeholder.__eq__):
+        own = list(group)
+        if is_placeholder:
+            runs.append((len(found), len(own) * number))
+            own *= number
+        found += own
+    return tuple(found), tuple(runs)
