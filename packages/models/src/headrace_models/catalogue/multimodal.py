@@ -336,7 +336,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LlavaForConditionalGeneration",
             _LLAVA,
             "LLaVA 1.5, Pixtral by transformers",
-            towers=dict.fromkeys(("clip_vision_model", "siglip_vision_model"), "llava:Llava"),
+            towers={
+                **dict.fromkeys(("clip_vision_model", "siglip_vision_model"), "llava:Llava"),
+                "pixtral": "pixtral:Pixtral",
+            },
         ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
