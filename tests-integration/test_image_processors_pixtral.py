@@ -109,3 +109,54 @@ class TestPixtral(PixtralProcessors):
         (tmp_path / "processor_config.json").write_text('{"image_break_token": "[X]"}')
         with pytest.raises(UnsupportedModel, match=r"no token '\[X\]'"):
             made()
+
+
+class TestMistral3(PixtralProcessors):
+    architecture = "Mistral3ForConditionalGeneration"
+    config: ClassVar = {
+        "image_token_index": 4, "spatial_merge_size": 2,
+        "vision_config": {"model_type": "pixtral", "patch_size": 8},
+    }  # fmt: skip
+    patch, merge = 8, 2
+    settings = (
+        {},
+        {"size": {"longest_edge": 160}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    )
+
+    def test_prompt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        theirs, own = self.prompt(tmp_path, monkeypatch, spatial_merge_size=2)
+        assert own == theirs
+        assert own.count(6) == 2
+
+
+class TestLightOnOCR(ProcessorConformance):
+    architecture = "LightOnOcrForConditionalGeneration"
+    config: ClassVar = {
+        "image_token_id": 4, "vision_config": {"model_type": "pixtral", "patch_size": 8},
+    }  # fmt: skip
+    settings = ({}, {"patch_size": {"height": 8, "width": 8}, "size": {"longest_edge": 160}})
+
+    def library(self, **settings: Any) -> Any:
+        return pil().PixtralImageProcessorPil(**settings)
+
+    def num_tokens(self, made: Mapping[str, Any]) -> int:
+        height, width = made["pixel_values"].shape[-2:]
+        return (height // 16) * (width // 16)
+
+    def test_prompt(self, tmp_path: Path) -> None:
+        from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+
+        named = dict(
+            zip(("image_token", "image_break_token", "image_end_token"), SPECIAL, strict=True)
+        )
+        words = tokenizer(extra_special_tokens=named)
+        text, images = "a [IMG] b [IMG] c", [picture(37, 61), picture(90, 31)]
+        image_processor = self.library(patch_size=16, size={"longest_edge": 64})
+        theirs = LightOnOcrProcessor(image_processor, words, patch_size=8, spatial_merge_size=2)
+        image_processor.save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        media = own.process([item(image) for image in images], {})
+        ids = words(text)["input_ids"]
+        found = theirs(images=images, text=text, return_tensors=None)["input_ids"][0]
+        assert own.place(ids, media).token_ids == list(found)
+        assert found.count(4) == media[0].num_tokens + media[1].num_tokens

@@ -325,6 +325,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3": "Qwen3ForCausalLM"},
             "LightOnOCR",
             ("vision_encoder", "vision_projection"),
+            towers={"pixtral": "mistral3:LightOnOCR"},
         ),
         Wrapper(
             "Llama4ForConditionalGeneration",
@@ -381,6 +382,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Mistral3ForConditionalGeneration",
             {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
             "Mistral Small 3.1 and 3.2, Ministral 3",
+            towers={"pixtral": "mistral3:Mistral3"},
         ),
         Wrapper(
             "MllamaForConditionalGeneration",
