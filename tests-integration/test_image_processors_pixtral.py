@@ -93,6 +93,31 @@ class TestPixtral(PixtralProcessors):
         assert own == theirs
         assert own[:7] == [1, 4, 4, 4, 4, 5, 4]
 
+    @pytest.mark.parametrize(
+        ("listed", "ids"),
+        [
+            ({}, (12, 13)),
+            (
+                {
+                    "special_tokens": [
+                        {"rank": 7, "token_str": "[IMG_BREAK]"}, {"rank": 9, "token_str": "[IMG_END]"},
+                    ]
+                },
+                (7, 9),
+            ),
+        ],
+    )  # fmt: skip
+    def test_folder_with_mistrals_own_tokenizer_alone(
+        self, listed: dict[str, Any], ids: tuple[int, int], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "own"
+        folder.mkdir()
+        (folder / "tekken.json").write_text(json.dumps({"config": {}, **listed}))
+        vision = {**self.config["vision_config"], "image_size": 48}
+        own = processor_for(self.architecture, {**self.config, "vision_config": vision}, folder)
+        (media,) = own.process([item(picture(100, 100))], {})
+        assert media.token_ids == (4, 4, 4, ids[0], 4, 4, 4, ids[0], 4, 4, 4, ids[1])
+
     def test_what_is_refused(self, tmp_path: Path) -> None:
         def made(**settings: Any) -> None:
             (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -88,7 +88,9 @@ class PixtralProcessor(ImageProcessor):
                 f"processor_config.json: patch_size = {stated[0]!r}, spatial_merge_size = {stated[1]!r}: "
                 f"the model makes a vector of {unit} pixels by {unit}"
             )
-        self._shape = Shrunk(self.stated, (unit, unit))
+        edge = part(config, "vision_config").get("image_size", _EDGE)
+        # Without a file of settings (Mistral's own processor needs none) it is the tower's size.
+        self._shape = Shrunk(self.stated or {"size": {"longest_edge": edge}}, (unit, unit))
         self._break = special_token_id(path, str(said.get("image_break_token", _BREAK)))
         self._end = special_token_id(path, str(said.get("image_end_token", _END)))
 

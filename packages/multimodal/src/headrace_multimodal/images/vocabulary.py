@@ -9,20 +9,23 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 
+_FIRST_TEKKEN = {"[IMG]": 10, "[IMG_BREAK]": 12, "[IMG_END]": 13}
+"""Special tokens of a ``tekken.json`` that lists none."""
+
 
 def special_token_id(path: Path, token: str) -> int:
-    """A token's id, as ``tokenizer_config.json`` or ``tokenizer.json`` has it.
+    """A token's id, as ``tokenizer_config.json``, ``tokenizer.json`` or Mistral's ``tekken.json`` has it.
 
     Raises:
-        UnsupportedModel: neither does; names the token.
+        UnsupportedModel: none does; names the token.
     """
-    for found in (_decoder_tokens(path), _added_tokens(path)):
+    for found in (_decoder_tokens(path), _added_tokens(path), _tekken_tokens(path)):
         for name, number in found:
             if name == token and type(number) is int:
                 return number
     raise UnsupportedModel(
-        f"{path}: tokenizer_config.json and tokenizer.json name no token {token!r}, which stands in the "
-        "prompt where an image is"
+        f"{path}: tokenizer_config.json, tokenizer.json and tekken.json name no token {token!r}, which "
+        "stands in the prompt where an image is"
     )
 
 
@@ -53,6 +56,16 @@ def _added_tokens(path: Path) -> Iterator[tuple[Any, Any]]:
     model = whole.get("model")
     pieces = model.get("vocab") if isinstance(model, dict) else None
     yield from pieces.items() if isinstance(pieces, dict) else ()
+
+
+def _tekken_tokens(path: Path) -> Iterator[tuple[Any, Any]]:
+    whole = _read(path / "tekken.json")
+    found = whole.get("special_tokens")
+    if whole and found is None:
+        yield from _FIRST_TEKKEN.items()
+    for entry in found if isinstance(found, list) else ():
+        if isinstance(entry, dict):
+            yield entry.get("token_str"), entry.get("rank")
 
 
 def _read(file: Path) -> dict[str, Any]:
