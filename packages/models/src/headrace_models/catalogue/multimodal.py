@@ -289,6 +289,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "InternVLForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
+            towers={"internvl_vision": "internvl:InternVL"},
         ),
         Wrapper(
             "JanusForConditionalGeneration",
