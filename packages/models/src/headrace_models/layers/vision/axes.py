@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from headrace_core.errors import UnsupportedModel
+from headrace_models.config.settings import Settings
+
+_THETA = 10_000.0
 
 
 def places(height: int, width: int, merge: int = 1) -> Tensor:
@@ -34,3 +42,17 @@ def rotary_rows(places: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     rows, columns = places.float().unbind(-1)
     angles = torch.cat((rows[:, None] * by_row, columns[:, None] * by_column), dim=-1)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def axial_theta(stated: Mapping[str, Any]) -> float:
+    """Base of the rotation, by a tower's part of the config.
+
+    Raises: UnsupportedModel: it is of another kind.
+    """
+    block = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    kind = block.get("rope_type", "axial")
+    if kind not in ("axial", "default"):
+        raise UnsupportedModel(
+            f"config.json: vision_config.rope_type = {kind!r}: must be axial or default"
+        )
+    return Settings(block).positive("rope_theta", Settings(stated).positive("rope_theta", _THETA))

@@ -17,7 +17,7 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import GatedMLP
 from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.vision.axes import frequencies, places, rotary_rows
+from headrace_models.layers.vision.axes import axial_theta, frequencies, places, rotary_rows
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 
@@ -33,7 +33,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "num_channels": 3, "patch_size": 16, "hidden_act": "gelu",
 }  # fmt: skip
 """Values that configs may leave out."""
-_THETA = 10_000.0
 
 
 def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
@@ -82,7 +81,7 @@ class PixtralTower(Layer):
             raise UnsupportedModel(
                 f"config.json: vision_feature_layer = {last}: the tower has {self.num_layers} layers"
             )
-        self.theta = _theta(stated)
+        self.theta = axial_theta(stated)
         self.ops, self.device = context.ops, context.device
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         kernel = (settings.integer("num_channels"), self.patch, self.patch)
@@ -133,20 +132,6 @@ def feature_layer(whole: Mapping[str, Any], default: int) -> int:
     if type(layer) is not int:
         raise UnsupportedModel(f"config.json: vision_feature_layer = {layer!r}: must be one layer")
     return layer
-
-
-def _theta(stated: Mapping[str, Any]) -> float:
-    """Base of the rotation.
-
-    Raises: UnsupportedModel: it is of another kind.
-    """
-    block = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
-    kind = block.get("rope_type", "axial")
-    if kind not in ("axial", "default"):
-        raise UnsupportedModel(
-            f"config.json: vision_config.rope_type = {kind!r}: must be axial or default"
-        )
-    return Settings(block).positive("rope_theta", Settings(stated).positive("rope_theta", _THETA))
 
 
 def _block(context: BuildContext, settings: Settings, name: str) -> VisionBlock:
