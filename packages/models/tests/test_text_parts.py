@@ -108,6 +108,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Granite4VisionForConditionalGeneration": {"hidden_size": 64},
     "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
+    "Qwen2VLForConditionalGeneration": {"hidden_size": 64},
     "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
 }
 """Further values of towers' configs, by the whole's class."""

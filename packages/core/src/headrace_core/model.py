@@ -323,7 +323,7 @@ class SupportsMultiModal(Protocol):
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
-        """One tensor [``num_vectors``, H] per media item, in the activations' dtype."""
+        """One tensor [``num_vectors``, W] per item, the activations' dtype; W: :attr:`InputEmbeds.values`."""
         ...
 
 
@@ -352,8 +352,8 @@ class InputEmbeds(NamedTuple):
     rows: Tensor
     """[n] int64; rows of the flat batch."""
     values: Tensor
-    """[n, H], the activations' dtype: what the model's table of input embeddings would give, scaled
-    if the model does that, positions not yet added."""
+    """[n, W], the activations' dtype: what the table of input embeddings would give, scaled if the model
+    does that, positions not yet added; W > H if :meth:`SupportsMultiModal.embed_media` adds to it."""
 
 
 @runtime_checkable

@@ -4,12 +4,14 @@ placeholders), segments, and the number of tokens that are attended to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headrace_core.model import InputEmbeds, SupportsMRoPE
 from headrace_core.request import PromptEmbeds
@@ -46,6 +48,18 @@ class _Axes(NamedTuple):
     @classmethod
     def of(cls, positions: Ints) -> _Axes:
         return cls(positions, int(positions.max()) + 1 - positions.shape[1])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """[n, W], one below the other. W is the widest part's: a prompt's own embeddings may meet an item's
+    vectors that hold something for further layers (Qwen3-VL), and have zeros there."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat(
+        [
+            part if part.shape[1] == width else functional.pad(part, (0, width - part.shape[1]))
+            for part in parts
+        ]
+    )
 
 
 class PromptTable:
@@ -122,7 +136,7 @@ class PromptTable:
         if not places:
             return None
         index = torch.from_numpy(np.concatenate(places)).to(self._device)
-        return InputEmbeds(index, torch.cat(values))
+        return InputEmbeds(index, _joined(values))
 
     def places(
         self, rows: Ints, computed: Ints, cu_seqlens: Ints, positions: Ints

@@ -126,9 +126,8 @@ def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]
         for modality in processor.modalities():
             if media_limit(limits, modality):
                 item = processor.largest(modality)
-                found.append(
-                    MediaInput(modality, dict(item.inputs), "", item.num_tokens, runs=item.runs)
-                )
+                inputs = dict(item.inputs)
+                found.append(MediaInput(modality, inputs, "", item.num_tokens, runs=item.runs))
         return found
 
     return make

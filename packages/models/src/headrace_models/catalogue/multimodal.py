@@ -306,6 +306,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "InternVLForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
+            towers={"internvl_vision": "internvl:InternVL"},
         ),
         Wrapper(
             "JanusForConditionalGeneration",
@@ -342,6 +343,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3": "Qwen3ForCausalLM"},
             "LightOnOCR",
             ("vision_encoder", "vision_projection"),
+            towers={"pixtral": "mistral3:LightOnOCR"},
         ),
         Wrapper(
             "Llama4ForConditionalGeneration",
@@ -353,7 +355,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LlavaForConditionalGeneration",
             _LLAVA,
             "LLaVA 1.5, Pixtral by transformers",
-            towers=_one_size("llava:Llava"),
+            towers={**_one_size("llava:Llava"), "pixtral": "pixtral:Pixtral"},
         ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
@@ -397,6 +399,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Mistral3ForConditionalGeneration",
             {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
             "Mistral Small 3.1 and 3.2, Ministral 3",
+            towers={"pixtral": "mistral3:Mistral3"},
         ),
         Wrapper(
             "MllamaForConditionalGeneration",
@@ -528,12 +531,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_vl_text": "Qwen3ForCausalLM"},
             "Qwen3-VL",
             ("visual",),
+            towers={"": "qwen_vl:Qwen3VL"},
         ),
         Wrapper(
             "Qwen3VLMoeForConditionalGeneration",
             {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
             "Qwen3-VL, mixtures",
             ("visual",),
+            towers={"": "qwen_vl:Qwen3VL"},
             fixed=_ROUTED,
             transposes_experts=True,
         ),

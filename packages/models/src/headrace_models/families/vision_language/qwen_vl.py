@@ -1,6 +1,6 @@
-"""Qwen2-VL and Qwen2.5-VL: images of any size, whose tokens stand in time, height and width.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, whose tokens stand in time, height and width.
 
-Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923.
+Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923; Bai et al. 2025, arXiv:2511.21631.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.model import MROPE_POSITIONS, WeightRule
+from headrace_core.model import INPUT_EMBEDS, MROPE_POSITIONS, InputEmbeds, WeightRule
 from headrace_core.multimodal import MediaInput
 from headrace_models.config.rope import rope_settings
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.qwen3_vl import Qwen3VLTower
+from headrace_models.layers.vision.qwen3_vl import tower_rules as qwen3_tower_rules
 from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _TOWER = "visual"
 _THETA = 1_000_000.0
+_QWEN3_SECTIONS = (24, 20, 20)
+"""Values that configs may leave out."""
 
 
 class Qwen2VL(MediaDecoder):
@@ -37,7 +41,7 @@ class Qwen2VL(MediaDecoder):
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         vision = part_of(whole, "vision_config")
-        self.tower = QwenVLTower(
+        self.tower: QwenVLTower | Qwen3VLTower = QwenVLTower(
             context, vision, _TOWER, self.hidden_size(), second=type(self).second
         )
         self.rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
@@ -84,6 +88,41 @@ class Qwen2_5VL(Qwen2VL):
     """The tower has windows, RMS norms and gated layers."""
 
     second: ClassVar[bool] = True
+
+
+class Qwen3VL(Qwen2VL):
+    """The tower gives vectors to the decoder's first layers, too: they are added to what comes out of them
+    at the images' tokens (Meng et al. 2024, arXiv:2406.04334)."""
+
+    media_rules: ClassVar[Sequence[WeightRule]] = qwen3_tower_rules(_TOWER, "tower")
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        vision = part_of(whole, "vision_config")
+        self.tower = Qwen3VLTower(context, vision, _TOWER, self.hidden_size())
+        rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
+        sections = rope.sections or _QWEN3_SECTIONS
+        self.rope = replace(rope, sections=sections, interleaved_sections=True)
+
+    def input_vectors(self, batch: ForwardBatch) -> Tensor:
+        """See :class:`headrace_core.model.SupportsPromptEmbeds`: the first numbers of the given ones."""
+        given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
+        if given is not None:
+            first = given._replace(values=given.values[:, : self.hidden_size()])
+            batch = replace(batch, extra={**batch.extra, INPUT_EMBEDS: first})
+        return super().input_vectors(batch)
+
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`headrace_models.layers.decoder.Decoder.run_blocks`."""
+        given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
+        if given is None:
+            return super().run_blocks(x, batch)
+        levels = torch.split(given.values, self.hidden_size(), dim=1)[1:]
+        residual: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, batch)
+            if index < len(levels):
+                x = x.index_add(0, given.rows, levels[index])
+        return x, residual
 
 
 def _grid(sizes: Sequence[int]) -> Grid:

@@ -11,7 +11,7 @@ import torch
 
 from headrace_core.attention import AttentionNeed
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention.self_attention import ProjectedAttention
+from headrace_models.layers.attention.self_attention import HeadsNorm, ProjectedAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
@@ -44,6 +44,7 @@ class VisionAttention(ProjectedAttention):
     Args:
         names: of the module's query, key and value and of its output, below ``name``; one name for the
             three that are stored together.
+        head_norms: of query and key, before they turn.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class VisionAttention(ProjectedAttention):
         bias: bool = True,
         names: tuple[tuple[str, ...], str] = (("q_proj", "k_proj", "v_proj"), "out_proj"),
         out_bias: bool | None = None,
+        head_norms: tuple[HeadsNorm, HeadsNorm] | None = None,
     ) -> None:
         parts, out_name = names
         head_dim = hidden_size // num_heads
@@ -72,6 +74,8 @@ class VisionAttention(ProjectedAttention):
             qkv_name=parts[0] if len(parts) == 1 else "qkv_proj",
             part_names=() if len(parts) == 1 else parts,
             out_name=out_name,
+            query_norm=None if head_norms is None else head_norms[0],
+            key_norm=None if head_norms is None else head_norms[1],
             attention_type=_TYPE,
         )
         self.backend = context.encoder_attention(
@@ -92,6 +96,7 @@ class VisionAttention(ProjectedAttention):
             rotary: [T, D]; half cosines, half sines, a row for each patch.
         """
         query, key, value = self.project(x)
+        query, key = self.normed(query, key)
         if rotary is not None:
             rows = torch.arange(x.shape[0], device=x.device)
             self.ops.rotary(query, key, rows, rotary, interleaved=False)

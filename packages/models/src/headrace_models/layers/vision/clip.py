@@ -54,15 +54,15 @@ def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
 
 
 class Vector(WeightLayer):
-    """One vector, stored under its own name."""
+    """One vector, or several of one shape, stored under its own name."""
 
     vector: Tensor
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+    def __init__(self, name: str, *shape: int) -> None:
+        self.name, self.shape = name, shape
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"vector": Slot((self.size,))}
+        return {"vector": Slot(self.shape)}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.vector = tensors["vector"]

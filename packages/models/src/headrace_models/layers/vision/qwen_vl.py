@@ -20,6 +20,7 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import GatedMLP
 from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.vision.axes import frequencies, places, rotary_rows
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
 from headrace_models.layers.vision.mlp import Projector, vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
 
-_EPS = 1e-6
+_EPS, _THETA = 1e-6, 10_000.0
 _FUSED = (("qkv",), "proj")
 """Names of the attention's modules."""
 Grid = tuple[int, int, int]
@@ -163,25 +164,19 @@ class QwenVLTower(Layer):
     def _rotary(self, grid: Grid) -> Tensor:
         """[T, D]: cosines and sines of patches, a quarter of the numbers by row and a quarter by column."""
         time, height, width = grid
-        quarter = self.head_dim // 4
-        frequencies = 1.0 / 10000.0 ** (torch.arange(quarter, dtype=torch.float32) / quarter)
-        merge = self.merge
-        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        places = torch.stack((rows, columns), dim=-1)
-        units = places.view(height // merge, merge, width // merge, merge, 2).transpose(1, 2)
-        angles = units.reshape(-1, 2, 1).float() * frequencies
-        angles = angles.reshape(height * width, 2 * quarter).repeat(time, 1)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.device)
+        turning = frequencies(_THETA, self.head_dim // 4)
+        rows = rotary_rows(places(height, width, self.merge), turning, turning)
+        return rows.repeat(time, 1).to(self.device)
 
     def _windows(self, grid: Grid) -> tuple[Tensor, list[int]]:
         """Units of four patches of an item, window by window; and the windows' numbers of patches."""
         time, height, width = grid
         per, side = self.merge**2, self.window // self.merge // self.patch
         rows, columns = height // self.merge, width // self.merge
-        places = torch.arange(time * rows * columns).view(time, rows, columns)
+        units = torch.arange(time * rows * columns).view(time, rows, columns)
         found: list[Tensor] = []
         sizes: list[int] = []
-        for frame in places:
+        for frame in units:
             for top in range(0, rows, side):
                 for left in range(0, columns, side):
                     window = frame[top : top + side, left : left + side].flatten()

@@ -1,0 +1,21 @@
+"""Vectors in place of a step's tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace_engine.execution.prompt_table import PromptTable
+
+
+def test_vectors_of_two_widths_in_a_step() -> None:
+    table = PromptTable(torch.device("cpu"))
+    narrow, wide = torch.ones(2, 3), torch.full((2, 9), 2.0)
+    table.add_span(0, 0, narrow)
+    table.add_span(1, 1, wide)
+    found = table.input_embeds(np.array([0, 1]), np.array([0, 0]), np.array([0, 2, 5]))
+    assert found is not None
+    assert found.rows.tolist() == [0, 1, 3, 4]
+    assert torch.equal(found.values[:2, :3], narrow)
+    assert not found.values[:2, 3:].any()
+    assert torch.equal(found.values[2:], wide)

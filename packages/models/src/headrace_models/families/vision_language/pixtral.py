@@ -1,0 +1,72 @@
+"""Pixtral in LLaVA's frame: every patch of an image of any size through a small MLP.
+
+Agrawal et al. 2024, arXiv:2410.07073.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
+from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.pixtral import PixtralTower, feature_layer, tower_rules
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
+
+
+class Pixtral(MediaDecoder):
+    """An image is a vector for each of its patches, row by row."""
+
+    media_rules: ClassVar[Sequence[WeightRule]] = (
+        *tower_rules(_TOWER, "tower"),
+        WeightRule(f"{_PROJECTOR}.linear_1", "projector.up"),
+        WeightRule(f"{_PROJECTOR}.linear_2", "projector.down"),
+    )
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        strategy = whole.get("vision_feature_select_strategy", "default")
+        if strategy != "full":
+            raise UnsupportedModel(
+                f"config.json: vision_feature_select_strategy = {strategy!r}: must be full, as the tower "
+                "has no vector beside its patches'"
+            )
+        self.tower = PixtralTower(
+            context, part_of(whole, "vision_config"), _TOWER, last=feature_layer(whole, -2)
+        )
+        settings, hidden = Settings(whole), self.hidden_size()
+        self.projector = Projector(
+            context,
+            f"{_PROJECTOR}.linear_1",
+            f"{_PROJECTOR}.linear_2",
+            (self.tower.size, hidden, hidden),
+            settings.activation("projector_hidden_act", default="gelu"),
+            bias=settings.flag("multimodal_projector_bias", True),
+        )
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """What lies behind the layer whose states are taken."""
+        return {**getattr(super(), "ignored_weights", {}), **self.tower.unused}
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [3, height, width] each, of any sizes.
+        """
+        states = self.tower([item["pixel_values"] for item in inputs])
+        vectors = self.projector(torch.cat(states))
+        return list(torch.split(vectors, [len(own) for own in states]))
