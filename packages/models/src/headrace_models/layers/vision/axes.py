@@ -49,7 +49,8 @@ def axial_theta(stated: Mapping[str, Any]) -> float:
 
     Raises: UnsupportedModel: it is of another kind.
     """
-    block = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    written = (stated.get("rope_parameters"), stated.get("rope_scaling"))
+    block: Mapping[str, Any] = next((one for one in written if isinstance(one, Mapping)), {})
     kind = block.get("rope_type", "axial")
     if kind not in ("axial", "default"):
         raise UnsupportedModel(
