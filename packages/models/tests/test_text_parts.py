@@ -452,11 +452,11 @@ def test_experts_with_their_dimensions_exchanged(tmp_path: Path) -> None:
 
 
 def test_one_line_says_what_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make("LlavaForConditionalGeneration", "llama", tmp_path)
+    make("VipLlavaForConditionalGeneration", "llama", tmp_path)
     with caplog.at_level(logging.INFO):
         served(tmp_path)
     [line] = [r.message for r in caplog.records if "are not read" in r.message]
-    assert line.startswith("LlavaForConditionalGeneration: text is served; ")
+    assert line.startswith("VipLlavaForConditionalGeneration: text is served; ")
     assert "tensors for images and other media" in line
 
 

@@ -67,8 +67,11 @@ class VisionConformance:
         return reference
 
     def load(self, folder: Path, **settings: Any) -> Any:
+        """The model, with its towers whether or not a package with processors is installed."""
         config = ModelConfig(model=str(folder), **settings)
         info = resolve(config, LoadConfig(), CpuPlatform())
+        if not settings:
+            info = replace(info, processor=info.architecture)
         return load_model(info, build_context(info))
 
     @pytest.fixture(scope="class")

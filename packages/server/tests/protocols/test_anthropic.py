@@ -313,7 +313,10 @@ async def test_tools_reach_the_template(connect: Any) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         "messages[0].content[0]: blocks of type 'image' are not supported"),
+         "messages[0].content[0].source: type = 'None': must be base64 or url"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}}]}]},
+         "this model takes text only"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
          "no tool_use of that id"),

@@ -53,8 +53,8 @@ class QwenVLProcessor(ImageProcessor):
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an image is 200 times as long as it is wide, or an option is no number."""
-        least = _number(options, "min_pixels", self._least)
-        most = _number(options, "max_pixels", self._most)
+        least = _number(options, "min_pixels", self._least, self._most)
+        most = _number(options, "max_pixels", self._most, self._most)
         rows, columns = pixels.shape[:2]
         height, width = smart_size(rows, columns, self._patch * self._merge, least, most)
         x = self._numbers(resized(pixels, height, width, self._resample))
@@ -118,11 +118,13 @@ def _size(stated: Mapping[str, Any], key: str, default: object) -> int:
     return value
 
 
-def _number(options: Mapping[str, Any], name: str, default: int) -> int:
+def _number(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
+    """An option's value, or the checkpoint's; memory is measured with the most that the latter allows."""
     value = options.get(name, default)
-    if type(value) is not int or not 0 < value <= 1 << 28:
+    if type(value) is not int or not 0 < value <= most:
         raise RequestError(
-            f"mm_processor_kwargs.{name} = {value!r}: must be a number of pixels",
+            f"mm_processor_kwargs.{name} = {value!r}: must be a number of pixels, at most the checkpoint's "
+            f"own limit of {most}",
             param="mm_processor_kwargs",
         )
     return value
