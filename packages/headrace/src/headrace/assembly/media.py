@@ -72,7 +72,9 @@ def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]
         for modality in processor.modalities():
             if media_limit(limits, modality):
                 item = processor.largest(modality)
-                found.append(MediaInput(modality, dict(item.inputs), "", item.num_tokens))
+                found.append(
+                    MediaInput(modality, dict(item.inputs), "", item.num_tokens, runs=item.runs)
+                )
         return found
 
     return make
