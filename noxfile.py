@@ -85,6 +85,12 @@ OLDEST = (
 Left out: tests that need an optional library (xgrammar, outlines, av, transformers).
 """
 
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+"""Images of containers set it; each process that a test starts would then compile all that it imports."""
+os.environ.setdefault("PIP_COMPILE", "0")
+"""The first import compiles a module, for all later ones: most are never imported, and pip compiles on
+one core."""
+
 nox.options.sessions = [
     "lint", "imports", "types", "tests", "everything", "integration", "clients", "oldest",
     "wheels", "docs",
