@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -15,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from forks import Process, start
 
 from headrace_testing.waiting import wait_until
 
@@ -30,7 +30,7 @@ nothing comes at all, or only when what was asked for ends by itself, later than
 class RunningServer:
     """A ``headrace serve`` that answers."""
 
-    process: subprocess.Popen[str]
+    process: Process
     url: str = ""
     log: list[str] = field(default_factory=list)
 
@@ -61,13 +61,15 @@ class RunningServer:
 
 
 @contextmanager
-def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[RunningServer]:
-    """Start ``headrace serve WORDS --port 0`` and wait until it answers."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "serve", *words, "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )  # fmt: skip
+def serving(
+    *words: str, environment: dict[str, str] | None = None, fresh: bool = False
+) -> Iterator[RunningServer]:
+    """Start ``headrace serve WORDS --port 0`` and wait until it answers.
+
+    A fork serves, unless its environment or ``fresh`` asks for a fresh interpreter (see :mod:`forks`).
+    """
+    words = ("serve", *words, "--port", "0")
+    process = start(*words, environment=environment, stderr=subprocess.STDOUT, fresh=fresh)
     server = RunningServer(process)
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
@@ -87,7 +89,7 @@ def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[
 class WatchedCommand:
     """A process whose output is read as it comes; it is killed when the block ends."""
 
-    def __init__(self, process: subprocess.Popen[str], output: Iterable[str]) -> None:
+    def __init__(self, process: Process, output: Iterable[str]) -> None:
         self.process = process
         self.text = ""
         """Its output so far."""

@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from forks import READ_LATE, fork_server, own_variables
 from servers import WatchedCommand
 
 from headrace_testing.waiting import wait_until
 
-# The child takes the pty as its controlling terminal, so that Ctrl-C becomes SIGINT.
-_START = (
-    "import fcntl, runpy, sys, termios\n"
-    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    "sys.argv[0] = 'headrace'\n"
-    "runpy.run_module('headrace', run_name='__main__')\n"
-)
 CTRL_C, CTRL_D, CTRL_P = "\x03", "\x04", "\x10"
 
 
@@ -29,11 +21,10 @@ class Terminal(WatchedCommand):
 
     def __init__(self, *words: str, **environment: str) -> None:
         self._keys, screen = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _START, *words],
-            stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
-            env={**os.environ, "TERM": "xterm", **environment},
-        )  # fmt: skip
+        own = own_variables({"TERM": "xterm", **environment})
+        assert own.keys() <= READ_LATE, own
+        streams = [screen, screen, screen]
+        process = fork_server(os.getpid()).start(words, streams, own, has_terminal=True)
         os.close(screen)
         self._seen = 0
         super().__init__(process, _shown_on(self._keys))

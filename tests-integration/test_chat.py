@@ -6,9 +6,9 @@ import json
 import re
 import stat
 import subprocess
-import sys
 
 import pytest
+from forks import run_command
 from servers import PATIENCE, serving, slow_steps
 from terminal import CTRL_C, CTRL_D, CTRL_P, Terminal
 
@@ -175,7 +175,4 @@ def test_a_wrong_url_is_no_bug(server, url, said):
 
 
 def _run(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace", *words],
-        capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
+    return run_command(*words, timeout=PATIENCE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import run_command
 from safetensors.torch import load_file, save_file
 
 import headrace_demo
@@ -28,11 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 def refused(*words: str) -> tuple[int, str]:
     """Exit status and output of a command that is expected to end by itself."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE, check=False,
-        stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_command(*words, stderr=subprocess.STDOUT, timeout=PATIENCE)
     return done.returncode, done.stdout
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 
 import anthropic
 import openai
 import pytest
+from forks import run_command
 from pooling_checkpoints import serving_bert, text
 from servers import serving
 
@@ -181,9 +179,9 @@ def test_offline():
 def test_a_batch(tmp_path):
     body = {"model": MODEL, "messages": chat(LONG)}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (tmp_path / "in").write_text(json.dumps(line) + "\n")
-    words = ["run-batch", "-i", "in", "-o", "out", "--max-model-len", str(LIMIT)]
-    subprocess.run([sys.executable, "-m", "headrace", *words], cwd=tmp_path, check=True, timeout=180,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)  # fmt: skip
-    [answer] = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text(json.dumps(line) + "\n")
+    words = ("-i", str(source), "-o", str(output), "--max-model-len", str(LIMIT))
+    run_command("run-batch", *words).check_returncode()
+    [answer] = map(json.loads, output.read_text().splitlines())
     check(answer["error"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tokenizers
+from forks import run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import PATIENCE, RunningServer, serving
@@ -137,7 +136,7 @@ def test_a_batch_and_offline_chats(tmp_path: Path, reference: Any) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     source.write_text(json.dumps(line) + "\n")
     words = ["run-batch", "-i", str(source), "-o", str(output)]
-    subprocess.run([sys.executable, "-m", "headrace", *words], check=True, timeout=180)
+    run_command(*words).check_returncode()
     answer = json.loads(output.read_text())["response"]["body"]
     assert answer["usage"]["prompt_tokens"] == len(expected)
     params = SamplingParams(max_tokens=1)
@@ -153,8 +152,7 @@ def test_a_batch_and_offline_chats(tmp_path: Path, reference: Any) -> None:
 
 
 def test_the_hardened_profile_refuses_the_option() -> None:
-    words = [sys.executable, "-m", "headrace", "serve", "--hardened", OFF]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = run_command("serve", "--hardened", OFF)
     assert done.returncode == 2, done.stderr
     assert "allow_control_tokens_in_messages: not with --hardened" in done.stderr
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 
 import httpx2
 import pytest
+from forks import run_command
 from servers import serving
 
 from headrace_core import failpoints
@@ -141,11 +139,8 @@ def test_a_real_model_s_step_fails_one_request_alone():
 @pytest.mark.parametrize(("kind", "status"), [("enospc", 3), ("raise", 70), ("memory", 4)])
 @pytest.mark.parametrize("words", [(), ("--engine-process",)], ids=["thread", "process"])
 def test_a_start_that_fails_says_why(kind, status, words):
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "serve", "--port", "0", *words],
-        env={**os.environ, failpoints.VARIABLE: f"loader.read={kind}"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    plan = {failpoints.VARIABLE: f"loader.read={kind}"}
+    done = run_command("serve", "--port", "0", *words, environment=plan)
     lines = done.stderr.strip().splitlines()
     assert lines[-1].startswith("headrace serve: HR-")
     assert lines[-2].startswith("hint: ")

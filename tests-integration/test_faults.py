@@ -12,6 +12,7 @@ import threading
 import urllib.request
 
 import pytest
+from forks import run_command
 from servers import PATIENCE, SLACK, alive, children_of, serving, slow_steps
 
 from headrace_testing.waiting import wait_until
@@ -94,10 +95,7 @@ def test_a_used_port_fails_before_anything_is_loaded():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace", "serve", "--port", str(port)],
-            capture_output=True, text=True, timeout=2 * PATIENCE,
-        )  # fmt: skip
+        done = run_command("serve", "--port", str(port), timeout=2 * PATIENCE)
     assert done.returncode == 8
     last = done.stderr.strip().splitlines()[-1]
     assert "HR-NET-002" in last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forks import run_command
 from servers import PATIENCE, free_port, serving
 
 from headrace import demo
@@ -113,10 +113,7 @@ def test_a_batch_whose_output_does_not_fit(small_disk, tmp_path):
 
 
 def _headrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace", *words], capture_output=True, text=True,
-        timeout=3 * PATIENCE, env={**os.environ, **environment},
-    )  # fmt: skip
+    return run_command(*words, environment=environment, timeout=3 * PATIENCE)
 
 
 @contextmanager

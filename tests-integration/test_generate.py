@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
+import forks
 import pytest
 from servers import PATIENCE, slow_steps
 
@@ -16,15 +14,11 @@ from headrace_testing.waiting import wait_until
 SHORT = ("--max-tokens", "3", "--temperature", "0", "--max-model-len", "128")
 
 
-def start(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headrace", "generate", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )  # fmt: skip
+def start(*words: str, environment: dict[str, str] | None = None) -> forks.Process:
+    return forks.start("generate", *words, environment=environment)
 
 
-def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
+def finish(process: forks.Process, status: int = 0) -> tuple[str, str]:
     out, log = process.communicate(timeout=3 * PATIENCE)
     assert process.returncode == status, log
     return out, log

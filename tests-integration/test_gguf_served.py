@@ -14,6 +14,7 @@ import gguf_blocks
 import numpy as np
 import pytest
 import torch
+from forks import run_command
 from gguf import GGMLQuantizationType as Type
 from gguf_blocks import write_demo
 from safetensors.torch import load_file, save_file
@@ -108,11 +109,8 @@ def test_dummy_weights(file: Path) -> None:
 
 
 def test_inspect_tells_types_and_memory(file: Path) -> None:
-    command = [sys.executable, "-m", "headrace", "inspect", str(file)]
     done, plain = (
-        subprocess.run(
-            [*command, *words], capture_output=True, text=True, timeout=PATIENCE, check=True
-        ).stdout
+        run_command("inspect", str(file), *words, timeout=PATIENCE).stdout
         for words in (["--json"], [])
     )
     found = json.loads(done)

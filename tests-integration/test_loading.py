@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import run_command
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM, EngineArgs, SamplingParams, demo
@@ -57,10 +58,7 @@ class TestGGUF:
         assert found == expected
 
     def test_inspect(self, gguf_file: Path) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace", "inspect", str(gguf_file), "--json"],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
+        done = run_command("inspect", str(gguf_file), "--json")
         found = json.loads(done.stdout)
         assert found["architecture"] == "LlamaForCausalLM"
         assert found["memory"]["fits"]
@@ -71,10 +69,7 @@ class TestGGUF:
     ) -> None:
         file = tmp_path / "cut.gguf"
         file.write_bytes(gguf_file.read_bytes()[:-1000])
-        done = subprocess.run(
-            [sys.executable, "-m", "headrace", "serve", str(file), "--port", "0"],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        done = run_command("serve", str(file), "--port", "0")
         assert done.returncode != 0
         assert "cut.gguf: not a valid GGUF file: tensor " in done.stderr
         assert "truncated" in done.stderr

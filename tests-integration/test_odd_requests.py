@@ -7,13 +7,12 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from forks import run_command
 from fuzz import SERVER
 from malformed import Client, exchange
 from servers import PATIENCE, serving
@@ -152,10 +151,7 @@ def test_metrics_are_protected_whatever_the_scope(scope):
 
 @pytest.mark.req("SEC-17")
 def test_protected_metrics_need_a_key():
-    started = subprocess.run(
-        [sys.executable, "-m", "headrace", "serve", *SERVER, "--protect-metrics", "--port", "0"],
-        capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
+    started = run_command("serve", *SERVER, "--protect-metrics", "--port", "0", timeout=PATIENCE)
     assert started.returncode != 0
     assert "protect_metrics" in started.stdout + started.stderr
     assert "key" in started.stdout + started.stderr

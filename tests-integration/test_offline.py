@@ -11,6 +11,7 @@ import sys
 import threading
 
 import pytest
+from forks import run_command
 
 from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from headrace_core.errors import CapacityError, PromptTooLong, RequestError, UnsupportedFeature
@@ -272,10 +273,9 @@ def test_piped_chat_answers_each_line():
 def test_generate_command_writes_json_lines(tmp_path):
     prompts, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "What is 4 + 4?"}\n{"prompt": "Hello"}\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", "--chat", "--input", str(prompts),
-         "--output", str(answers), "--temperature", "0", "--max-tokens", "16", "--max-model-len", "512"],
-        capture_output=True, text=True, timeout=120,
+    done = run_command(
+        "generate", "--chat", "--input", str(prompts), "--output", str(answers), "--temperature", "0",
+        "--max-tokens", "16", "--max-model-len", "512",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in answers.read_text().splitlines()]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from forks import run_command
 from pooling_checkpoints import qwen3
 from servers import PATIENCE, serving
 
@@ -99,9 +98,7 @@ def test_a_batch_takes_it(tmp_path: Path) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     source.write_text(json.dumps(line) + "\n")
     words = ["run-batch", "-i", str(source), "-o", str(output), "--chat-template", str(HERMES)]
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=180
-    )
+    done = run_command(*words)
     assert done.returncode == 0, done.stderr
     answer = json.loads(output.read_text())
     assert answer["error"] is None, answer
@@ -178,9 +175,7 @@ BROKEN = {
 
 def refused(*words: str) -> str:
     """The last lines of a command line that is refused."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=120
-    )
+    done = run_command(*words)
     assert done.returncode == 2, done.stderr
     said = [line for line in done.stderr.splitlines() if not line.startswith("INFO ")]
     assert len(said) <= 3, done.stderr

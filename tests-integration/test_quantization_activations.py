@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from forks import run_command
 from posted import post
 from servers import serving
 
@@ -44,10 +42,7 @@ def test_a_served_answer() -> None:
 
 
 def test_another_form_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", "--prompt", "Hello",
-         "--quantization-activations", "int4"], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_command("generate", "--prompt", "Hello", "--quantization-activations", "int4")
     assert done.returncode != 0
     assert "int4" in done.stderr
     assert "int8" in done.stderr

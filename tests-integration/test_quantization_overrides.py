@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
+from forks import run_command
 from posted import post
 from servers import serving
 
@@ -16,12 +16,7 @@ OVERRIDES = {r"re:.*\.(gate|up|down)_proj$": "int8_weight_only", "lm_head": "non
 
 
 def inspected(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace", "inspect", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_command("inspect", *words)
 
 
 def test_layers_have_the_methods_of_their_entries() -> None:
@@ -60,10 +55,8 @@ def test_a_served_answer() -> None:
     ],
 )
 def test_what_cannot_be_meant(overrides: str, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", "--prompt", "Hello", "--max-tokens", "2",
-         "--quantization-overrides", overrides], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    words = ("--prompt", "Hello", "--max-tokens", "2", "--quantization-overrides", overrides)
+    done = run_command("generate", *words)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -71,13 +64,8 @@ def test_what_cannot_be_meant(overrides: str, message: str) -> None:
 
 def test_a_quantized_checkpoint(tmp_path) -> None:
     out = str(tmp_path / "out")
-    subprocess.run(
-        [sys.executable, "-m", "headrace", "quantize", str(model_path()), "--to", "int8", "--out", out],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", out, "--prompt", "Hello",
-         "--quantization-overrides", '{"lm_head": "int8"}'], capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    run_command("quantize", str(model_path()), "--to", "int8", "--out", out).check_returncode()
+    overrides = ("--quantization-overrides", '{"lm_head": "int8"}')
+    done = run_command("generate", out, "--prompt", "Hello", *overrides)
     assert done.returncode != 0
     assert "quantized with 'compressed-tensors' already" in done.stderr

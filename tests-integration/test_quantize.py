@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forks import run_command
 from posted import post
 from servers import serving
 
@@ -21,10 +20,7 @@ MOST = {"int8": 0.05, "fp8": 0.2, "q8_0": 0.05, "q6_k": 0.2, "q4_k": 1.5, "awq":
 
 
 def quantize(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace", "quantize", *words],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return run_command("quantize", *words)
 
 
 @pytest.mark.parametrize("name", MOST)

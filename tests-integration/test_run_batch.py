@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import forks
 import pytest
 from servers import PATIENCE, slow_steps
 
@@ -29,15 +28,11 @@ def lines(count: int, max_tokens: int = 8) -> str:
     return "".join(json.dumps(line) + "\n" for line in made)
 
 
-def start(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "headrace", "run-batch", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )  # fmt: skip
+def start(*words: str, environment: dict[str, str] | None = None) -> forks.Process:
+    return forks.start("run-batch", *words, environment=environment, stderr=subprocess.STDOUT)
 
 
-def finish(process: subprocess.Popen, status: int = 0) -> str:
+def finish(process: forks.Process, status: int = 0) -> str:
     log, _ = process.communicate(timeout=180)
     assert process.returncode == status, log
     return log
