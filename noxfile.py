@@ -78,7 +78,7 @@ OLDEST = {
     ),
     "packages/engine/tests/clients": ("",),  # pyzmq
     "packages/models/tests": ("test_resolve",),  # safetensors, huggingface_hub
-    "packages/multimodal/tests": ("test_fetch", "test_images"),  # Pillow, httpx2
+    "packages/multimodal/tests": ("test_fetch", "images/test_pixels"),  # Pillow, httpx2
     "packages/server/tests": (  # fastapi, starlette, uvicorn, pydantic, h11, prometheus-client ...
         "api_processes/", "chat/test_demo_tools", "chat/test_structured", "chat/test_tools",
         "chat/test_turn", "errors/", "http/", "observability/test_access_log",
