@@ -168,7 +168,7 @@ def test_a_chat_that_brings_files_equals_the_prompt(listener):
             assert len(output.prompt_token_ids) == len(expected.prompt_token_ids)
             assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         bad = [{"type": "audio_url", "audio_url": {"url": "http://127.0.0.1/a.wav"}}]
-        with pytest.raises(UnsupportedFeature, match="must be a data: URL"):
+        with pytest.raises(RequestError, match=r"audio_url\.url: host '127\.0\.0\.1'.* not public"):
             llm.chat([{"role": "user", "content": bad}], PARAMS, use_tqdm=False)
 
 

@@ -26,11 +26,11 @@ PIXEL = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model as the language model of a LLaVA."""
+    """The demo model as the language model of a ViP-LLaVA, whose images are not taken."""
     made = tmp_path_factory.mktemp("seeing") / "model"
     shutil.copytree(headrace_demo.model_path(), made)
     text = json.loads((made / "config.json").read_text())
-    whole = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava",
+    whole = {"architectures": ["VipLlavaForConditionalGeneration"], "model_type": "vipllava",
              "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}  # fmt: skip
     (made / "config.json").write_text(json.dumps(whole))
     [file] = made.glob("*.safetensors")
