@@ -12,6 +12,8 @@ from headrace_testing.attention.backends import assert_near
 from headrace_testing.ops.recurrences import RecurrentCase
 from headrace_testing.ops.recurrent import RecurrentConformance
 
+pytestmark = pytest.mark.keep(1)  # interpreted, a case takes up to seconds
+
 OPS = {
     "causal_conv": recurrent.causal_conv,
     "selective_scan": recurrent.selective_scan,

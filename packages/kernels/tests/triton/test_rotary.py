@@ -12,6 +12,8 @@ from headrace_core.ops import HeadNorm
 from headrace_kernels.triton import rotary
 from headrace_testing.attention.backends import assert_near
 
+pytestmark = pytest.mark.keep(1)  # interpreted, a case takes up to seconds
+
 POSITIONS = [3, 4, 5, 0, 49, 7]
 SLOTS = [1, -1, 3, 15, 9, 8]
 

@@ -31,6 +31,8 @@ from headrace_testing.attention.backends import (
 )
 from headrace_testing.ops import PagedCase, paged_case
 
+pytestmark = pytest.mark.keep(1)  # interpreted, a case takes up to seconds
+
 
 class OpBackend(AttentionBackend):
     """Nothing but the ops, so that core's suite of attention backends tests them."""
