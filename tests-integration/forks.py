@@ -159,9 +159,12 @@ def fork_server(owner: int) -> ForkServer:
     return server
 
 
+OF_TESTS = {"HEADRACE_TEST_SEED", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that pytest and torch set in the process of the tests, and that mean nothing to a command."""
+
+
 def _environment() -> dict[str, str]:
-    of_tests = ("PYTEST_CURRENT_TEST", "HEADRACE_TEST_SEED")
-    return {name: value for name, value in os.environ.items() if name not in of_tests}
+    return {name: value for name, value in os.environ.items() if name not in OF_TESTS}
 
 
 ENVIRONMENT = _environment()

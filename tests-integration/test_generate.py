@@ -38,7 +38,7 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
     source.write_text(prompts(count))
     words = ("--input", str(source), "--output", str(output), "--max-tokens", "24", "--temperature",
              "0", "--max-num-seqs", "1")  # fmt: skip
-    process = start(*words, environment=slow_steps(0.01))
+    process = start(*words, environment=slow_steps(0.04))
     try:
         wait_until(
             lambda: partial.exists() and partial.read_bytes().count(b"\n") > 3,
