@@ -44,8 +44,9 @@ def test_a_class_of_another_distribution_is_asked(monkeypatch):
     plugins.forget()
     try:
         traits = generating_traits("EarsForAll")
-        assert processor_of("EarsForAll") == "EarsForAll"
-        assert processor_of("Other") == ""
+        assert processor_of("EarsForAll", {}, {}, pools=False) == "EarsForAll"
+        assert processor_of("EarsForAll", {}, {}, pools=True) == "EarsForAll"
+        assert processor_of("Other", {}, {}, pools=False) == ""
     finally:
         monkeypatch.undo()
         plugins.forget()
@@ -73,3 +74,26 @@ def test_wrong_alignment_heads_are_told_and_cost_the_times_of_words_only(heads, 
 
 def test_what_is_no_class_generates():
     assert traits_of(lambda context: None) == GeneratingTraits()
+
+
+def test_images_are_taken_by_towers_of_known_kinds_unless_none_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "LlavaForConditionalGeneration"
+    entry = EntryPoint(name, "somewhere:Processor", "headrace.multimodal_processors")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
+    plugins.forget()
+    clip = {"vision_config": {"model_type": "clip_vision_model"}}
+    try:
+        assert processor_of(name, clip, {}, pools=False) == name
+        assert processor_of(name, clip, {"image": 2}, pools=False) == name
+        for whole, limits, pools in (
+            (clip, {"image": 0}, False),
+            (clip, {}, True),
+            ({"vision_config": {"model_type": "another"}}, {}, False),
+            ({}, {}, False),
+        ):
+            assert processor_of(name, whole, limits, pools=pools) == ""
+    finally:
+        monkeypatch.undo()
+        plugins.forget()

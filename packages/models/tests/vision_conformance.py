@@ -70,7 +70,7 @@ class VisionConformance:
         """The model, with its towers whether or not a package with processors is installed."""
         config = ModelConfig(model=str(folder), **settings)
         info = resolve(config, LoadConfig(), CpuPlatform())
-        if not settings:
+        if "limit_mm_per_prompt" not in settings:
             info = replace(info, processor=info.architecture)
         return load_model(info, build_context(info))
 

@@ -11,10 +11,12 @@ from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.layers.decoder import Decoder
+from headrace_models.quantization import GROUP, PLAIN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace_core.linear import QuantMethod
     from headrace_core.model import BuildContext
 
 
@@ -29,8 +31,7 @@ class MediaDecoder(Decoder):
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)
-        plain = plugins.load("headrace.quantization", "none").from_config(None, context.ops)
-        self.make_towers(replace(context, quant=plain), context.whole_config)
+        self.make_towers(replace(context, quant=_plain(context)), context.whole_config)
 
     @abstractmethod
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
@@ -46,6 +47,14 @@ class MediaDecoder(Decoder):
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.SupportsMultiModal`."""
+
+
+def _plain(context: BuildContext) -> QuantMethod:
+    """The method of weights in floats; the context's own where no methods are installed."""
+    if PLAIN not in plugins.installed(GROUP):
+        return context.quant
+    method: type[QuantMethod] = plugins.load(GROUP, PLAIN)
+    return method.from_config(None, context.ops)
 
 
 def part_of(whole: Mapping[str, Any], key: str) -> Mapping[str, Any]:
