@@ -11,8 +11,8 @@ import numpy as np
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
-from headrace_multimodal.placeholders import expanded
 from headrace_multimodal.audio.waveform import samples_of
+from headrace_multimodal.placeholders import expanded
 
 RATE, FRAME = 16_000, 640
 LONGEST = 20 * RATE
