@@ -111,3 +111,68 @@ def save_qwen2_vl(folder: Path) -> Any:
     ).save_pretrained(folder)
     mark = "".join(names[1:])
     return _finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
+
+
+def save_qwen3_vl(folder: Path) -> Any:
+    """As :func:`save_qwen2_vl`; inner features of the tower go to the decoder's first layers."""
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+    )
+
+    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 40,
+        "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    rope = {
+        "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0,
+        "mrope_interleaved": True,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "rope_parameters": rope, "eos_token_id": end, "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3VLConfig(
+        vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    Qwen2VLImageProcessor(
+        patch_size=8,
+        merge_size=2,
+        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
+    ).save_pretrained(folder)
+    return _finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
+
+
+def save_pixtral(folder: Path) -> Any:
+    """Images of their own size in rows of 8 x 8 pixels, whose ends take no vector."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    names = ("<|endoftext|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 64, "patch_size": 8,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "mistral", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=ids["[IMG]"],
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+        pad_token_id=end, eos_token_id=end,
+    )  # fmt: skip
+    pixtral_images(size={"longest_edge": 64}, patch_size=8).save_pretrained(folder)
+    return _finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
+
+
+def pixtral_images(**settings: Any) -> Any:
+    """The library's image processor on Pillow."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(**settings)

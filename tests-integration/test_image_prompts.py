@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from image_checkpoints import data_url, encoded, picture, save_llava, save_qwen2_vl
+from image_checkpoints import (
+    data_url,
+    encoded,
+    picture,
+    pixtral_images,
+    save_llava,
+    save_pixtral,
+    save_qwen2_vl,
+    save_qwen3_vl,
+)
 from speech_checkpoints import token_ids
 
 from headrace import LLM, SamplingParams
@@ -59,23 +68,44 @@ def of_llava(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     from transformers import CLIPImageProcessor
 
     made = CLIPImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
-    return {"pixel_values": made["pixel_values"], "counts": [16] * len(images)}
+    [mark] = token_ids(folder, "<image>")
+    return {"pixel_values": made["pixel_values"], "items": [[mark] * 16] * len(images)}
 
 
 def of_qwen(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     from transformers import Qwen2VLImageProcessor
 
     made = Qwen2VLImageProcessor.from_pretrained(folder)(images=list(images), return_tensors="pt")
-    return {**made, "counts": (made["image_grid_thw"].prod(1) // 4).tolist()}
+    [mark] = token_ids(folder, "<|image_pad|>")
+    counts = (made["image_grid_thw"].prod(1) // 4).tolist()
+    return {**made, "items": [[mark] * count for count in counts]}
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl"])
+def of_pixtral(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    library = pixtral_images(size={"longest_edge": 64}, patch_size=8)
+    made = library(images=list(images), return_tensors="pt")
+    mark, row_end, last = token_ids(folder, "[IMG][IMG_BREAK][IMG_END]")
+    items = []
+    for height, width in made["image_sizes"].tolist():
+        rows = ([mark] * (width // 8) + [row_end]) * (height // 8)
+        items.append([*rows[:-1], last])
+    return {
+        "pixel_values": made["pixel_values"],
+        "image_sizes": made["image_sizes"],
+        "items": items,
+    }
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral"])
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "llava":
         return Seer(folder, save_llava(folder), "<image>", "<image>", of_llava)
+    if request.param == "pixtral":
+        return Seer(folder, save_pixtral(folder), "[IMG]", "[IMG]", of_pixtral)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
-    return Seer(folder, save_qwen2_vl(folder), mark, "<|image_pad|>", of_qwen)
+    save = save_qwen3_vl if request.param == "qwen3_vl" else save_qwen2_vl
+    return Seer(folder, save(folder), mark, "<|image_pad|>", of_qwen)
 
 
 def pictures(names: str) -> list[Any]:
@@ -100,8 +130,8 @@ def wanted(seer: Seer, text: str, names: str) -> list[int]:
     given: dict[str, Any] = {}
     if names:
         given = seer.inputs(seer.folder, pictures(names))
-        counts = iter(given.pop("counts"))
-        ids = [i for token in ids for i in ([pad] * next(counts) if token == pad else [token])]
+        items = iter(given.pop("items"))
+        ids = [i for token in ids for i in (next(items) if token == pad else [token])]
     tokens = torch.tensor([ids])
     if seer.token == "<|image_pad|>":
         given["mm_token_type_ids"] = (tokens == pad).int()
