@@ -1,4 +1,4 @@
-"""Files that are no good pictures: each is refused in a moment, and the next request is answered."""
+"""Damaged and hostile files in place of pictures: each is refused, and the next request is answered."""
 
 from __future__ import annotations
 

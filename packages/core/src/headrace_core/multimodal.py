@@ -67,7 +67,7 @@ class MediaInput:
     num_tokens: int
     """See :class:`ProcessedMedia`."""
     offset: int = -1
-    """Its first token in the prompt; -1: it is no part of it (an encoder's)."""
+    """Its first token in the prompt; -1: it is not in the prompt (an encoder's)."""
     runs: tuple[tuple[int, int], ...] = ()
     """See :class:`ProcessedMedia`."""
 

@@ -65,7 +65,7 @@ class IntegerInputs(LinearMethod):
         return wanted
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any:
-        """Raises: WeightsError: a scale is no scale."""
+        """Raises: WeightsError: a scale is not a number above 0."""
         if self.form.dynamic:
             return self.inner.finish(spec, tensors)
         own = dict(tensors)

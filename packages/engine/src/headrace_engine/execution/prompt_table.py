@@ -43,7 +43,7 @@ class _Axes(NamedTuple):
     positions: Ints
     """[3, prompt's tokens]."""
     shift: int
-    """What is added to the position of a token behind the prompt."""
+    """Number that is added to the position of a token behind the prompt."""
 
     @classmethod
     def of(cls, positions: Ints) -> _Axes:

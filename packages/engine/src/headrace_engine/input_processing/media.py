@@ -38,7 +38,7 @@ _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url"}
 
 
 class FileReading(NamedTuple):
-    """What reads the files and objects that requests bring; None: the engine takes none of the kind."""
+    """Readers of the files and objects that requests bring; None: the engine takes none of the kind."""
 
     audio: AudioDecode | None = None
     image: ImageDecode | None = None
@@ -242,7 +242,7 @@ class MediaReader:
 
 
 class _Part(NamedTuple):
-    """What a message's part brings."""
+    """Content of a message's part that brings media."""
 
     modality: Modality
     content: object

@@ -71,7 +71,7 @@ def media_reader(
 def _file_reading(
     config: MultiModalConfig, decode_audio: AudioDecode | None, reads_images: bool
 ) -> FileReading:
-    """What reads files; processes that decode start when they are needed.
+    """Readers of files; processes that decode start when they are needed.
 
     Raises:
         ConfigError: the folder of local media is none.

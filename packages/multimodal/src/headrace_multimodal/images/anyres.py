@@ -186,7 +186,7 @@ def without_margins(grid: Size, image: Size) -> Size:
 
 
 def _listed(stated: object) -> list[tuple[int, ...]]:
-    """Sizes of a config; [] if they are no lists of integers."""
+    """Sizes of a config; [] if they are not lists of integers."""
     if not isinstance(stated, Sequence):
         return []
     if not all(

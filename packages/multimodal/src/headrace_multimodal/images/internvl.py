@@ -65,7 +65,7 @@ class InternVLProcessor(ImageProcessor):
         return ("crop_to_patches", "min_patches", "max_patches")
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
-        """Raises: RequestError: an option is no number of tiles, or allows more of them than the model's
+        """Raises: RequestError: an option is not a number of tiles, or allows more of them than the model's
         settings."""
         most = _option(options, "max_patches", self._most, self._most)
         least = _option(options, "min_patches", min(self._least, most), most)

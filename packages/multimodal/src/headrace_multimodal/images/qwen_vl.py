@@ -52,7 +52,7 @@ class QwenVLProcessor(ImageProcessor):
         return ("min_pixels", "max_pixels")
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
-        """Raises: RequestError: an image is 200 times as long as it is wide, or an option is no number."""
+        """Raises: RequestError: an image is 200 times as long as it is wide, or an option is no size."""
         least = _number(options, "min_pixels", self._least, self._most)
         most = _number(options, "max_pixels", self._most, self._most)
         rows, columns = pixels.shape[:2]

@@ -106,10 +106,9 @@ class Cohere2Vision(MediaDecoder):
         """See :class:`GatedProjector`."""
         return None
 
-    @property
-    def ignored_weights(self) -> Mapping[str, str]:
-        """What lies behind the states that are read."""
-        return {**getattr(super(), "ignored_weights", {}), **unread_weights(self.tower)}
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of the tower behind the states that are taken."""
+        return unread_weights(self.tower)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

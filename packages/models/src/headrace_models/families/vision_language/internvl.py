@@ -59,10 +59,9 @@ class InternVL(MediaDecoder):
             settings.activation("projector_hidden_act", default="gelu"),
         )
 
-    @property
-    def ignored_weights(self) -> Mapping[str, str]:
-        """What is not read of the tower."""
-        return {**getattr(super(), "ignored_weights", {}), **self.tower.unused}
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of the tower behind the states that are taken."""
+        return self.tower.unused
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

@@ -34,10 +34,9 @@ class Llava(MediaDecoder):
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         self.vision = ProjectedTower(context, whole, self.hidden_size())
 
-    @property
-    def ignored_weights(self) -> Mapping[str, str]:
-        """What lies behind the layer whose states are taken."""
-        return {**getattr(super(), "ignored_weights", {}), **unread_weights(self.vision.tower)}
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of the tower behind the states that are taken."""
+        return unread_weights(self.vision.tower)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

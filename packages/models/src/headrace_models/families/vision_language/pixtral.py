@@ -54,10 +54,9 @@ class Pixtral(MediaDecoder):
             bias=settings.flag("multimodal_projector_bias", True),
         )
 
-    @property
-    def ignored_weights(self) -> Mapping[str, str]:
-        """What lies behind the layer whose states are taken."""
-        return {**getattr(super(), "ignored_weights", {}), **self.tower.unused}
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of the tower behind the states that are taken."""
+        return self.tower.unused
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

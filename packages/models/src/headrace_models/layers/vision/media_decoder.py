@@ -42,6 +42,15 @@ class MediaDecoder(Decoder):
             whole: ``config.json``.
         """
 
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`: the language model's, and the towers'."""
+        return {**getattr(super(), "ignored_weights", {}), **self.unread_weights()}
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of towers that are not read: pattern of the whole name -> why."""
+        return {}
+
     @abstractmethod
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
