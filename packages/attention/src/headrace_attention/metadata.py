@@ -28,6 +28,8 @@ class PagedMetadata:
     """[B] int32: how many keys a request has, this step's included."""
     max_seqlen_q: int
     max_seqlen_k: int
+    last_keys: Tensor | None = None
+    """See :class:`~headrace_core.batch.ForwardBatch`."""
 
     @classmethod
     def of(cls, batch: ForwardBatch, group: int) -> PagedMetadata:
@@ -43,4 +45,5 @@ class PagedMetadata:
             seq_lens=seq_lens,
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            last_keys=batch.last_keys,
         )

@@ -20,6 +20,7 @@ from headrace_core.attention import (
     CHUNKS,
     FEATURE_TEXTS,
     KV_PREFIX,
+    LAST_KEYS,
     LOGIT_SCALE,
     SINKS,
     SLIDING_WINDOW,
@@ -45,7 +46,17 @@ class PagedBackend(AttentionBackend):
     supported_devices = ("cpu", "cuda")
     supported_attention_types = ("decoder", "encoder_decoder")
     supported_features = frozenset(
-        {SLIDING_WINDOW, CHUNKS, SOFT_CAP, SINKS, ALIBI, ALIBI_SQRT, KV_PREFIX, LOGIT_SCALE}
+        {
+            SLIDING_WINDOW,
+            CHUNKS,
+            SOFT_CAP,
+            SINKS,
+            ALIBI,
+            ALIBI_SQRT,
+            KV_PREFIX,
+            LOGIT_SCALE,
+            LAST_KEYS,
+        }
     )
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
@@ -91,6 +102,9 @@ class PagedBackend(AttentionBackend):
         caches = self.views(kv_cache)
         store(self.ops, layer, key, value, caches, metadata.slot_mapping)
         window = layer.sliding_window
+        extras = dict(layer.extras)
+        if metadata.last_keys is not None:
+            extras[LAST_KEYS] = metadata.last_keys
         return self.ops.paged_attention(
             query,
             caches.key_cache,
@@ -106,5 +120,5 @@ class PagedBackend(AttentionBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=layer.attention_type != "encoder_decoder",
-            **layer.extras,
+            **extras,
         )

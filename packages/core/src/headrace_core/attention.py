@@ -43,6 +43,7 @@ ALIBI = "alibi"
 ALIBI_SQRT = "alibi_sqrt"
 KV_PREFIX = "kv_prefix"
 LOGIT_SCALE = "logit_scale"
+LAST_KEYS = "last_keys"
 
 FEATURE_TEXTS: Mapping[str, str] = {
     MLA: "MLA",
@@ -55,6 +56,7 @@ FEATURE_TEXTS: Mapping[str, str] = {
     ALIBI_SQRT: "ALiBi by the root of the distance",
     KV_PREFIX: "learned KV prefix",
     LOGIT_SCALE: "per-position logit scale",
+    LAST_KEYS: "attention to later tokens of an image",
 }
 """Features that a layer may need beyond plain attention -> its name in a refusal, in the order of refusals.
 

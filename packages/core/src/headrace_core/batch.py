@@ -65,6 +65,9 @@ class ForwardBatch:
     key_lens: Tensor | None = None
     """[B] int32, at least 1; in attention in both directions only so many of a request's first tokens
     are seen. None: all are, as in all steps but those with filled-up queries of late interaction."""
+    last_keys: Tensor | None = None
+    """[T] int32; last position that each token sees, where some see later ones than their own: see
+    :class:`headrace_core.ops.PagedAttentionOp`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Capability-specific inputs (media embeddings, ...), by a name that the capability owns."""
 

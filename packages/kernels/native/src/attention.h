@@ -96,7 +96,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
   t.first = int32_t(first);
   t.count = int32_t(count);
   const int64_t position = position_of(g, t), context = context_of(g, request);
-  int64_t last = position + count;  // one past
+  int64_t last = end_seen(g, position + count - 1, g.cu_seqlens_q[request] + first + count - 1, context);
   if (!g.causal) last = g.window > 0 ? min_of(last + g.window - 1, context) : context;
   t.begin = int32_t(first_seen(g, position) / PART);
   t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
@@ -106,7 +106,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 
 // Leading partitions of two requests that are the same blocks, and whole.
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
-  if (g.block_table == nullptr || !g.visits_together) return 0;
+  if (g.block_table == nullptr || !g.visits_together || g.last_keys != nullptr) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
   if (!decode || b.request != a.request + 1 || g.window > 0 || g.chunk > 0 || !g.causal) return 0;
   if (PART % g.keys.block_size != 0) return 0;
@@ -278,7 +278,8 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
                         const float* sinks, const float* slopes, const float* temperatures,
-                        const void* prefix_keys, const void* prefix_values, const int64_t* geometry,
+                        const void* prefix_keys, const void* prefix_values, const int32_t* last_keys,
+                        const int64_t* geometry,
                         int64_t tokens, int64_t requests, int64_t q_heads, int64_t kv_heads, int64_t dim,
                         int64_t q_row, int64_t q_head, int64_t table_stride, int64_t table_width,
                         int64_t window, int64_t chunk, int64_t num_temperatures, int64_t prefix, float scale,
@@ -288,7 +289,7 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
                            table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, slope_roots != 0,
-                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures};
+                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures, true, last_keys};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

@@ -73,11 +73,17 @@ struct Attention {
   const float* temperatures = nullptr;  // by position, of capped scores; null = none
   int64_t num_temperatures = 0;
   bool visits_together = true;  // requests that share what they begin with; it keeps a state for each
+  const int32_t* last_keys = nullptr;  // [tokens]: the last key that each sees, not falling in a request; null = its own
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
   if (g.seq_lens != nullptr) return g.seq_lens[request];
   return g.cu_seqlens_q[request + 1] - g.cu_seqlens_q[request];
+}
+
+// One past the last key that a causal query at position p, in row `row` of the call, may see.
+inline int64_t end_seen(const Attention& g, int64_t p, int64_t row, int64_t context) {
+  return g.last_keys == nullptr ? p + 1 : min_of(max_of(p, int64_t(g.last_keys[row])) + 1, context);
 }
 
 // The first key that a query at position p may see.
@@ -562,7 +568,9 @@ struct UnitRows {
   // The keys of a partition that row r sees, from the partition's begin.
   Span span(int64_t r, int64_t base) const {
     const int64_t p = position + r / group, first = first_seen(g, p);
-    const int64_t last = g.causal ? p + 1 : g.window > 0 ? min_of(p + g.window, context) : context;
+    const int64_t last = g.causal       ? end_seen(g, p, g.cu_seqlens_q[t.request] + t.first + r / group, context)
+                         : g.window > 0 ? min_of(p + g.window, context)
+                                        : context;
     return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(last - base, PART), 0))};
   }
   // ... that any of the rows [r, r + n) sees: positions rise with rows. What ends before it begins, as

@@ -38,6 +38,7 @@ def paged_attention(
     kv_prefix_key: Tensor | None = None,
     kv_prefix_value: Tensor | None = None,
     logit_scale: Tensor | None = None,
+    last_keys: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     check_mask(
@@ -47,6 +48,7 @@ def paged_attention(
         alibi=alibi_slopes is not None,
         alibi_sqrt=alibi_sqrt,
         logit_scale=logit_scale is not None,
+        last_keys=last_keys is not None,
     )
     check_kv_prefix(
         query,
@@ -78,6 +80,7 @@ def paged_attention(
             kv_prefix_key=kv_prefix_key,
             kv_prefix_value=kv_prefix_value,
             logit_scale=logit_scale,
+            last_keys=None if last_keys is None else last_keys[start:end],
         )
     return out
 
@@ -201,6 +204,7 @@ def attend(
     kv_prefix_key: Tensor | None = None,
     kv_prefix_value: Tensor | None = None,
     logit_scale: Tensor | None = None,
+    last_keys: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
@@ -229,6 +233,10 @@ def attend(
     visible = visibility(num_q, seq_len, sliding_window, query.device, attention_chunk)
     if not causal:
         visible = torch.ones_like(visible)
+    if last_keys is not None:
+        at = torch.arange(seq_len, device=query.device)
+        own = at[seq_len - num_q :, None]
+        visible = visible | ((at >= own) & (at <= last_keys[:, None]))
     if only is not None:
         visible = visible & only
     scores = scores.masked_fill(~visible, -torch.inf)

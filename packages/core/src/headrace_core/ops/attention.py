@@ -181,11 +181,14 @@ class PagedAttentionOp(Protocol):
         * ``logit_scale`` [P] float32, P more than any position: the scaled (and capped) scores of the
           query at p are multiplied by entry p (Grok 2);
         * ``kv_prefix_key``, ``kv_prefix_value`` [S, Hk, D] in query's dtype: learned keys and values that
-          every row sees besides, wherever it stands (openPangu Pro).
+          every row sees besides, wherever it stands (openPangu Pro);
+        * ``last_keys`` [T] int32: a row sees keys j up to its entry, where that is more than p (less than
+          ``seq_lens[b]``, never falling along a request): tokens of an image see its later ones (Gemma 3).
 
         Raises:
-            ConfigError: a window, a chunk, slopes or a logit scale without ``causal``; a window and a
-                chunk; slopes and a logit scale; a KV prefix with a soft cap, slopes or a logit scale.
+            ConfigError: a window, a chunk, slopes, a logit scale or last keys without ``causal``; a window
+                and a chunk; last keys and a chunk; slopes and a logit scale; a KV prefix with a soft cap,
+                slopes or a logit scale.
             TypeError: an extra that the implementation does not have.
         """
         ...
@@ -230,6 +233,7 @@ def check_mask(
     alibi: bool,
     alibi_sqrt: bool = False,
     logit_scale: bool = False,
+    last_keys: bool = False,
 ) -> None:
     """Check that no options of :class:`PagedAttentionOp` exclude each other.
 
@@ -243,6 +247,8 @@ def check_mask(
         raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
     if alibi_sqrt and not alibi:
         raise ConfigError("paged_attention: alibi_sqrt = True without alibi_slopes")
+    if last_keys and (not causal or attention_chunk is not None):
+        raise ConfigError("paged_attention: last_keys need causal, and no attention_chunk")
     if logit_scale and (alibi or not causal):
         raise ConfigError("paged_attention: logit_scale need causal, and no alibi_slopes")
     if attention_chunk is not None and (windowed or attention_chunk < 1):

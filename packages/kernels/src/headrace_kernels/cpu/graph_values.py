@@ -126,6 +126,7 @@ def is_as_needed(batch: ForwardBatch, need: GraphNeed) -> bool:
         and not batch.extra
         and batch.encoder_states is None
         and batch.key_lens is None
+        and batch.last_keys is None
         and (rows is None or (not need.all_rows and _is_flat(rows, torch.int64, rows.shape)))
         and (types is not None) == need.token_types
         and (types is None or _is_flat(types, torch.int64, tokens))

@@ -76,7 +76,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
     "moe": (_I, [_P] * 8 + [_L] * 7 + [_F] + [_I] * 2),
     "expert_linear": (_I, [_P] * 5 + [_L] * 7 + [_I]),
-    "paged_attention": (_I, [_P] * 13 + [_L] * 13 + [_F] * 2 + [_I] * 3),
+    "paged_attention": (_I, [_P] * 14 + [_L] * 13 + [_F] * 2 + [_I] * 3),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),
     "latent_cache_write": (_I, [_P] * 6 + [_L] * 11 + [_I] * 2),
     "latent_attention": (_I, [_P] * 10 + [_L] * 18 + [_F] + [_I] * 2),

@@ -2,7 +2,7 @@
 
 For query row (position p of request b, head h) over keys j of the request, visible if ``j <= p``
 and, with a window W, ``p - j < W``, or, with chunks of C, ``j // C == p // C``; or all of them, if
-not causal:
+not causal; with last keys ``j <= last_keys`` instead of ``j <= p``:
 
     s_j = scale * q . k_j;  with a soft cap t: s_j = t * tanh(s_j / t)
     with ALiBi: s_j += slope_h * (j - p)  (Press et al. 2021, arXiv:2108.12409)
@@ -80,12 +80,12 @@ def tanh(x):
 def _visible_range(
     seq_len,
     first_position,
-    last_position,
+    last_seen,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """[begin, end) of the keys that any query between the two positions sees."""
+    """[begin, end) of the keys that queries from a position on see, the last of them up to ``last_seen``."""
     begin = first_position * 0
     end = seq_len
     if WINDOW > 0:
@@ -93,7 +93,7 @@ def _visible_range(
     if CHUNK > 0:
         begin = tl.maximum(first_position, 0) // CHUNK * CHUNK
     if CAUSAL:
-        end = tl.minimum(last_position + 1, seq_len)
+        end = tl.minimum(last_seen + 1, seq_len)
     return begin, end
 
 
@@ -146,6 +146,7 @@ def load_slope(slope_ptr, head, row_ok, HAS_SLOPES: tl.constexpr, BLOCK_M: tl.co
 def _attend(
     query,
     position,
+    last_seen,
     slope,
     top,
     total,
@@ -214,7 +215,7 @@ def _attend(
             score += slope[:, None] * away
         visible = key_ok[None, :]
         if CAUSAL:
-            visible = visible & (key_at[None, :] <= position[:, None])
+            visible = visible & (key_at[None, :] <= last_seen[:, None])
         if WINDOW > 0:
             visible = visible & (position[:, None] - key_at[None, :] < WINDOW)
         if CHUNK > 0:
@@ -245,6 +246,7 @@ def _attention_kernel(
     slope_ptr,
     prefix_key_ptr,
     prefix_value_ptr,
+    last_key_ptr,
     out_ptr,
     query_strides,
     key_strides,
@@ -264,6 +266,7 @@ def _attention_kernel(
     HAS_SLOPES: tl.constexpr,
     SLOPE_ROOTS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    HAS_LAST_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -289,9 +292,12 @@ def _attention_kernel(
     seq_len = tl.load(seq_len_ptr + seq)
     context_len = seq_len - query_len
     last_new = tl.minimum(first_new + BLOCK_Q, query_len) - 1
-    begin, end = _visible_range(
-        seq_len, context_len + first_new, context_len + last_new, WINDOW, CHUNK, CAUSAL
-    )
+    last_seen, most_seen = context_len + new, context_len + last_new
+    if HAS_LAST_KEYS:  # they do not fall along a request: the last row's is the most
+        last_seen = tl.load(last_key_ptr + query_start + new, mask=row_ok, other=0)
+        last_seen = tl.maximum(last_seen, context_len + new)
+        most_seen = tl.maximum(tl.load(last_key_ptr + query_start + last_new), most_seen)
+    begin, end = _visible_range(seq_len, context_len + first_new, most_seen, WINDOW, CHUNK, CAUSAL)
 
     query = load_query(
         query_ptr, query_strides, query_start + new, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN
@@ -301,14 +307,15 @@ def _attention_kernel(
     first, first_top = tl.zeros([BLOCK_M, D_BLOCK], tl.float32), top
     if HAS_PREFIX:  # one block, which every row sees all of
         first, first_top, total = _attend(
-            query, context_len + new, slope, top, total, 0, tl.cdiv(prefix_len, TILE), 0, prefix_len,
+            query, context_len + new, last_seen, slope, top, total,
+            0, tl.cdiv(prefix_len, TILE), 0, prefix_len,
             prefix_key_ptr, prefix_value_ptr, prefix_strides, prefix_strides,
             table_ptr, kv_head, prefix_len, scale, soft_cap,
             0, 0, False, False, False, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
         )  # fmt: skip
         top = first_top
     out, top, total = _attend(
-        query, context_len + new, slope, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
+        query, context_len + new, last_seen, slope, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
         WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
@@ -385,7 +392,7 @@ def _split_kernel(
     # The sink enters once, at the end of the reduction; here a segment without keys is (0, -inf, 0).
     top, total = _start_sums(sink_ptr, head, row_ok, False, BLOCK_M)
     out, top, total = _attend(
-        query, position + row * 0, slope, top, total, first, last, begin, end,
+        query, position + row * 0, position + row * 0, slope, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
         WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
@@ -522,6 +529,7 @@ def paged_attention(
     kv_prefix_key: Tensor | None = None,
     kv_prefix_value: Tensor | None = None,
     logit_scale: Tensor | None = None,
+    last_keys: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -541,6 +549,7 @@ def paged_attention(
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
         alibi_sqrt=alibi_sqrt,
+        last_keys=last_keys is not None,
     )
     check_kv_prefix(
         query,
@@ -569,7 +578,8 @@ def paged_attention(
             max_seqlen_k=max_seqlen_k,
             sliding_window=sliding_window,
             num_programs_wanted=_num_programs_wanted(query.device),
-            batch_invariant=batch_invariant or kv_prefix_key is not None,  # it is not split
+            # neither prefix nor last keys are split
+            batch_invariant=batch_invariant or kv_prefix_key is not None or last_keys is not None,
         )
     constants = {
         "WINDOW": sliding_window or 0,
@@ -601,6 +611,7 @@ def paged_attention(
         _attention_kernel[grid](
             *sources,
             *prefix,
+            last_keys,
             out,
             *strides,
             (0, num_kv_heads * head_dim, head_dim, 1),
@@ -608,6 +619,7 @@ def paged_attention(
             num_seqs,
             *numbers,
             HAS_PREFIX=size > 0,
+            HAS_LAST_KEYS=last_keys is not None,
             BLOCK_Q=plan.block_q,
             **constants,
         )

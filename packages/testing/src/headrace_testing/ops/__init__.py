@@ -22,6 +22,7 @@ from __future__ import annotations
 from headrace_testing.ops.attention import AttentionConformance
 from headrace_testing.ops.caches import CacheConformance
 from headrace_testing.ops.inputs import bits_equal, call_wide, rand, wide
+from headrace_testing.ops.last_keys import LastKeysConformance
 from headrace_testing.ops.linear import LinearConformance
 from headrace_testing.ops.mla import (
     MLACase,
@@ -70,6 +71,7 @@ class OpConformance(
     MoEConformance,
     CacheConformance,
     AttentionConformance,
+    LastKeysConformance,
     VarlenConformance,
     MLAConformance,
     RowScaleConformance,

@@ -44,7 +44,14 @@ class PagedCase:
             block_table=self.block_table[b : b + 1],
             cu_seqlens_q=self.cu_seqlens_q.new_tensor([0, last - first]),
             seq_lens=self.seq_lens[b : b + 1] - (end - start - last),
+            options=self._options_of(start + first, start + last),
         )
+
+    def _options_of(self, start: int, end: int) -> Mapping[str, Any]:
+        last_keys = self.options.get("last_keys")
+        if last_keys is None:
+            return self.options
+        return {**self.options, "last_keys": last_keys[start:end]}
 
     def _arguments(self) -> tuple[Tensor, ...]:
         return (
@@ -78,6 +85,7 @@ def paged_case(
     alibi: bool = False,
     prefix: int = 0,
     with_logit_scale: bool = False,
+    spans: Sequence[tuple[int, int, int]] = (),
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
@@ -86,7 +94,8 @@ def paged_case(
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
     is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head;
-    with_logit_scale: with one for each position. prefix: so many keys that every token sees.
+    with_logit_scale: with one for each position. prefix: so many keys that every token sees. spans: (request,
+    first, end), the positions of tokens that see all of each other, as ``last_keys``.
     """
     window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -130,6 +139,11 @@ def paged_case(
     if with_logit_scale:
         warmer = 0.5 + rand(max([1, *seq_lens]), device=device, seed=seed).abs()
         options = {**options, "logit_scale": warmer}
+    if spans:
+        positions = [torch.arange(seq_len - num_new, seq_len) for num_new, seq_len in lengths]
+        for b, first, end in spans:
+            positions[b][(positions[b] >= first) & (positions[b] < end)] = end - 1
+        options = {**options, "last_keys": torch.cat(positions).int().to(device)}
     return PagedCase(
         query=query,
         key_cache=moved(caches[0], device),

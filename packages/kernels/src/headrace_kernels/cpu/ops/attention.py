@@ -47,6 +47,7 @@ class PagedAttention:
         kv_prefix_key: Tensor | None = None,
         kv_prefix_value: Tensor | None = None,
         logit_scale: Tensor | None = None,
+        last_keys: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -84,6 +85,7 @@ class PagedAttention:
             alibi=alibi_slopes is not None,
             alibi_sqrt=alibi_sqrt,
             logit_scale=logit_scale is not None,
+            last_keys=last_keys is not None,
         )
         check_kv_prefix(
             query, kv_prefix_key, kv_prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
@@ -93,11 +95,15 @@ class PagedAttention:
         if kv_prefix_key is not None and kv_prefix_value is not None:
             prefix = (kv_prefix_key.contiguous(), kv_prefix_value.contiguous())
         prefix_pointers: list[int | None] = [x.data_ptr() for x in prefix] or [None, None]
+        last_pointer = None
+        if last_keys is not None:
+            last_keys = vector(last_keys, torch.int32, tokens, "paged_attention: last_keys")
+            last_pointer = last_keys.data_ptr()
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            slope_pointer, logit_scale_pointer, *prefix_pointers,
+            slope_pointer, logit_scale_pointer, *prefix_pointers, last_pointer,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
             block_table.shape[1], window, attention_chunk or 0, num_positions,
