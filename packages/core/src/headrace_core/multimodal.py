@@ -88,6 +88,8 @@ class MediaPlacement(NamedTuple):
     token_ids: list[int]
     offsets: list[int]
     """By item: its first token."""
+    whole_spans: Sequence[tuple[int, int]] = ()
+    """(first, end) of tokens that all see each other, apart and in order: a step computes all of one."""
 
 
 class MediaProcessor(Protocol):

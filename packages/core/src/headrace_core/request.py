@@ -219,6 +219,8 @@ class CoreRequest:
     """Segment of each prompt token, for models that have them; None = all 0."""
     media: list[MediaInput] = field(default_factory=list)
     """In order of their offsets."""
+    whole_spans: list[tuple[int, int]] = field(default_factory=list)
+    """See :attr:`headrace_core.multimodal.MediaPlacement.whole_spans`."""
     num_encoder_tokens: int = 0
     """Length of what the encoder of an encoder-decoder model makes of ``media``."""
     num_attended_tokens: int | None = None

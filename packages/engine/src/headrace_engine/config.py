@@ -138,6 +138,17 @@ class SchedulerConfig:
         {}, 'JSON, name of a key -> its relative share under the fair policy: {"batch": 0.5}. '
         "Default: 1 for each key.",
     )  # fmt: skip
+    max_num_encoder_input_tokens: int | None = option(
+        None, "Most vectors that a step makes of images and other media in prompts; one item may always "
+        "be encoded. Default: as many as the step may have tokens.", human_int=True,
+        cost="a step that encodes takes longer, and all that decode wait for it; small values delay "
+        "prompts with several items",
+    )  # fmt: skip
+    disable_chunked_mm_input: bool = option(
+        False, "Compute all tokens of an image or other item in one step.",
+        cost="an item of more tokens than max_num_batched_tokens is refused; steps end before one that "
+        "does not fit",
+    )  # fmt: skip
     scheduler_cls: str = option("default", "Scheduler: default, or the name of a plug-in.")
     async_scheduling: bool | None = option(
         None, "Schedule and detokenize while the model runs. Default: on."
@@ -174,6 +185,9 @@ class SchedulerConfig:
                f"between 1 and max_num_partial_prefills = {partial}")  # fmt: skip
         require(partial == 1 or self.enable_chunked_prefill, "scheduler.max_num_partial_prefills",
                partial, "1 while enable_chunked_prefill is off")  # fmt: skip
+        vectors = self.max_num_encoder_input_tokens
+        require(vectors is None or vectors >= 1, "scheduler.max_num_encoder_input_tokens", vectors,
+               "at least 1")  # fmt: skip
         require(self.long_prefill_token_threshold >= 0, "scheduler.long_prefill_token_threshold",
                self.long_prefill_token_threshold, "at least 0")  # fmt: skip
         if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep
@@ -64,11 +66,18 @@ class World:
         stop: tuple[int, ...] = (),
         priority: int = 0,
         owner: str = "",
+        items: Sequence[tuple[int, int]] = (),
+        whole_spans: Sequence[tuple[int, int]] = (),
         **params: Any,
     ) -> list[int]:
-        """Queue a request (of so many tokens of its own); returns the output of a straight run."""
+        """Queue a request (of so many tokens of its own); returns the output of a straight run.
+
+        items: (first token, number) of media in the prompt.
+        """
         if isinstance(prompt, int):
             prompt = [ord(request_id[-1]) * 100 + i for i in range(prompt)]
+        names = [sha256(f"{request_id} {at}".encode()).hexdigest() for at, _ in items]
+        media = [MediaInput("image", {}, name, n, at) for name, (at, n) in zip(names, items)]
         self.scheduler.add(
             CoreRequest(
                 request_id=request_id,
@@ -79,9 +88,11 @@ class World:
                 arrival_time=float(self.scheduler._tracker._num_added),
                 priority=priority,
                 owner=owner,
+                media=media,
+                whole_spans=list(whole_spans),
             )
         )
-        return expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+        return expected_tokens(prompt, max_tokens, VOCAB_SIZE, media)
 
     def schedule(self) -> ScheduledStep:
         step = self.scheduler.schedule()

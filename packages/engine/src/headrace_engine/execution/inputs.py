@@ -180,6 +180,9 @@ class InputBuilder:
         prompts = self.prompts
         embeds = prompts.input_embeds(rows, computed, layout.cu_seqlens) if prompts.spans else None
         key_lens = prompts.key_lens(rows, seq_lens) if prompts.num_attended else None
+        last_keys = None
+        if prompts.whole_spans:
+            last_keys = prompts.last_keys(rows, computed, layout.cu_seqlens, positions)
         places, axes = positions, None
         if prompts.axes:
             places, axes = prompts.places(rows, computed, layout.cu_seqlens, positions)
@@ -203,6 +206,7 @@ class InputBuilder:
                 else None
             ),
             key_lens=None if key_lens is None else _tensor(key_lens, device),
+            last_keys=None if last_keys is None else _tensor(last_keys, device),
             extra=extra,
         )
         return StepInputs(

@@ -82,6 +82,8 @@ class PromptTable:
         is all 0."""
         self.axes: dict[int, _Axes] = {}
         """Places of the tokens of prompts with media, for models that tell time, height and width apart."""
+        self.whole_spans: dict[int, list[tuple[int, int]]] = {}
+        """Tokens that all see each other; see :class:`headrace_core.multimodal.MediaPlacement`."""
         self.num_attended: dict[int, int] = {}
         """Numbers of tokens that are attended to, for models that attend in both directions; a row that
         is not here attends to all of its tokens."""
@@ -89,6 +91,8 @@ class PromptTable:
     def add(self, row: int, new: NewRequest) -> None:
         """Keep a new request's parts."""
         request = new.request
+        if request.whole_spans:
+            self.whole_spans[row] = request.whole_spans
         if request.prompt_embeds is not None:
             self.add_span(row, 0, as_tensor(request.prompt_embeds, self._device))
         if request.token_type_ids is not None and any(request.token_type_ids):
@@ -105,6 +109,7 @@ class PromptTable:
         self.token_types.pop(row, None)
         self.axes.pop(row, None)
         self.num_attended.pop(row, None)
+        self.whole_spans.pop(row, None)
 
     def add_span(self, row: int, start: int, vectors: Tensor) -> None:
         """Keep the vectors [n, H] of a request's tokens from ``start`` on."""
@@ -190,6 +195,22 @@ class PromptTable:
         for b, row in enumerate(rows.tolist()):
             lengths[b] = min(lengths[b], self.num_attended.get(row, lengths[b]))
         return lengths if (lengths < seq_lens).any() else None
+
+    def last_keys(
+        self, rows: Ints, computed: Ints, cu_seqlens: Ints, positions: Ints
+    ) -> npt.NDArray[np.int32] | None:
+        """Last position that each of a step's tokens sees, [T] int32; None: its own. Arguments as
+        :meth:`input_embeds` and :meth:`places`."""
+        last = None
+        for b, row in enumerate(rows.tolist()):
+            first, start = int(computed[b]), int(cu_seqlens[b])
+            num_tokens = int(cu_seqlens[b + 1]) - start
+            for begin, end in self.whole_spans.get(row, ()):
+                from_, to = max(begin - first, 0), min(end - first, num_tokens)
+                if from_ < to:
+                    last = positions.astype(np.int32) if last is None else last
+                    last[start + from_ : start + to] = end - 1
+        return last
 
     def _remaining(self, row: int, first: int) -> list[_VectorSpan]:
         """A row's spans that do not end before ``first``; a request never goes back."""

@@ -201,6 +201,7 @@ class InputProcessor:
                 prompt_embeds=tokens.embeds,
                 thinking=thinking,
                 media=list(tokens.media),
+                whole_spans=list(tokens.whole_spans),
                 num_encoder_tokens=tokens.num_encoder_tokens,
             )
             for index in range(params.n)

@@ -57,6 +57,8 @@ class PlacedMedia(NamedTuple):
     token_ids: list[int]
     media: list[MediaInput]
     num_encoder_tokens: int
+    whole_spans: list[tuple[int, int]]
+    """See :class:`~headrace_core.multimodal.MediaPlacement`."""
 
 
 class MediaReader:
@@ -134,7 +136,7 @@ class MediaReader:
         ]
         media.sort(key=lambda item: item.offset)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
-        return PlacedMedia(placed.token_ids, media, states)
+        return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
 
     def placeholder(self, modality: Modality, index: int) -> str:
         """See :meth:`headrace_core.multimodal.MediaProcessor.placeholder`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
 from headrace_core.arrays import own_ids
@@ -16,7 +17,12 @@ from headrace_engine.input_processing.chat.template import ChatRenderer, PromptT
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.embeds import EmbedsDecoder
 from headrace_engine.input_processing.media import FIELD as MEDIA_FIELD
-from headrace_engine.input_processing.media import ChatMedia, MediaReader, implicit_form
+from headrace_engine.input_processing.media import (
+    ChatMedia,
+    MediaReader,
+    PlacedMedia,
+    implicit_form,
+)
 from headrace_engine.input_processing.text_limits import TextLimits
 from headrace_engine.input_processing.tokens import check_ids, check_text, need_tokenizer
 
@@ -32,6 +38,8 @@ class PromptTokens(NamedTuple):
     media: Sequence[MediaInput] = ()
     """In order of their offsets."""
     num_encoder_tokens: int = 0
+    whole_spans: Sequence[tuple[int, int]] = ()
+    """See :class:`headrace_core.multimodal.MediaPlacement`."""
     token_type_ids: list[int] | None = None
     """The text of a pair that each token belongs to; None: not said."""
     num_attended_tokens: int | None = None
@@ -277,7 +285,11 @@ class PromptReader:
         assert self._media is not None
         placed = self._media.place(tokens.ids, data, options)
         return tokens._replace(
-            ids=placed.token_ids, media=placed.media, num_encoder_tokens=placed.num_encoder_tokens
+            ids=placed.token_ids,
+            media=placed.media,
+            num_encoder_tokens=placed.num_encoder_tokens,
+            whole_spans=placed.whole_spans,
+            cache_salt=_salted(tokens.cache_salt, placed),
         )
 
     @property
@@ -367,6 +379,20 @@ def _types(types: object) -> list[int]:
             f"token_type_ids = {types!r:.100}: must be a list of integers", param="token_type_ids"
         )
     return list(types)  # type: ignore[call-overload, no-any-return]
+
+
+def _salted(salt: str | None, placed: PlacedMedia) -> str | None:
+    """A salt for cached prefixes that names what their tokens see behind them: an item's blocks are known
+    by its content, other text is not."""
+    items = [(item.offset, item.offset + item.num_tokens) for item in placed.media]
+    ahead = [
+        placed.token_ids[first:end]
+        for first, end in placed.whole_spans
+        if not any(begin <= first and end <= last for begin, last in items)
+    ]
+    if not ahead:
+        return salt
+    return f"{salt or ''}:{sha256(repr(ahead).encode()).hexdigest()}"
 
 
 def _salt(salt: object) -> str | None:

@@ -9,6 +9,7 @@ from headrace_core import failpoints
 from headrace_core.kv import BlockIds, KVCacheManager, PrefixMatch
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
+from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker
 
@@ -22,12 +23,16 @@ class BatchBuilder:
         tracker: whom there is to choose from.
         kv: hands out blocks.
         limits: of steps.
+        media: of media in them.
     """
 
-    def __init__(self, tracker: RequestTracker, kv: KVCacheManager, limits: StepLimits) -> None:
+    def __init__(
+        self, tracker: RequestTracker, kv: KVCacheManager, limits: StepLimits, media: MediaLimits
+    ) -> None:
         self._tracker = tracker
         self._kv = kv
         self._limits = limits
+        self._media = media
         self.quarantined: list[SchedulerRequest] = []
         """To be computed alone, in this order; see :mod:`headrace_engine.scheduler.scheduler`."""
         self._refused: list[CoreOutput] = []
@@ -82,7 +87,9 @@ class BatchBuilder:
             decodes, most = num_tokens == 1, num_tokens
             if not decodes:
                 most = min(self._limits.share(num_tokens, plan), plan.budget)
-                num_tokens = self._to_snapshot(state, state.num_computed_tokens, most)
+                num_tokens = self._to_border(state, state.num_computed_tokens, most, plan)
+                if num_tokens == 0:
+                    continue  # a part of it that must not be cut needs a step with more room
             try:
                 gained = allocate(state, num_tokens)
                 if gained is None:
@@ -96,17 +103,33 @@ class BatchBuilder:
             if decodes:
                 plan.add_decode(state)
             else:
-                plan.add(
-                    state, num_tokens, self._limits.long_threshold, held_back=num_tokens < most
-                )
+                self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
+
+    def _add(
+        self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False
+    ) -> None:
+        """Count further tokens of a request as computed by the step, and the vectors of their media."""
+        if state.media:
+            start = state.num_computed_tokens
+            plan.num_media_vectors += self._media.num_vectors(state, start, num_tokens)
+        plan.add(state, num_tokens, self._limits.long_threshold, held_back=held_back)
+
+    def _to_border(
+        self, state: SchedulerRequest, computed: int, num_tokens: int, plan: BatchPlan
+    ) -> int:
+        """Number of tokens instead of ``num_tokens`` further ones, so that the step ends where it may. 0: it
+        cannot hold any."""
+        if not self._limits.cuts_prompts:
+            return num_tokens
+        return self._media.cut(
+            state, computed, self._to_snapshot(state, computed, num_tokens), plan
+        )
 
     def _to_snapshot(self, state: SchedulerRequest, computed: int, num_tokens: int) -> int:
         """So many of ``num_tokens`` further tokens that a state which other requests may begin from is
         not passed by."""
-        if not self._limits.cuts_prompts:
-            return num_tokens
         end = self._kv.snapshot_at(state, computed)
         return min(num_tokens, end - computed) if end else num_tokens
 
@@ -147,7 +170,7 @@ class BatchBuilder:
             try:
                 match = self._match_prefix(state)
                 most = self._limits.admissible(state.num_tokens - match.num_tokens, plan)
-                num_tokens = most and self._to_snapshot(state, match.num_tokens, most)
+                num_tokens = most and self._to_border(state, match.num_tokens, most, plan)
                 gained = self._allocate(state, num_tokens, match) if num_tokens else None
             except Exception as error:
                 self._refuse(state, error)
@@ -161,7 +184,7 @@ class BatchBuilder:
             self._tracker.admit(state, match.num_tokens)
             plan.begin(state, gained, match.num_tokens)
             held_back = num_tokens < (most or 0)
-            plan.add(state, num_tokens, self._limits.long_threshold, held_back=held_back)
+            self._add(state, num_tokens, plan, held_back=held_back)
         for state in reversed(passed_over):
             waiting.push_back_first(state)
 
@@ -169,7 +192,7 @@ class BatchBuilder:
         """Give what nobody else could use to the long prompts that had to share."""
         for index, (state, _, samples) in enumerate(plan.entries):
             num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
-            if samples or num_tokens == 0:
+            if samples or num_tokens == 0 or state.media:
                 continue
             scheduled = plan.num_scheduled_tokens[state.request_id]
             before = state.num_computed_tokens - scheduled
@@ -201,21 +224,25 @@ class BatchBuilder:
     def _schedule_quarantined(self, state: SchedulerRequest, plan: BatchPlan) -> None:
         """A step for one request alone: as much of it as fits."""
         if state.status is RequestStatus.RUNNING:
-            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
+            num_tokens = self._alone(state, state.num_computed_tokens, plan)
             gained = self._make_room(state, lambda: self._allocate(state, num_tokens))
-            plan.add(state, num_tokens, self._limits.long_threshold)
+            self._add(state, num_tokens, plan)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
             return
         if len(self._tracker.running) >= self._limits.max_seqs:  # it was suspended, and others came
             self._tracker.preempt(self._tracker.running.pop())
         match = self._match_prefix(state)
-        num_tokens = min(state.num_tokens - match.num_tokens, plan.budget)
+        num_tokens = self._alone(state, match.num_tokens, plan)
         gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))
         self._tracker.waiting.take(state)
         self._tracker.admit(state, match.num_tokens)
         plan.begin(state, gained, match.num_tokens)
-        plan.add(state, num_tokens, self._limits.long_threshold)
+        self._add(state, num_tokens, plan)
+
+    def _alone(self, state: SchedulerRequest, computed: int, plan: BatchPlan) -> int:
+        """As many of a request's tokens as a step holds that has nothing else."""
+        return self._media.cut(state, computed, min(state.num_tokens - computed, plan.budget), plan)
 
     def _make_room(
         self, state: SchedulerRequest, allocate: Callable[[], BlockIds | None]

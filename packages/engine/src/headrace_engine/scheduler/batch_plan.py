@@ -30,6 +30,8 @@ class BatchPlan:
         self.num_preempted = 0
         self.num_encoder_tokens = 0
         """Encoder states that it computes."""
+        self.num_media_vectors = 0
+        """Vectors that it makes of media in prompts."""
         self.entries: list[InFlight] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []

@@ -48,6 +48,7 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.batch_builder import BatchBuilder
 from headrace_engine.scheduler.batch_plan import StepLimits
+from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.request import InFlight, RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker, output_of
 
@@ -92,8 +93,9 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._tracker = RequestTracker(config, kv, max_model_len, clock)
+        self._media = MediaLimits(config)
         self._builder = BatchBuilder(
-            self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks)
+            self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks), self._media
         )
         self._counters, self._fair = self._tracker.counters, self._tracker.fair
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
@@ -119,6 +121,7 @@ class Scheduler:
                 value=request.request_id,
             )
         self._check_length(request)
+        self._media.check(request)
         if len(self._tracker.waiting) >= self._config.max_queued_requests:
             raise QueueFull(
                 f"{len(self._tracker.waiting)} requests wait already (max_queued_requests = "

@@ -55,9 +55,11 @@ def sampled_token(prefix_fingerprint: int, vocab_size: int) -> int:
     return (prefix_fingerprint >> 11) % vocab_size
 
 
-def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+def expected_tokens(
+    prompt: Sequence[int], count: int, vocab_size: int, media: Sequence[MediaInput] = ()
+) -> list[int]:
     """The output of a straight run, without stopping."""
-    state, output = fingerprint(prompt), list[int]()
+    state, output = fingerprint(contents(prompt, media)), list[int]()
     for _ in range(count):
         output.append(sampled_token(state, vocab_size))
         state = fingerprint(output[-1:], state)
