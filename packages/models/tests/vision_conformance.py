@@ -3,6 +3,7 @@ one pass and in pieces."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ class VisionConformance:
     """What a subclass must say: the class, its tiny config, and two images as the model takes them."""
 
     tolerance: ClassVar[float] = 1e-4
+    sees_whole: ClassVar[bool] = False
+    """Tokens of an image all see each other: prompts are cut between images only."""
     names_of_towers: ClassVar[tuple[str, ...]]
     """Beginnings of the names of tensors that text alone does without."""
 
@@ -136,6 +139,9 @@ class VisionConformance:
             if axes is not None:
                 extra[MROPE_POSITIONS] = axes[:, done : done + size]
             batch = driver.batch({"a": tokens[done : done + size]})
+            if self.sees_whole:
+                spans = [(o, o + len(v)) for o, v in zip(offsets, vectors, strict=True)]
+                batch = driver.prepared(replace(batch, last_keys=last_keys(spans, done, size)))
             with torch.inference_mode():
                 hidden = model.forward(replace(batch, extra=extra))
                 found.append(model.compute_logits(hidden).float())
@@ -165,6 +171,9 @@ class VisionConformance:
         images = self.images()
         tokens, offsets = self.prompt([len(v) for v in self.embed(model, images)])
         pieces = [3, 2, len(tokens) - 7, 1, 1]
+        if self.sees_whole:
+            borders = [0, 1, *offsets, len(tokens) - 2, len(tokens) - 1, len(tokens)]
+            pieces = [end - begin for begin, end in itertools.pairwise(borders)]
         found = self.forward(model, tokens, offsets, images, pieces)
         expected = self.logprobs(reference, tokens, images)
         torch.testing.assert_close(found, expected, atol=self.tolerance, rtol=0)
@@ -177,7 +186,7 @@ class VisionConformance:
 
     def test_other_pixels_are_another_image(self, model: Any) -> None:
         first = self.images()[0]
-        changed = {**first, "pixel_values": first["pixel_values"].flip(0)}
+        changed = {**first, "pixel_values": first["pixel_values"].flip(0, -1)}
         (own,), (other,) = self.embed(model, [first]), self.embed(model, [changed])
         assert float((own - other).abs().max()) > 1e-3
 
@@ -189,6 +198,14 @@ class VisionConformance:
         torch.testing.assert_close(
             found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
         )
+
+
+def last_keys(spans: Sequence[tuple[int, int]], first: int, number: int) -> Tensor:
+    """See :attr:`headrace_core.batch.ForwardBatch.last_keys`, of tokens ``first`` and the next."""
+    last = torch.arange(first, first + number, dtype=torch.int32)
+    for begin, end in spans:
+        last[(last >= begin) & (last < end)] = end - 1
+    return last
 
 
 def packed(image: dict[str, Tensor]) -> dict[str, PackedArray]:

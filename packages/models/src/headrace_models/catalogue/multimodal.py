@@ -191,7 +191,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Fuyu 8B",
             ("vision_embed_tokens",),
         ),
-        Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "Gemma3ForCausalLM"}, "Gemma 3"),
+        Wrapper(
+            "Gemma3ForConditionalGeneration",
+            {"gemma3_text": "Gemma3ForCausalLM"},
+            "Gemma 3",
+            towers={"siglip_vision_model": "gemma3:Gemma3"},
+        ),
         Wrapper(
             "Gemma3nForConditionalGeneration",
             {"gemma3n_text": "Gemma3nForCausalLM"},

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace_core.attention import (
     LARGEST,
+    LAST_KEYS,
     MLA,
     SLIDING_WINDOW,
     SOFT_CAP,
@@ -111,6 +112,7 @@ class ReferenceAttention(AttentionBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             **layer.extras,
+            **({} if batch.last_keys is None else {LAST_KEYS: batch.last_keys}),
         )
 
 
@@ -429,7 +431,7 @@ class PagedDriver:
             groups=groups,
             logits_rows=None if rows is None else torch.tensor(list(rows)),
         )
-        return self._prepared(batch)
+        return self.prepared(batch)
 
     def _tokens(
         self, group: int, block_size: int, spans: Sequence[tuple[_Sequence, int, int]]
@@ -458,7 +460,8 @@ class PagedDriver:
             state_out=torch.tensor(after),
         )
 
-    def _prepared(self, batch: ForwardBatch) -> ForwardBatch:
+    def prepared(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with attention's metadata for what it holds."""
         backends: dict[int, AttentionBackend] = {}
         for layer in self.layers.values():
             if layer.kv_spec is not None:

@@ -63,7 +63,7 @@ class EncoderDecoderDriver(PagedDriver):
         if begun:
             with torch.inference_mode():
                 states = self.encoder.encode([media[request] for request in begun])
-        return self._prepared(replace(plain, groups=groups, encoder_states=states))
+        return self.prepared(replace(plain, groups=groups, encoder_states=states))
 
     @property
     def _groups(self) -> range:
