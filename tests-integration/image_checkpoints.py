@@ -171,6 +171,32 @@ def save_pixtral(folder: Path) -> Any:
     return _finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
 
 
+def save_gemma3(folder: Path) -> Any:
+    """Images of 4 tokens that all see each other, in front of a decoder with a window."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    names = ("<|endoftext|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"], "eos_token_id": end,
+        "bos_token_id": None, "pad_token_id": end, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        vision_config=vision, text_config=text, mm_tokens_per_image=4,
+        tie_word_embeddings=False, boi_token_index=ids[names[1]], image_token_index=ids[names[2]], eoi_token_index=ids[names[3]],
+    )  # fmt: skip
+    Gemma3ImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
+    return _finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
+
+
 def pixtral_images(**settings: Any) -> Any:
     """The library's image processor on Pillow."""
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil

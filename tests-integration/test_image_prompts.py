@@ -18,6 +18,7 @@ from image_checkpoints import (
     encoded,
     picture,
     pixtral_images,
+    save_gemma3,
     save_llava,
     save_pixtral,
     save_qwen2_vl,
@@ -62,6 +63,7 @@ class Seer(NamedTuple):
     mark: str
     token: str
     inputs: Callable[[Path, Sequence[Any]], dict[str, Any]]
+    cache_groups: int = 1
 
 
 def of_llava(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
@@ -96,11 +98,25 @@ def of_pixtral(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral"])
+def of_gemma3(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    library = Gemma3ImageProcessorPil.from_pretrained(folder)
+    made = library(images=list(images), return_tensors="pt")
+    lines = token_ids(folder, "\n\n")
+    begin, mark, end = token_ids(folder, "<start_of_image><image_soft_token><end_of_image>")
+    item = [*lines, begin, *[mark] * 4, end, *lines]
+    return {"pixel_values": made["pixel_values"], "items": [item] * len(images)}
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3"])
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "llava":
         return Seer(folder, save_llava(folder), "<image>", "<image>", of_llava)
+    if request.param == "gemma3":
+        mark = "<start_of_image>"
+        return Seer(folder, save_gemma3(folder), mark, mark, of_gemma3, cache_groups=2)
     if request.param == "pixtral":
         return Seer(folder, save_pixtral(folder), "[IMG]", "[IMG]", of_pixtral)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -133,6 +149,9 @@ def wanted(seer: Seer, text: str, names: str) -> list[int]:
         items = iter(given.pop("items"))
         ids = [i for token in ids for i in (next(items) if token == pad else [token])]
     tokens = torch.tensor([ids])
+    if seer.token == "<start_of_image>":
+        [soft] = token_ids(seer.folder, "<image_soft_token>")
+        given["token_type_ids"] = (tokens == soft).int()
     if seer.token == "<|image_pad|>":
         given["mm_token_type_ids"] = (tokens == pad).int()
     out = seer.oracle.generate(
@@ -151,7 +170,10 @@ def expected(seer: Seer) -> list[list[int]]:
 def test_it_equals_transformers_in_every_mode(
     seer: Seer, expected: list[list[int]], mode: str
 ) -> None:
-    with LLM(str(seer.folder), **{**SETTINGS, **MODES[mode]}) as model:
+    settings = {**SETTINGS, **MODES[mode]}
+    if "num_gpu_blocks_override" in settings:
+        settings["num_gpu_blocks_override"] *= seer.cache_groups
+    with LLM(str(seer.folder), **settings) as model:
         for _ in range(2):  # the second time from caches
             outputs = model.generate([asked(seer, *pair) for pair in PROMPTS.items()], PARAMS)
             assert [list(o.outputs[0].token_ids) for o in outputs] == expected

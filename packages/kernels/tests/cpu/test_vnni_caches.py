@@ -92,6 +92,14 @@ def fill(ops: Any, shape: Shape, step: Step, caches: KVViews, *, poison: bool = 
         ops["cache_write"](keys, values, *caches, slots)
 
 
+def seen_whole(step: Step, *spans: tuple[int, int, int]) -> Tensor:
+    """Last keys where positions [first, end) of requests all see each other."""
+    positions = [torch.arange(all_ - new, all_) for new, all_ in zip(step.new, step.seq_lens)]
+    for b, first, end in spans:
+        positions[b][(positions[b] >= first) & (positions[b] < end)] = end - 1
+    return torch.cat(positions).int()
+
+
 def queries(shape: Shape, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.randn(tokens, shape.q_heads, shape.dim, generator=generator).bfloat16()
@@ -139,18 +147,25 @@ def both(ops: Any, shape: Shape, step: Step, *, poison: bool = False, **options:
         {"sinks": True},
         {"alibi_slopes": True},
         {"prefix": True},
+        {"last_keys": True},
+        {"last_keys": True, "sliding_window": 137},
     ],
     ids=lambda options: "".join(options) or "plain",
 )
 def test_attention_has_the_same_bits(ops: Any, shape: Shape, options: dict[str, Any]) -> None:
     options = {
-        name: torch.linspace(0.1, 1, shape.q_heads) if value is True else value
+        name: torch.linspace(0.1, 1, shape.q_heads) if value is True else value  # sinks, slopes
         for name, value in options.items()
     }
     if options.pop("prefix", None) is not None:
         always = queries(shape, 2 * 5)[:, : shape.kv_heads].unflatten(0, (2, 5))
         options = {**options, "kv_prefix_key": always[0], "kv_prefix_value": always[1]}
     step = step_of([1, 1, 5, 40, 300, 1, 2], [1, 1100, 70, 40, 555, 513, 516], shape.block_size)
+    if "last_keys" in options:
+        options = {
+            **options,
+            "last_keys": seen_whole(step, (3, 2, 39), (4, 256, 530), (4, 531, 555)),
+        }
     assert both(ops, shape, step, **options).isfinite().all()
 
 
