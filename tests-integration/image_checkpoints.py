@@ -191,10 +191,39 @@ def save_gemma3(folder: Path) -> Any:
     torch.manual_seed(0)
     config = Gemma3Config(
         vision_config=vision, text_config=text, mm_tokens_per_image=4,
-        tie_word_embeddings=False, boi_token_index=ids[names[1]], image_token_index=ids[names[2]], eoi_token_index=ids[names[3]],
+        tie_word_embeddings=False, boi_token_index=ids[names[1]], image_token_index=ids[names[2]],
+        eoi_token_index=ids[names[3]],
     )  # fmt: skip
     Gemma3ImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
     return _finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
+
+
+def save_paligemma(folder: Path) -> Any:
+    """Images of 16 tokens in front of a text; all of a prompt sees all of it."""
+    from transformers import (
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        SiglipImageProcessor,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<bos>", "<image>"))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 7,
+        "projection_dim": 64,
+    }  # fmt: skip
+    text = {
+        **TEXT, "model_type": "gemma", "head_dim": 16, "eos_token_id": end, "bos_token_id": ids["<bos>"],
+        "pad_token_id": end, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=ids["<image>"], projection_dim=64,
+        hidden_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    SiglipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(folder)
+    return _finish(folder, PaliGemmaForConditionalGeneration(config), "<image>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -49,7 +49,14 @@ def model_class(info: ModelInfo) -> type[Any]:
     own: type[Any] = plugins.load("headrace.models", served_by(architecture, known) or architecture)
     if architecture != info.architecture:
         wrapper = WRAPPERS[info.architecture]
-        own = text_of(own, wrapper, wrapper.tower_of(info.whole_config) if info.processor else None)
+        tower = wrapper.tower_of(info.whole_config) if info.processor else None
+        if tower is None and wrapper.needs_media:
+            raise UnsupportedModel(
+                f"model {info.name!r}: {info.architecture}: {wrapper.needs_media}, and it can bring none: "
+                "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, the model is to "
+                "pool, or its vision_config.model_type is not served"
+            )
+        own = text_of(own, wrapper, tower)
     if info.convert == "none":
         return own
     assert info.pooling is not None

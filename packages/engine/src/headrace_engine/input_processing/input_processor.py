@@ -30,7 +30,7 @@ from headrace_engine.input_processing.constraints import Constraints
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.late_interaction import MarkedTexts
 from headrace_engine.input_processing.lengths import max_tokens, truncate
-from headrace_engine.input_processing.media import MediaReader, cuts_media
+from headrace_engine.input_processing.media import MediaReader, cuts_media, needed_media
 from headrace_engine.input_processing.pooling import (
     PoolingInputProcessor,
     check_generates,
@@ -284,10 +284,9 @@ class InputProcessor:
             embeds = embeds.last(len(ids))
         whole = len(ids) == len(tokens.ids)
         if self.model.is_encoder_decoder and not tokens.num_encoder_tokens:
-            raise RequestError(
-                "multi_modal_data: must be given: the model's encoder reads nothing else",
-                param="multi_modal_data",
-            )
+            raise needed_media("the model's encoder reads nothing else")
+        if self._prompts.needs_media and not tokens.media:
+            raise needed_media("the model's prompts begin with an image")
         if tokens.media and not whole and not tokens.num_encoder_tokens:
             raise cuts_media(params.truncate_prompt_tokens)
         return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)

@@ -88,6 +88,7 @@ class MediaReader:
         max_kept_bytes: int = 0,
     ) -> None:
         self._options = dict(options or {})
+        self.needs_media: bool = getattr(processor, "needs_media", False)
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._processor = ProcessedItems(processor, max_kept_bytes)
@@ -349,6 +350,11 @@ def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
     media = {name: encoder[name] for name in (FIELD, "mm_processor_kwargs") if name in encoder}
     salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") is not None else {}
     return {**decoder, **media, **salt}
+
+
+def needed_media(why: str) -> RequestError:
+    """The error where a prompt must bring media and does not."""
+    return RequestError(f"{FIELD}: must be given: {why}", param=FIELD)
 
 
 def cuts_media(truncate_prompt_tokens: int | None) -> RequestError:

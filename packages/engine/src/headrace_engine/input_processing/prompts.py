@@ -293,6 +293,11 @@ class PromptReader:
         )
 
     @property
+    def needs_media(self) -> bool:
+        """True if every prompt must bring media."""
+        return self._media is not None and self._media.needs_media
+
+    @property
     def _encodes(self) -> bool:
         return self._media is not None and self._media.is_encoder_decoder
 

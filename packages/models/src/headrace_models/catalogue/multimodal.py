@@ -31,6 +31,8 @@ class Wrapper:
     towers: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of ``vision_config`` ("": any) -> the class that joins towers of that kind with the
     language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
+    needs_media: str = ""
+    """Why every prompt must bring an image; "": text alone is served, too."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
@@ -460,6 +462,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             fixed={"attention_bias": False},
         ),
         Wrapper(
+            "PaliGemmaForConditionalGeneration",
+            {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
+            "PaliGemma",
+            towers={"siglip_vision_model": "paligemma:PaliGemma"},
+            fixed={"use_bidirectional_attention": False},  # prompts are; answers are not
+            needs_media="its prompts begin with an image",
+        ),
+        Wrapper(
             "PerceptionLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Perception LM"
         ),
         *(
@@ -591,8 +601,6 @@ REFUSED: Mapping[str, str] = {
     "Blip2ForConditionalGeneration": _NEEDS_IMAGE,
     "InstructBlipForConditionalGeneration": _NEEDS_IMAGE,
     "InstructBlipVideoForConditionalGeneration": _NEEDS_IMAGE,
-    "PaliGemmaForConditionalGeneration": "its prompts begin with an image and attend in both directions "
-    "(arXiv:2407.07726), and headrace serves neither yet",
 }
 """Class that joins a known language model with towers -> why not even its text is served."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from headrace_core.multimodal import MediaPlacement, ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, token_id
 from headrace_multimodal.images.steps import BILINEAR, HALVES, Numbers, resized, two_sizes
-from headrace_multimodal.images.words import Words, widened
+from headrace_multimodal.images.words import LineEnds, Words, widened
 from headrace_multimodal.placeholders import expanded
 
 _SIZE, _TOKENS = 224, 256
@@ -28,8 +28,6 @@ SPLITS, LEAST, MOST, RATIO = (
 )  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {SPLITS: False, LEAST: 256, MOST: 4, RATIO: 1.2}
 _BEGIN, _IMAGE, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-_LINES = 31
-"""Line ends that the models' tokenizers know as one token, at most."""
 
 
 class Gemma3Processor(ImageProcessor):
@@ -50,6 +48,7 @@ class Gemma3Processor(ImageProcessor):
         }
         self._image = token_id(config, "image_token_id", "image_token_index")
         self._words = Words(path)
+        self._lines = LineEnds(self._words)
         self._words.check(**{_BEGIN: self.placeholder_id, _IMAGE: self._image, _END: None})
         self._tokens = lru_cache(maxsize=64)(self._expanded)
 
@@ -95,38 +94,28 @@ class Gemma3Processor(ImageProcessor):
         text = whole
         if crops:
             lines = f"\n\n{whole}\n\n"
-            text = f"Here is the original image \n\n{whole}\n\n and here are some crops to help you see better "
+            text = f"Here is the original image \n\n{whole}\n\n"
+            text += " and here are some crops to help you see better "
             text += " ".join([lines] * crops).removesuffix("\n\n")
         return widened(self._words.ids(text), self._image, self._number)
 
-    @cached_property
-    def _lines(self) -> Mapping[int, int]:
-        """Tokens that are nothing but line ends -> how many."""
-        made = ((self._words.ids("\n" * number), number) for number in range(1, _LINES + 1))
-        return {ids[0]: number for ids, number in made if len(ids) == 1}
-
-    def _with_lines(
-        self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]
-    ) -> list[int]:
+    def _with_lines(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> list[int]:
         """A prompt with two line ends in front of each image and behind it, which become one token with
         those that are there already; an image in parts begins with words."""
         found: list[int] = []
         items, waiting = iter(media), 0  # line ends that are not written yet
         for token in token_ids:
-            if token in self._lines:
-                waiting += self._lines[token]
+            if number := self._lines.number(token):
+                waiting += number
                 continue
             is_image = token == self.placeholder_id
             if is_image:
                 item = next(items, None)
                 plain = item is None or item.token_ids[:1] == (self.placeholder_id,)
                 waiting += 2 * plain
-            found += [*self._line_ends(waiting), token]
+            found += [*self._lines.ids(waiting), token]
             waiting = 2 * is_image
-        return found + self._line_ends(waiting)
-
-    def _line_ends(self, number: int) -> list[int]:
-        return self._words.ids("\n" * number) if number else []
+        return found + self._lines.ids(waiting)
 
     def _check(self, chosen: Mapping[str, Any]) -> None:
         ratio = chosen[RATIO]

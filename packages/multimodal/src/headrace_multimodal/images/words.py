@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedModel
+
+_LONGEST = 31
+"""Line ends in a token, at most."""
 
 
 class Words:
@@ -82,6 +85,31 @@ class Words:
         for part in others:
             found += [placeholder, *self.ids(part)]
         return found
+
+
+class LineEnds:
+    """Tokens that are nothing but line ends, of a tokenizer that joins several and keeps them apart from
+    all else (Gemma's).
+
+    Args:
+        words: the tokenizer.
+    """
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+
+    @cached_property
+    def _numbers(self) -> Mapping[int, int]:
+        made = ((self.ids(number), number) for number in range(1, _LONGEST + 1))
+        return {ids[0]: number for ids, number in made if len(ids) == 1}
+
+    def number(self, token: int) -> int:
+        """Line ends that a token stands for; 0: it is another."""
+        return self._numbers.get(token, 0)
+
+    def ids(self, number: int) -> list[int]:
+        """Tokens of so many."""
+        return self._words.ids("\n" * number) if number else []
 
 
 def widened(

@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.attention import LAST_KEYS
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.vision.clip import ClipTower, Vector, tower_rules
-from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.projected import TOWER, TOWER_NAMES, unread_weights
+from headrace_models.layers.vision.sees_ahead import SeesAhead
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
-    from headrace_models.layers.attention.self_attention import SelfAttention
 
 _PROJECTOR = "multi_modal_projector"
 _TOKENS = 256
 """Tokens of an image, where configs leave it out."""
 
 
-class Gemma3(MediaDecoder):
+class Gemma3(SeesAhead):
     """An image, or a part of one, is so many vectors, whatever its size."""
 
     media_rules: ClassVar[Sequence[WeightRule]] = (
@@ -62,14 +61,6 @@ class Gemma3(MediaDecoder):
     def unread_weights(self) -> Mapping[str, str]:
         """Tensors of the tower behind the states that are taken."""
         return unread_weights(self.tower)
-
-    def attention(self, context: BuildContext, name: str, **differences: Any) -> SelfAttention:
-        """See :meth:`headrace_models.layers.decoders.llama.LlamaDecoder.attention`."""
-        features = {*differences.pop("features", ()), LAST_KEYS}
-        made: SelfAttention = super().attention(  # type: ignore[misc]
-            context, name, features=features, **differences
-        )
-        return made
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

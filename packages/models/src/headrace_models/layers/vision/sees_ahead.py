@@ -1,0 +1,25 @@
+"""Decoders in which tokens of a prompt see later ones of the same image, or of the whole prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.attention import LAST_KEYS
+from headrace_models.layers.vision.media_decoder import MediaDecoder
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+    from headrace_models.layers.attention.self_attention import SelfAttention
+
+
+class SeesAhead(MediaDecoder):
+    """Which tokens do, the media processor says
+    (:attr:`headrace_core.multimodal.MediaPlacement.whole_spans`)."""
+
+    def attention(self, context: BuildContext, name: str, **differences: Any) -> SelfAttention:
+        """See :meth:`headrace_models.layers.decoders.llama.LlamaDecoder.attention`."""
+        features = {*differences.pop("features", ()), LAST_KEYS}
+        made: SelfAttention = super().attention(  # type: ignore[misc]
+            context, name, features=features, **differences
+        )
+        return made
