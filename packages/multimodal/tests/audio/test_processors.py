@@ -141,7 +141,7 @@ def test_whisper_places_nothing_and_wants_one_clip(whisper):
         with pytest.raises(RequestError, match="exactly one"):
             whisper.place([5, 6], wrong)
     assert whisper.placeholder("audio", 0) == ""
-    assert whisper.largest("audio").num_tokens == 50
+    assert whisper.largest("audio", {}).num_tokens == 50
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ class TestQwen2Audio:
             processor.process([item(noise(160))], {})
 
     def test_largest_and_the_text_of_a_placeholder(self, processor):
-        assert processor.largest("audio").num_tokens == 25
+        assert processor.largest("audio", {}).num_tokens == 25
         assert processor.placeholder("audio", 1).startswith("Audio 2: ")
         assert "<|AUDIO|>" in processor.placeholder("audio", 0)
 

@@ -53,6 +53,16 @@ class Words:
                     f"{self._file}: token {token} has the id {found}; config.json says {number}"
                 )
 
+    def number(self, token: str) -> int:
+        """A special token's id.
+
+        Raises:
+            UnsupportedModel: there is no such token.
+        """
+        self.check(**{token: None})
+        found: int = self._tokenizer.token_to_id(token)
+        return found
+
     def ids(self, text: str) -> list[int]:
         """Tokens of a text, and none in front of it or behind."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
