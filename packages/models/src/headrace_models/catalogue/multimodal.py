@@ -31,13 +31,17 @@ class Wrapper:
     towers: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of ``vision_config`` ("": any) -> the class that joins towers of that kind with the
     language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
+    takes_videos: bool = False
+    """These towers take videos, too."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
     @property
     def media(self) -> tuple[str, ...]:
         """Modalities that prompts may bring, with towers of the kinds that are served."""
-        return ("image",) if self.towers else ()
+        if not self.towers:
+            return ()
+        return ("image", "video") if self.takes_videos else ("image",)
 
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
@@ -307,6 +311,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
             towers={"internvl_vision": "internvl:InternVL"},
+            takes_videos=True,
         ),
         Wrapper(
             "JanusForConditionalGeneration",
@@ -376,6 +381,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LLaVA-OneVision",
             ("vision_tower", "multi_modal_projector", "image_newline"),
             towers=_one_size("llava_next:LlavaOnevision"),
+            takes_videos=True,
         ),
         Wrapper(
             "MiniCPMOcrForConditionalGeneration",
@@ -482,6 +488,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen2.5-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen2_5VL"},
+            takes_videos=True,
         ),
         *(
             Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
@@ -497,6 +504,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen2-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen2VL"},
+            takes_videos=True,
         ),
         Wrapper(
             "Qwen3_5ForConditionalGeneration",
@@ -532,6 +540,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen3-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen3VL"},
+            takes_videos=True,
         ),
         Wrapper(
             "Qwen3VLMoeForConditionalGeneration",
@@ -539,6 +548,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen3-VL, mixtures",
             ("visual",),
             towers={"": "qwen_vl:Qwen3VL"},
+            takes_videos=True,
             fixed=_ROUTED,
             transposes_experts=True,
         ),
