@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 
+from headrace.assembly.media_files import REDIRECTS, TIMEOUTS
 from headrace_core.errors import ConfigError
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import CacheConfig, DeviceConfig, EngineConfig
@@ -43,6 +44,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LOGGING_FORMAT": "text or json",
     "HEADRACE_LOGGING_LEVEL": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
     "HEADRACE_LOGGING_STREAM": "stderr or stdout",
+    **{name: f"seconds to fetch a file of {what}" for what, name in TIMEOUTS.items()},
+    REDIRECTS: "0: URLs of media may not redirect",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",
     "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",
