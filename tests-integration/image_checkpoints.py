@@ -18,7 +18,7 @@ from headrace_testing.model.decoders import randomise
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+    "MARK{% elif part.type == 'video' %}FILM{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
 )
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -44,14 +44,20 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
 
 
-def _finish(folder: Path, model: Any, mark: str, end: int) -> Any:
+def finish(folder: Path, model: Any, mark: str, end: int, film: str = "") -> Any:
+    """Save a model of random weights, with a chat template that marks images and videos so."""
     model = model.eval()
     randomise(model)
     model.generation_config.eos_token_id = end
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": CHAT.replace("MARK", mark), "eos_token": "<|endoftext|>"})
+        json.dumps(
+            {
+                "chat_template": CHAT.replace("MARK", mark).replace("FILM", film),
+                "eos_token": "<|endoftext|>",
+            }
+        )
     )
     return model
 
@@ -79,7 +85,7 @@ def save_llava(folder: Path) -> Any:
     CLIPImageProcessor(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
     ).save_pretrained(folder)
-    return _finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
+    return finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
 
 
 def save_qwen2_vl(folder: Path) -> Any:
@@ -110,7 +116,7 @@ def save_qwen2_vl(folder: Path) -> Any:
         size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
     ).save_pretrained(folder)
     mark = "".join(names[1:])
-    return _finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
+    return finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
 
 
 def save_qwen3_vl(folder: Path) -> Any:
@@ -146,7 +152,7 @@ def save_qwen3_vl(folder: Path) -> Any:
         merge_size=2,
         size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
     ).save_pretrained(folder)
-    return _finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
+    return finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
 
 
 def save_pixtral(folder: Path) -> Any:
@@ -168,7 +174,7 @@ def save_pixtral(folder: Path) -> Any:
         pad_token_id=end, eos_token_id=end,
     )  # fmt: skip
     pixtral_images(size={"longest_edge": 64}, patch_size=8).save_pretrained(folder)
-    return _finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
+    return finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

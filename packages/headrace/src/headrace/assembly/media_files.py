@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.environment import FETCH_TIMEOUTS, REDIRECTS
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
     from headrace_multimodal.images.pixels import Colour
     from headrace_multimodal.video.limits import VideoLimits
     from headrace_multimodal.video.sampling import FrameSampling
-
-TIMEOUTS: Mapping[str, str] = {
-    "image": "HEADRACE_IMAGE_FETCH_TIMEOUT",
-    "video": "HEADRACE_VIDEO_FETCH_TIMEOUT",
-    "audio": "HEADRACE_AUDIO_FETCH_TIMEOUT",
-}
-"""Modality -> variable that says seconds of a transfer."""
-REDIRECTS = "HEADRACE_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 def file_reading(
@@ -143,7 +136,7 @@ def fetch_seconds(environ: Mapping[str, str]) -> dict[str, float]:
         ConfigError: one is not a number above 0.
     """
     found = {}
-    for modality, name in TIMEOUTS.items():
+    for modality, name in FETCH_TIMEOUTS.items():
         given = environ.get(name, "")
         if not given:
             continue
