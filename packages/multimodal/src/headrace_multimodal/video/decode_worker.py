@@ -38,6 +38,8 @@ SPARE_BYTES = 512 << 20
 """Memory beyond what the process has when it is ready, the file and its frames."""
 SHORT = 0.95
 """A file that holds a smaller part of the frames that it announces was cut off."""
+_SAY_LENGTH = frozenset({DEMUXERS["webm"]})
+"""Containers that state their length, and no number of frames."""
 WHITE = 255
 
 
@@ -97,21 +99,37 @@ def _counted(track: _Track, limits: VideoLimits) -> tuple[int, float]:
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     if not rate > 0:
         raise BadVideo("the video has no frame rate")
-    most, total, hidden = limits.seconds * rate, 0, 0
-    for packet in track.container.demux(stream):
-        total += bool(packet.size and not packet.is_discard)
-        hidden += bool(packet.size and packet.is_discard)
-        if total > most:
+    total, hidden, end = 0, 0, 0.0
+    for packet in track.container.demux():
+        if packet.dts is not None:
+            end = max(end, float(packet.dts * packet.time_base))
+        if packet.stream_index == stream.index and packet.size:
+            total, hidden = total + (not packet.is_discard), hidden + packet.is_discard
+        if total > limits.seconds * rate:
             raise BadVideo(
                 f"the video is longer than {limits.seconds:g} s, at {rate:g} frames a second"
             )
+    _check_whole(track, total + hidden, end)
     if not total:
         raise BadVideo("the video has no frames")
-    if total + hidden < stream.frames * SHORT:
-        raise BadVideo(
-            f"the video is cut off: {total + hidden} of the {stream.frames} frames are there"
-        )
     return total, rate
+
+
+def _check_whole(track: _Track, count: int, end: float) -> None:
+    """
+    Args:
+        count: packets of pictures that are there.
+        end: seconds at which the last packet of any kind begins.
+
+    Raises:
+        BadVideo: the file announces more.
+    """
+    frames = track.stream.frames
+    if count < frames * SHORT:
+        raise BadVideo(f"the video is cut off: {count} of the {frames} frames are there")
+    seconds = (track.container.duration or 0) / 1_000_000
+    if track.container.format.name in _SAY_LENGTH and end < seconds * SHORT - 0.5:
+        raise BadVideo(f"the video is cut off: {end:.1f} of the {seconds:.1f} seconds are there")
 
 
 def _frames(track: _Track, indices: list[int], total: int) -> Iterator[Pixels]:
