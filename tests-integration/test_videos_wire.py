@@ -23,7 +23,14 @@ WORDS = (
     "--dtype", "float32", "--max-model-len", "256", "--block-size", "8", "--kv-cache-memory-bytes",
     "16777216", "--served-model-name", "seer", "--media-io-kwargs", '{"video": {"num_frames": 6}}',
 )  # fmt: skip
-LIMITS = ("--max-video-seconds", "4", "--max-video-file-bytes", "200000", "--max-image-pixels", "20000")
+LIMITS = (
+    "--max-video-seconds",
+    "4",
+    "--max-video-file-bytes",
+    "200000",
+    "--max-image-pixels",
+    "20000",
+)
 NUM_TOKENS = 6
 WHERE = "messages[0].content[1].video_url.url"
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": NUM_TOKENS}
@@ -171,9 +178,7 @@ def test_hostile_files_are_refused_and_harm_nobody(server: RunningServer) -> Non
 def test_times_and_redirects_are_settings(folder: Path, files: str) -> None:
     """A transfer that takes too long is the client's error, and the operator may forbid redirects."""
     environment = {"HEADRACE_VIDEO_FETCH_TIMEOUT": "0.5", "HEADRACE_MEDIA_URL_ALLOW_REDIRECTS": "0"}
-    with serving(
-        str(folder), *WORDS, "--allow-private-media", environment=environment
-    ) as running:
+    with serving(str(folder), *WORDS, "--allow-private-media", environment=environment) as running:
         slow = post(running, f"{files}/never")
         assert (slow.status_code, "longer than 0.5 s" in slow.text) == (400, True), slow.text
         moved = post(running, f"{files}/moved")

@@ -9,13 +9,13 @@ from dataclasses import asdict
 
 import numpy as np
 
-from headrace_core.errors import MissingDependency
+from headrace_core.errors import UnsupportedFeature
 from headrace_multimodal.decoder_pool import DecoderPool
 from headrace_multimodal.video.clip import Clip
 from headrace_multimodal.video.limits import VideoLimits
 from headrace_multimodal.video.sampling import FrameSampling
 
-INSTALL = "pip install 'headrace-multimodal[video]'"
+INSTALL = "pip install 'headrace[video]'"
 _LENGTH = struct.Struct("<I")
 
 
@@ -57,12 +57,15 @@ class VideoDecoder:
             where: request field that errors name.
 
         Raises:
-            MissingDependency: PyAV is not installed.
+            UnsupportedFeature: PyAV is not installed.
             RequestError: over a limit, of no known format, damaged, cut off or too slow; says which.
             QueueFull: all processes are busy.
         """
         if importlib.util.find_spec("av") is None:
-            raise MissingDependency("av", needed_for="decoding videos", install=INSTALL)
+            raise UnsupportedFeature(
+                f"{where}: decoding videos needs the library 'av', which is not installed: {INSTALL}",
+                param=where,
+            )
         answer = self._pool.decode(data, where)
         (length,) = _LENGTH.unpack_from(answer)
         begin = _LENGTH.size + length
