@@ -18,7 +18,8 @@ from headrace_testing.model.decoders import randomise
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "MARK{% elif part.type == 'video' %}FILM{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+    "MARK{% elif part.type == 'video' %}FILM{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}\n{% endfor %}assistant:"
 )
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

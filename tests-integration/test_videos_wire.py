@@ -1,5 +1,5 @@
-"""Videos over HTTP: by the client that people use, from data URLs, URLs and local files; and files that are no
-videos."""
+"""Videos over HTTP: by the client that people use, from data URLs, URLs and local files; and files that are
+no videos."""
 
 from __future__ import annotations
 
