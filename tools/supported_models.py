@@ -43,7 +43,7 @@ def page() -> str:
     lines += ["", "## Models that also see or hear", ""]
     lines += [
         f"{len(WRAPPERS)} architectures. Their language model is served by the class named. {seeing} of them",
-        f"take [images](../multimodal.md) and {watching} videos, with towers of the kinds named; of the others",
+        f"take [images](../multimodal.md) and {watching} videos, with towers of the kinds named; of others",
         "towers are not read, and a request with images or other media is refused.",
         "",
         "| architecture | known as | served by | media | kinds of tower |",

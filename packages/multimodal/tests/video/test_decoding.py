@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import random
+import struct
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 
@@ -92,10 +96,6 @@ def test_too_many_bytes_are_refused_before_anything_is_read() -> None:
 
 
 def test_sound_alone_is_no_video() -> None:
-    import io
-
-    import av
-
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("aac", rate=16000)
@@ -105,3 +105,67 @@ def test_sound_alone_is_no_video() -> None:
         container.mux(stream.encode())
     with pytest.raises(BadVideo, match="no pictures"):
         decode(buffer.getvalue(), VideoLimits(), FOUR)
+
+
+def test_frames_are_turned_as_the_camera_says() -> None:
+    """The matrix of a track that is shown a quarter to the right: what is on top comes to the right."""
+    pictures = np.zeros((4, 48, 64, 3), np.uint8)
+    pictures[:, :24] = 250
+    data = bytearray(written(pictures))
+    matrix = data.index(b"tkhd") + 4 + 40
+    one = 1 << 16
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, one, 0, -one, 0, 0, 48 * one, 0, 1 << 30)
+    answer = decode(bytes(data), VideoLimits(), FOUR)
+    (length,) = HEAD.unpack_from(answer, 1)
+    found = np.frombuffer(answer, np.uint8, offset=1 + HEAD.size + length).reshape(4, 64, 48, 3)
+    assert found[0, :, 30:].mean() > 240
+    assert found[0, :, :18].mean() < 10
+
+
+def test_transparent_pixels_are_white() -> None:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    clear = [Image.new("RGBA", (16, 16), (255, 0, 0, 0)) for _ in range(3)]
+    for index, picture in enumerate(clear):
+        picture.paste((0, 0, 10 + index, 255), (0, 0, 8, 16))
+    clear[0].save(
+        buffer, "GIF", save_all=True, append_images=clear[1:], duration=100, disposal=2, loop=0
+    )
+    answer = decode(buffer.getvalue(), VideoLimits(), FrameSampling(1))
+    (length,) = HEAD.unpack_from(answer, 1)
+    found = np.frombuffer(answer, np.uint8, offset=1 + HEAD.size + length).reshape(16, 16, 3)
+    assert found[:, 8:].min() == 255
+    assert found[:, :8].max() < 30
+
+
+def test_damaged_files_are_read_or_refused() -> None:
+    """Bytes that were changed, dropped or repeated: nothing else happens, and the next file is read."""
+    draw = random.Random(20261128)
+    limits = VideoLimits(frame_pixels=100_000, pixels=2_000_000)
+    decoder, refused = VideoDecoder(limits, FOUR, seconds=5), 0
+    try:
+        for kind, codec in KINDS.items():
+            whole = written(frames(), kind=kind, codec=codec)
+            for _ in range(12):
+                data = bytearray(whole)
+                for _ in range(draw.randrange(1, 6)):
+                    at = draw.randrange(len(data))
+                    match draw.randrange(3):
+                        case 0:
+                            data[at] ^= 1 << draw.randrange(8)
+                        case 1:
+                            del data[at : at + draw.randrange(1, 40)]
+                        case _:
+                            data[at:at] = data[at : at + draw.randrange(1, 40)]
+                try:
+                    clip = decoder(bytes(data), "here")
+                except RequestError as error:
+                    refused += 1
+                    assert str(error).startswith("here: ")
+                else:
+                    assert clip.frames.ndim == 4
+            assert len(decoder(whole, "here").frames) == 4
+    finally:
+        decoder.close()
+    assert 12 < refused < 12 * len(KINDS)

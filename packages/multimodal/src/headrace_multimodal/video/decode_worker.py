@@ -52,6 +52,9 @@ class _Track(NamedTuple):
 
     container: Any
     stream: Any
+    height: int
+    width: int
+    """As the file states them; frames may say otherwise."""
 
 
 def decode(data: bytes, limits: VideoLimits, sampling: FrameSampling) -> bytearray:
@@ -67,7 +70,7 @@ def decode(data: bytes, limits: VideoLimits, sampling: FrameSampling) -> bytearr
         with _opened(data, kind) as track:
             total, rate = _counted(track, limits)
             indices = sampling.indices(total, rate)
-            limits.check(len(indices), track.stream.height, track.stream.width)
+            limits.check(len(indices), track.height, track.width)
         with _opened(data, kind) as track:
             return _answer(_frames(track, indices, total), indices, total, rate)
 
@@ -90,7 +93,9 @@ def _opened(data: bytes, kind: str) -> Iterator[_Track]:
         if stream.codec_context.name not in CODECS:
             raise BadVideo(f"the video's codec {stream.codec_context.name!r} is not read")
         stream.codec_context.thread_count = 1
-        yield _Track(opened, stream)
+        if not (stream.height and stream.width):
+            raise BadVideo("the video has no size")
+        yield _Track(opened, stream, stream.height, stream.width)
 
 
 def _counted(track: _Track, limits: VideoLimits) -> tuple[int, float]:
@@ -137,7 +142,7 @@ def _frames(track: _Track, indices: list[int], total: int) -> Iterator[Pixels]:
     done, index, frame = 0, -1, None
     for index, frame in enumerate(track.container.decode(track.stream)):
         if index == indices[done]:
-            yield _pixels(frame, track.stream)
+            yield _pixels(frame, track)
             done += 1
         if done == len(indices):
             return
@@ -145,14 +150,14 @@ def _frames(track: _Track, indices: list[int], total: int) -> Iterator[Pixels]:
         raise BadVideo(f"the video is damaged: {index + 1} of its {total} frames can be decoded")
     # A few packets at the end may give no frame: the last one stands for them.
     for _ in indices[done:]:
-        yield _pixels(frame, track.stream)
+        yield _pixels(frame, track)
 
 
-def _pixels(frame: Any, stream: Any) -> Pixels:
+def _pixels(frame: Any, track: _Track) -> Pixels:
     """A frame in the size that the file states, turned as the camera says, on white."""
     has_alpha = any(component.is_alpha for component in frame.format.components)
     shown = frame.reformat(
-        width=stream.width, height=stream.height, format="rgba" if has_alpha else "rgb24"
+        width=track.width, height=track.height, format="rgba" if has_alpha else "rgb24"
     ).to_ndarray()
     if has_alpha:
         alpha = shown[..., 3:].astype(np.uint16)
@@ -164,6 +169,8 @@ def _pixels(frame: Any, stream: Any) -> Pixels:
 def _answer(frames: Iterator[Pixels], indices: list[int], total: int, rate: float) -> bytearray:
     found, shape = bytearray(), (0, 0)
     for frame in frames:
+        if found and shape != frame.shape[:2]:
+            raise BadVideo("the video is damaged: its frames are turned differently")
         shape = frame.shape[:2]
         found += frame.data.cast("B")
     head = json.dumps(
