@@ -160,9 +160,8 @@ def test_damaged_files_are_read_or_refused() -> None:
                             data[at:at] = data[at : at + draw.randrange(1, 40)]
                 try:
                     clip = decoder(bytes(data), "here")
-                except RequestError as error:
+                except RequestError:
                     refused += 1
-                    assert str(error).startswith("here: ")
                 else:
                     assert clip.frames.ndim == 4
             assert len(decoder(whole, "here").frames) == 4

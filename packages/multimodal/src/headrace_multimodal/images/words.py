@@ -68,6 +68,24 @@ class Words:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
+    def with_text_before(self, token_ids: Sequence[int], marker: int, text: str) -> list[int]:
+        """A prompt with a text in front of each marker, in the tokens that both it and what stands before it,
+        back to the nearest special token, have as one text. Tokens that the tokenizer would not make of
+        their text stay."""
+        special = self._tokenizer.get_added_tokens_decoder()
+        found: list[int] = []
+        start = 0
+        for token in token_ids:
+            if token == marker:
+                before = found[start:]
+                plain = self._tokenizer.decode(before, skip_special_tokens=False)
+                whole = self.ids(plain + text) if self.ids(plain) == before else None
+                found[start:] = before + self.ids(text) if whole is None else whole
+            found.append(token)
+            if token in special:
+                start = len(found)
+        return found
+
     def replaced(self, token_ids: Sequence[int], text: str, placeholder: int) -> list[int]:
         """A prompt with a placeholder for each place that has a text, which need be no token: what stands
         around it is made into tokens as if it were a special one.

@@ -5,14 +5,14 @@ Chen et al. 2024, arXiv:2404.16821.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.multimodal import ProcessedMedia
+from headrace_core.multimodal import MediaPlacement, ProcessedMedia
 from headrace_multimodal.images.internvl import InternVLProcessor
 from headrace_multimodal.images.processor import packed
 from headrace_multimodal.images.steps import BICUBIC, Numbers, resized, two_sizes
@@ -55,10 +55,17 @@ class InternVLVideos(VideoProcessor, InternVLProcessor):
         values = np.stack([self._video_numbers(tile) for tile in tiles])
         tokens: list[int] = []
         for index in range(len(frames)):
-            tokens += self._words.ids(("\n" if index else "") + f"Frame{index + 1}: ")
+            tokens += self._words.ids(f"\nFrame{index + 1}: ") if index else []
             tokens += [self._begin, self.placeholder_id, self._end]
         ids, runs = widened(tokens, self.placeholder_id, self._per_tile)
         return ProcessedMedia({PIXEL_VALUES_VIDEOS: packed(values)}, len(ids), ids, runs)
+
+    def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
+        """The first frame's number becomes one text with what stands before the video."""
+        video = self.video_placeholder_id
+        if video is not None and video in token_ids:
+            token_ids = self._words.with_text_before(token_ids, video, "Frame1: ")
+        return super().place(token_ids, media)
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:
         return max(1, min(num_frames, num_tokens // self._per_tile)), *self._tile
