@@ -9,6 +9,7 @@ import pytest
 
 from headrace.assembly import media
 from headrace_core.multimodal import ProcessedMedia
+from headrace_core.platform import CpuPlatform
 from headrace_engine.config import MultiModalConfig
 
 
@@ -29,16 +30,17 @@ def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> No
     limits = {"image": {"width": 7, "height": None}, "video": {"count": 2, "height": 8}}
     config = SimpleNamespace(
         model=SimpleNamespace(limit_mm_per_prompt=limits),
+        scheduler=SimpleNamespace(max_num_batched_tokens=40),
         multimodal=MultiModalConfig(media_io_kwargs={"video": {"num_frames": 9}}),
     )
-    info = SimpleNamespace(processor="x", max_model_len=50)
-    resolved: Any = SimpleNamespace(config=config, info=info)
+    info, platform = SimpleNamespace(processor="x", max_model_len=50), CpuPlatform()
+    resolved: Any = SimpleNamespace(config=config, info=info, platform=platform)
     make = media.largest_media(resolved)
     assert make is not None
     item, _ = make()
     assert asked == [
         ("image", {"num_tokens": 50, "width": 7}),
-        ("video", {"num_tokens": 50, "num_frames": 9, "height": 8}),
+        ("video", {"num_tokens": 40, "num_frames": 9, "height": 8}),
     ]
     assert item.num_tokens == 6
     assert item.num_vectors == 4

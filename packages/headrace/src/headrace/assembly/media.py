@@ -86,9 +86,13 @@ def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]
 
 
 def _sizes(modality: str, resolved: ResolvedConfig) -> dict[str, int]:
-    """Sizes of an item to measure with: as the operator states them, or as much as a prompt can have."""
+    """Sizes of an item to measure with: as the operator states them, or as much as a prompt can have. On a
+    CPU, where encoding so long a video takes minutes, a video has as many tokens as a step."""
     config = resolved.config
     found = {"num_tokens": resolved.info.max_model_len}
+    per_step = config.scheduler.max_num_batched_tokens
+    if modality == "video" and resolved.platform.device == "cpu" and per_step is not None:
+        found["num_tokens"] = min(found["num_tokens"], per_step)
     if modality == "video":
         most = config.multimodal.max_video_frames
         found["num_frames"] = frame_sampling(config.multimodal).most(most)
