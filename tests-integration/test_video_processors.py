@@ -24,6 +24,7 @@ from transformers.video_utils import VideoMetadata
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, ProcessedMedia
 from headrace_multimodal import content_hash, processor_for
+from headrace_multimodal.video.number_words import in_words
 
 VALUES = "pixel_values_videos"
 Array = np.ndarray[Any, Any]
@@ -61,12 +62,14 @@ class Library:
             VideoMetadata(
                 total_num_frames=item.metadata.get("total_num_frames", len(item.data)),
                 fps=item.metadata.get("fps"),
+                duration=item.metadata.get("duration"),
                 frames_indices=item.metadata.get("frames_indices", list(range(len(item.data)))),
             )
             for item in self.videos
         ]
         grids = [grid for _, grid in made]
-        data = {VALUES: [values for values, _ in made], "video_metadata": known}
+        values = [values for values, _ in made]
+        data = {VALUES: values, "video_metadata": known, "pixel_values": values[0][None]}
         return BatchFeature({**data, **({"video_grid_thw": np.array(grids)} if grids[0] else {})})
 
 
@@ -120,7 +123,7 @@ class Conformance:
         if grid is not None:
             assert array(own, "video_grid_thw").tolist() == list(grid)
 
-    def test_prompt(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_prompt(self, folder: Path) -> None:
         """The library's own code of prompts, with videos that say when their frames were, and with one that
         does not."""
         videos = [video(clip(*self.shapes[0]), **of_file(4)), video(clip(*self.shapes[1]))]
@@ -371,3 +374,83 @@ class TestInternVL(Conformance):
         self.ids = save_tokenizer(folder, ("<|endoftext|>", *self.names[:1], *self.names[2:]))
         config = {"image_token_id": self.ids["<IMG_CONTEXT>"], "vision_config": self.vision}
         assert processor_for(self.architecture, config, folder).modalities() == ("image",)
+
+
+class TestSmolVLM(Conformance):
+    """A video's place is a text, which is no token."""
+
+    architecture = "SmolVLMForConditionalGeneration"
+    names = ("<image>", "<fake_token_around_image>", "<global-img>")
+    text = "the wheel: <video>runs in<video>\nthe water"
+    settings: ClassVar = {
+        "size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56},
+        "video_sampling": {"video_size": {"longest_edge": 84}, "max_frames": 64, "fps": 1},
+    }  # fmt: skip
+    of_images: ClassVar = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+    # The library pads the videos of a prompt to one length, and counts those frames.
+    shapes = ((4, 61, 37), (4, 64, 64), (8, 31, 90))
+    vision: ClassVar = {"image_size": 56, "patch_size": 14}
+    slack = 300
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "image_token_id": self.ids["<image>"], "vision_config": self.vision, "scale_factor": 2
+        }  # fmt: skip
+
+    @property
+    def vector_token(self) -> int:
+        return self.ids["<image>"]
+
+    def theirs(self, frames: Array) -> tuple[Array, None]:
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import (
+            SmolVLMImageProcessorPil,
+        )
+
+        library = SmolVLMImageProcessorPil(
+            size={"longest_edge": 84}, max_image_size={"longest_edge": 56}, do_image_splitting=False
+        )
+        pictures = [[Image.fromarray(frame)] for frame in frames]
+        made = library(images=pictures, return_tensors="np")["pixel_values"]
+        return np.asarray(made)[:, 0], None
+
+    def hf_processor(self, tokenizer: Any, videos: Sequence[MediaItem]) -> Any:
+        from transformers.models.smolvlm import processing_smolvlm
+
+        made = processing_smolvlm.SmolVLMProcessor.__new__(processing_smolvlm.SmolVLMProcessor)
+        made.fake_image_token, made.global_image_token = self.names[1:]
+        made.image_token, made.video_token, made.image_seq_len = "<image>", "<video>", 4
+        made.video_processor = Library(self, videos)
+        return made
+
+    @pytest.fixture(autouse=True)
+    def words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The library spells numbers with a package that is not installed."""
+        module = "transformers.models.smolvlm.processing_smolvlm"
+        monkeypatch.setattr(f"{module}.num2words", {4: "four"}.__getitem__)
+
+    def test_images_and_videos_in_one_prompt(self, folder: Path) -> None:
+        own, tokenizer = self.processor(folder), self.tokenizer(folder)
+        items = [item(picture(40, 56)), video(clip(2, 30, 30), fps=1.0)]
+        media = own.process(items, {})
+        placed = own.place(tokenizer("the <image> and <video>")["input_ids"], media)
+        for one, offset in zip(media, placed.offsets, strict=True):
+            assert placed.token_ids[offset : offset + one.num_tokens] == list(one.token_ids)
+        said = tokenizer.decode(placed.token_ids)
+        assert "two frames from a 0:00:01 [H:MM:SS] video.\n\nFrame from 00:00:" in said
+        for text in ("<image>", "<image> <video><video>"):
+            with pytest.raises(RequestError, match="must be one for each"):
+                own.place(tokenizer(text)["input_ids"], media)
+
+    def test_without_a_token_of_videos_images_alone_are_taken(self, folder: Path) -> None:
+        """It needs none."""
+        assert self.processor(folder).modalities() == ("image", "video")
+
+
+def test_numbers_in_words() -> None:
+    found = [in_words(n) for n in (0, 7, 12, 20, 32, 99, 100, 101, 340, 768, 999)]
+    assert found == [
+        "zero", "seven", "twelve", "twenty", "thirty-two", "ninety-nine", "one hundred",
+        "one hundred and one", "three hundred and forty", "seven hundred and sixty-eight",
+        "nine hundred and ninety-nine",
+    ]  # fmt: skip

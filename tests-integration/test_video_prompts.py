@@ -23,7 +23,7 @@ from headrace_multimodal.video.decoding import VideoDecoder
 from headrace_multimodal.video.sampling import FrameSampling
 
 SETTINGS: dict[str, Any] = {
-    "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
+    "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 512,
     "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -74,14 +74,16 @@ class Seer(NamedTuple):
         media = processor.process(items, {})
         ids = processor.place(token_ids(self.folder, self.prompt(text)), media).token_ids
         tokens = torch.tensor([ids])
-        if self.mark == "<IMG_CONTEXT>":  # images and frames in one
-            tiles = [_array(values) for one in media for values in one.inputs.values()]
-            return self._generated(tokens, {"pixel_values": torch.cat(tiles)})
+        name = config["architectures"][0]
+        if name.startswith(("InternVL", "SmolVLM")):  # images and frames in one
+            tiles = torch.cat([_array(made) for one in media for made in one.inputs.values()])
+            pixels = tiles[None] if name.startswith("SmolVLM") else tiles
+            return self._generated(tokens, {"pixel_values": pixels})
         found = {}
-        for name in {name for one in media for name in one.inputs}:
-            arrays = [_array(one.inputs[name]) for one in media if name in one.inputs]
-            found[name] = self._joined(name, arrays)
-        if "Qwen" in config["architectures"][0]:
+        for key in {key for one in media for key in one.inputs}:
+            arrays = [_array(one.inputs[key]) for one in media if key in one.inputs]
+            found[key] = self._joined(key, arrays)
+        if "Qwen" in name:
             kinds = (tokens == config["image_token_id"]).int()
             found["mm_token_type_ids"] = kinds + 2 * (tokens == config["video_token_id"]).int()
         return self._generated(tokens, found)
@@ -116,7 +118,7 @@ def expected(seer: Seer) -> list[list[int]]:
     return [
         seer.wanted(text, names)
         for text, names in PROMPTS.items()
-        if "image>" not in seer.mark or len(names) == 1
+        if "onevision" not in seer.folder.name or len(names) == 1
     ]
 
 

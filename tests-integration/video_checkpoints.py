@@ -126,11 +126,35 @@ def save_internvl(folder: Path) -> Any:
     return finish(folder, InternVLForConditionalGeneration(config), "<IMG_CONTEXT>", end, "<video>")
 
 
+def save_smolvlm(folder: Path) -> Any:
+    """Frames of 28 x 28, four vectors each; a prompt marks a video by a text that is no token."""
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    names = ("<image>", "<fake_token_around_image>", "<global-img>")
+    ids = save_tokenizer(folder, ("<|endoftext|>", *names))
+    end = ids["<|endoftext|>"]
+    tower = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "image_size": 28, "patch_size": 7,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "llama", "eos_token_id": end, "bos_token_id": None}
+    config = SmolVLMConfig(
+        vision_config=tower, text_config={**text, "pad_token_id": end},
+        image_token_id=ids["<image>"], scale_factor=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    side = {"longest_edge": 28}
+    size = {"size": side, "max_image_size": side, "do_image_splitting": False}
+    _settings(folder, size, size)
+    return finish(folder, SmolVLMForConditionalGeneration(config), "<image>", end, "<video>")
+
+
 FAMILIES: Mapping[str, tuple[Callable[[Path], Any], str, str]] = {
     "qwen2_vl": (save_qwen2, QWEN_MARK, QWEN_FILM),
     "qwen2_5_vl": (save_qwen2_5, QWEN_MARK, QWEN_FILM),
     "qwen3_vl": (save_qwen3, QWEN_MARK, QWEN_FILM),
     "onevision": (save_onevision, "<image>", "<video>"),
     "internvl": (save_internvl, "<IMG_CONTEXT>", "<video>"),
+    "smolvlm": (save_smolvlm, "<image>", "<video>"),
 }
 """Family -> its saving, and how a prompt marks an image and a video."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import test_vision_idefics3 as idefics3
 import test_vision_internvl as internvl
 import test_vision_language as language
 import test_vision_llava_next as llava_next
@@ -144,3 +145,17 @@ class TestInternVL(VideoConformance, internvl.TestInternVL):
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
         return {"pixel_values": torch.cat(tiles)}  # type: ignore[arg-type]
+
+
+class TestSmolVLM(VideoConformance, idefics3.TestSmolVLM):
+    placeholders = (IMAGE, IMAGE)
+
+    def videos(self) -> Sequence[dict[str, Tensor]]:
+        return [{VALUES: drawn(seed, 3, 3, self.side, self.side)} for seed in (1, 2)]
+
+    def times(self, video: dict[str, Tensor]) -> int:
+        return len(video[VALUES])
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
+        return {"pixel_values": torch.cat(tiles)[None]}  # type: ignore[arg-type]

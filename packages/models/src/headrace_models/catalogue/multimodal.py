@@ -557,7 +557,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "SmolVLM",
             _IDEFICS,
-            towers={"": "idefics3:Idefics3"},
+            towers={"": "idefics3:SmolVLM"},
+            takes_videos=True,
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",

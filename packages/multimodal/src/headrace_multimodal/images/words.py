@@ -86,6 +86,33 @@ class Words:
                 start = len(found)
         return found
 
+    def with_text_around(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        around: Sequence[tuple[str, str]],
+        placeholder: int,
+    ) -> list[int]:
+        """A prompt with a placeholder for each place that has a text, which need be no token, between further
+        texts. These become tokens together with what stands before and behind them.
+
+        Args:
+            around: for each place, the texts before the placeholder and behind it. Where there are not as
+                many places, the placeholders stand alone.
+
+        Raises:
+            RequestError: the text is there, and the tokens are not those that the tokenizer makes.
+        """
+        parts = self._tokenizer.decode(list(token_ids), skip_special_tokens=False).split(text)
+        if len(parts) != len(around) + 1 or self.ids(text.join(parts)) != list(token_ids):
+            return self.replaced(token_ids, text, placeholder)
+        found: list[int] = []
+        behind = ""
+        for part, (before, after) in zip(parts[:-1], around, strict=True):
+            found += [*self.ids(behind + part + before), placeholder]
+            behind = after
+        return found + self.ids(behind + parts[-1])
+
     def replaced(self, token_ids: Sequence[int], text: str, placeholder: int) -> list[int]:
         """A prompt with a placeholder for each place that has a text, which need be no token: what stands
         around it is made into tokens as if it were a special one.
