@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import struct
 from typing import Any
@@ -93,6 +94,32 @@ def test_too_many_bytes_are_refused_before_anything_is_read() -> None:
     decoder = VideoDecoder(VideoLimits(encoded_bytes=10))
     with pytest.raises(RequestError, match="video of 11 bytes: at most 10"):
         decoder(bytes(11), "messages[0]")
+
+
+def test_frames_that_are_not_shown_are_not_counted() -> None:
+    """VP8's may serve others alone (RFC 6386, section 9.1: the first byte's fifth bit)."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="webm") as file:
+        stream = file.add_stream("libvpx", rate=8)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        pictures = [av.VideoFrame.from_ndarray(one, format="rgb24") for one in frames()]
+        packets = [packet for one in (*pictures, None) for packet in stream.encode(one)]
+        for index, packet in enumerate(packets):
+            data = bytearray(bytes(packet))
+            if index % 6 == 5:
+                data[0] &= ~0x10
+            hidden = av.Packet(bytes(data))
+            hidden.stream, hidden.time_base = stream, packet.time_base
+            hidden.pts, hidden.dts = packet.pts, packet.dts
+            hidden.is_keyframe = packet.is_keyframe
+            file.mux(hidden)
+    answer = decode(buffer.getvalue(), VideoLimits(), FrameSampling(3))
+    (length,) = HEAD.unpack_from(answer, 1)
+    known = json.loads(answer[1 + HEAD.size : 1 + HEAD.size + length])
+    assert (known["total_num_frames"], known["frames_indices"]) == (20, [0, 9, 19])
+    for found, grey in zip(greys(answer, 3), (0, 100, 220), strict=True):
+        assert abs(found - grey) < NEAR
 
 
 def test_sound_alone_is_no_video() -> None:

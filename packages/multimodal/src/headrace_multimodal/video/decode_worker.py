@@ -47,6 +47,18 @@ class BadVideo(Exception):
     """Why a file gives no frames."""
 
 
+class _FewerFrames(Exception):
+    """Not every packet holds a frame that is shown: some codecs have others, to predict from.
+
+    Args:
+        count: of those that are shown.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
 class _Track(NamedTuple):
     """The pictures of an open file."""
 
@@ -69,10 +81,20 @@ def decode(data: bytes, limits: VideoLimits, sampling: FrameSampling) -> bytearr
     with _told_of_damage():
         with _opened(data, kind) as track:
             total, rate = _counted(track, limits)
-            indices = sampling.indices(total, rate)
-            limits.check(len(indices), track.height, track.width)
-        with _opened(data, kind) as track:
-            return _answer(_frames(track, indices, total), indices, total, rate)
+        try:
+            return _sampled(data, kind, limits, sampling.indices(total, rate), total, rate)
+        except _FewerFrames as fewer:
+            total = fewer.count
+        return _sampled(data, kind, limits, sampling.indices(total, rate), total, rate)
+
+
+def _sampled(
+    data: bytes, kind: str, limits: VideoLimits, indices: list[int], total: int, rate: float
+) -> bytearray:
+    """Raises: _FewerFrames: there are less than ``total``."""
+    with _opened(data, kind) as track:
+        limits.check(len(indices), track.height, track.width)
+        return _answer(_frames(track, indices), indices, total, rate)
 
 
 @contextmanager
@@ -99,7 +121,7 @@ def _opened(data: bytes, kind: str) -> Iterator[_Track]:
 
 
 def _counted(track: _Track, limits: VideoLimits) -> tuple[int, float]:
-    """Frames, and frames a second, without decoding any: a packet holds a frame."""
+    """Frames, and frames a second, without decoding any: a packet holds one frame at most."""
     stream = track.stream
     rate = float(stream.average_rate or stream.guessed_rate or 0)
     if not rate > 0:
@@ -137,20 +159,18 @@ def _check_whole(track: _Track, count: int, end: float) -> None:
         raise BadVideo(f"the video is cut off: {end:.1f} of the {seconds:.1f} seconds are there")
 
 
-def _frames(track: _Track, indices: list[int], total: int) -> Iterator[Pixels]:
+def _frames(track: _Track, indices: list[int]) -> Iterator[Pixels]:
     """The frames of ascending indices; nothing behind the last is decoded."""
-    done, index, frame = 0, -1, None
+    done, index = 0, -1
     for index, frame in enumerate(track.container.decode(track.stream)):
         if index == indices[done]:
             yield _pixels(frame, track)
             done += 1
         if done == len(indices):
             return
-    if frame is None or index + 1 < SHORT * total - 1:
-        raise BadVideo(f"the video is damaged: {index + 1} of its {total} frames can be decoded")
-    # A few packets at the end may give no frame: the last one stands for them.
-    for _ in indices[done:]:
-        yield _pixels(frame, track)
+    if index < 0:
+        raise BadVideo("the video is damaged: none of its frames can be decoded")
+    raise _FewerFrames(index + 1)
 
 
 def _pixels(frame: Any, track: _Track) -> Pixels:
