@@ -18,7 +18,8 @@ from headrace_testing.model.decoders import randomise
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
     "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
-    "MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+    "MARK{% elif part.type == 'video' %}FILM{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}\n{% endfor %}assistant:"
 )
 TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -44,14 +45,20 @@ def data_url(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}"
 
 
-def _finish(folder: Path, model: Any, mark: str, end: int) -> Any:
+def finish(folder: Path, model: Any, mark: str, end: int, film: str = "") -> Any:
+    """Save a model of random weights, with a chat template that marks images and videos so."""
     model = model.eval()
     randomise(model)
     model.generation_config.eos_token_id = end
     model.generation_config.pad_token_id = end
     model.save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": CHAT.replace("MARK", mark), "eos_token": "<|endoftext|>"})
+        json.dumps(
+            {
+                "chat_template": CHAT.replace("MARK", mark).replace("FILM", film),
+                "eos_token": "<|endoftext|>",
+            }
+        )
     )
     return model
 
@@ -79,7 +86,7 @@ def save_llava(folder: Path) -> Any:
     CLIPImageProcessor(
         size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}
     ).save_pretrained(folder)
-    return _finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
+    return finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
 
 
 def save_qwen2_vl(folder: Path) -> Any:
@@ -110,7 +117,7 @@ def save_qwen2_vl(folder: Path) -> Any:
         size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
     ).save_pretrained(folder)
     mark = "".join(names[1:])
-    return _finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
+    return finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
 
 
 def save_qwen3_vl(folder: Path) -> Any:
@@ -146,7 +153,7 @@ def save_qwen3_vl(folder: Path) -> Any:
         merge_size=2,
         size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
     ).save_pretrained(folder)
-    return _finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
+    return finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
 
 
 def save_pixtral(folder: Path) -> Any:
@@ -168,7 +175,7 @@ def save_pixtral(folder: Path) -> Any:
         pad_token_id=end, eos_token_id=end,
     )  # fmt: skip
     pixtral_images(size={"longest_edge": 64}, patch_size=8).save_pretrained(folder)
-    return _finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
+    return finish(folder, LlavaForConditionalGeneration(config), "[IMG]", end)
 
 
 def save_gemma3(folder: Path) -> Any:
@@ -195,7 +202,7 @@ def save_gemma3(folder: Path) -> Any:
         eoi_token_index=ids[names[3]],
     )  # fmt: skip
     Gemma3ImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
-    return _finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
+    return finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
 
 
 def save_paligemma(folder: Path) -> Any:
@@ -223,7 +230,7 @@ def save_paligemma(folder: Path) -> Any:
         hidden_size=64, tie_word_embeddings=False,
     )  # fmt: skip
     SiglipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(folder)
-    return _finish(folder, PaliGemmaForConditionalGeneration(config), "<image>", end)
+    return finish(folder, PaliGemmaForConditionalGeneration(config), "<image>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -87,7 +87,7 @@ class ProcessorConformance:
     def test_no_image_takes_more_than_the_largest(self, tmp_path: Path) -> None:
         self.library().save_pretrained(tmp_path)
         processor = processor_for(self.architecture, self.config, tmp_path)
-        most = processor.largest("image").num_tokens
+        most = processor.largest("image", {}).num_tokens
         for size in (*SIZES, (1500, 1500), (900, 2600)):
             (own,) = processor.process([item(picture(*size))], {})
             assert own.num_tokens <= most

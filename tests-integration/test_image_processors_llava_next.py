@@ -127,4 +127,4 @@ class TestLlavaOnevision(Anyres):
         image = picture(*size)
         (own,) = processor.process([item(image)], {})
         assert own.num_tokens == self.num_tokens(library(images=image, return_tensors="pt"))
-        assert own.num_tokens <= processor.largest("image").num_tokens
+        assert own.num_tokens <= processor.largest("image", {}).num_tokens

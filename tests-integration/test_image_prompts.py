@@ -291,7 +291,7 @@ def test_limits_count_images(seer: Seer) -> None:
         images = [picture(1), picture(2)]
         with pytest.raises(RequestError, match="at most 1"):
             model.generate({"prompt": seer.mark * 2, "multi_modal_data": {"image": images}}, PARAMS)
-    with LLM(str(seer.folder), **SETTINGS, limit_mm_per_prompt={"image": 0}) as model:
+    with LLM(str(seer.folder), **SETTINGS, limit_mm_per_prompt={"image": 0, "video": 0}) as model:
         with pytest.raises(UnsupportedFeature, match="text only"):
             model.generate({"prompt": seer.mark, "multi_modal_data": {"image": picture(1)}}, PARAMS)
         assert model.generate("the water", PARAMS)[0].outputs[0].token_ids

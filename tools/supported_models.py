@@ -37,12 +37,14 @@ def page() -> str:
         lines += ["", f"## {heading}", "", f"{len(chosen)} architectures.", ""]
         lines += ["| architecture | known as | cache | other names |", "|---|---|---|---|"]
         lines += [_line(row) for row in chosen]
-    seeing = sum(bool(row.media) for row in WRAPPERS.values())
+    seeing, watching = (
+        sum(modality in row.media for row in WRAPPERS.values()) for modality in ("image", "video")
+    )
     lines += ["", "## Models that also see or hear", ""]
     lines += [
         f"{len(WRAPPERS)} architectures. Their language model is served by the class named. {seeing} of them",
-        "take [images](../multimodal.md), with towers of the kinds named; of the others towers are not read,",
-        "and a request with images or other media is refused.",
+        f"take [images](../multimodal.md) and {watching} videos, with towers of the kinds named; of others",
+        "towers are not read, and a request with images or other media is refused.",
         "",
         "| architecture | known as | served by | media | kinds of tower |",
         "|---|---|---|---|---|",

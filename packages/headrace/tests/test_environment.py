@@ -27,7 +27,10 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_the_table_is_what_the_sources_read() -> None:
-    read = {environment.KV_SPACE, environment.THREADS_BIND}
+    read = {
+        environment.KV_SPACE, environment.THREADS_BIND, environment.REDIRECTS,
+        *environment.FETCH_TIMEOUTS.values(),
+    }  # fmt: skip
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.submodule_search_locations is None:

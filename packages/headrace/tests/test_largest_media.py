@@ -9,23 +9,38 @@ import pytest
 
 from headrace.assembly import media
 from headrace_core.multimodal import ProcessedMedia
+from headrace_core.platform import CpuPlatform
+from headrace_engine.config import MultiModalConfig
 
 
 def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """An item's rows may end in tokens that take no vector; the model gives none for them."""
 
+    asked: list[tuple[str, dict[str, int]]] = []
+
     class Processor:
         def modalities(self) -> tuple[str, ...]:
-            return ("image",)
+            return ("image", "video")
 
-        def largest(self, modality: str) -> ProcessedMedia:
+        def largest(self, modality: str, sizes: dict[str, int]) -> ProcessedMedia:
+            asked.append((modality, sizes))
             return ProcessedMedia({}, 6, (4, 4, 5, 4, 4, 6), ((0, 2), (3, 2)))
 
     monkeypatch.setattr(media, "media_processor", lambda info: Processor())
-    config = SimpleNamespace(model=SimpleNamespace(limit_mm_per_prompt={}))
-    resolved: Any = SimpleNamespace(config=config, info=SimpleNamespace(processor="x"))
+    limits = {"image": {"width": 7, "height": None}, "video": {"count": 2, "height": 8}}
+    config = SimpleNamespace(
+        model=SimpleNamespace(limit_mm_per_prompt=limits),
+        scheduler=SimpleNamespace(max_num_batched_tokens=40),
+        multimodal=MultiModalConfig(media_io_kwargs={"video": {"num_frames": 9}}),
+    )
+    info, platform = SimpleNamespace(processor="x", max_model_len=50), CpuPlatform()
+    resolved: Any = SimpleNamespace(config=config, info=info, platform=platform)
     make = media.largest_media(resolved)
     assert make is not None
-    (item,) = make()
+    item, _ = make()
+    assert asked == [
+        ("image", {"num_tokens": 50, "width": 7}),
+        ("video", {"num_tokens": 40, "num_frames": 9, "height": 8}),
+    ]
     assert item.num_tokens == 6
     assert item.num_vectors == 4

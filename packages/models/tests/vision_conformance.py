@@ -191,7 +191,7 @@ class VisionConformance:
         assert float((own - other).abs().max()) > 1e-3
 
     def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
-        model = self.load(folder, limit_mm_per_prompt={"image": 0})
+        model = self.load(folder, limit_mm_per_prompt={"image": 0, "video": 0})
         assert not isinstance(model, SupportsMultiModal)
         tokens = [5, 6, 7, 8, 9]
         found = self.forward(model, tokens, [], [], [5])

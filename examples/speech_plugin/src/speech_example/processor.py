@@ -50,7 +50,7 @@ class BandsProcessor:
             {"bands": PackedArray("float32", rows.shape, rows.tobytes())}, len(rows)
         )
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         return self._bands(np.zeros(LONGEST, np.float32))
 
     def placeholder(self, modality: Modality, index: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from headrace_core.errors import ConfigError
-from headrace_core.multimodal import MEDIA_LIMIT, MODALITIES
+from headrace_core.multimodal import MEDIA_LIMIT, MEDIA_SIZES, MODALITIES
 from headrace_core.pooling import PoolerConfig, as_pooler_fields
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,9 @@ class ModelConfig:
         cost="the author of such a message can write turns of other roles",
     )  # fmt: skip
     limit_mm_per_prompt: Mapping[str, Any] = option(
-        {}, "JSON: most items of a modality in one prompt, as {\"audio\": 2} or "
-        "{\"audio\": {\"count\": 2}}; 0: refuse them. Default: 999 each.",
+        {}, "JSON: most items of a modality in one prompt, as {\"audio\": 2} or {\"video\": {\"count\": 1, "
+        "\"num_frames\": 32, \"width\": 512, \"height\": 512}}, whose sizes memory is measured with; "
+        "0: refuse them. Default: 999 each.",
     )  # fmt: skip
     generation_config: str = option(
         "auto", "Defaults for sampling: auto (the checkpoint's generation_config.json), headrace "
@@ -249,10 +250,12 @@ def _check_media_limit(modality: str, limit: object) -> None:
     require(modality in MODALITIES, name, limit,
            f"left out: modalities are {', '.join(MODALITIES)}")  # fmt: skip
     if isinstance(limit, Mapping):
-        for key in limit:
-            require(
-                key == "count", f"{name}.{key}", limit[key], "left out: the only option is count"
-            )
+        known = MEDIA_SIZES.get(modality, ())
+        for key, size in limit.items():
+            require(key in ("count", *known), f"{name}.{key}", size,
+                   f"left out: options are {', '.join(('count', *known))}")  # fmt: skip
+            require(key == "count" or size is None or (type(size) is int and size > 0),
+                   f"{name}.{key}", size, "above 0")  # fmt: skip
         limit = limit.get("count", MEDIA_LIMIT)
     require(type(limit) is int and limit >= 0, name, limit, "a whole number of at least 0")
 

@@ -16,6 +16,12 @@ MEDIA_LIMIT = 999
 """Items of a modality that a prompt may bring, unless the operator says otherwise."""
 
 
+MEDIA_SIZES: Mapping[str, tuple[str, ...]] = {
+    "image": ("width", "height"), "video": ("num_frames", "width", "height"),
+}  # fmt: skip
+"""Modality -> sizes of an item that memory is measured with, beside ``count`` in its limit."""
+
+
 def media_limit(limits: Mapping[str, Any], modality: str) -> int:
     """Most items of a modality in one prompt.
 
@@ -109,9 +115,13 @@ class MediaProcessor(Protocol):
         """Raises RequestError naming the option or the item."""
         ...
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """An item that takes as many tokens and as much memory as any: for measuring, whatever its
-        content."""
+        content.
+
+        Args:
+            sizes: that the operator states (:data:`MEDIA_SIZES`); and ``num_tokens``, which a prompt holds.
+        """
         ...
 
     def placeholder(self, modality: Modality, index: int) -> str:

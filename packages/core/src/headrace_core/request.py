@@ -14,7 +14,8 @@ from headrace_core.sampling.params import SamplingParams
 
 MediaData = Mapping[str, Any]
 """Modality -> one item or a list. ``audio``: (waveform [samples] or [channels, samples] float32 numpy
-array, samples a second); the waveform alone has the model's own rate."""
+array, samples a second); the waveform alone has the model's own rate. ``image``: PIL's or uint8. ``video``:
+frames, a list of PIL's images or uint8 [frames, height, width, 3]; or (frames, metadata)."""
 
 
 class TextPrompt(TypedDict):
@@ -61,6 +62,7 @@ class EmbedsPrompt(TypedDict):
 
 MEDIA_PARTS: Mapping[str, Modality] = {
     "input_audio": "audio", "audio_url": "audio", "image_url": "image", "image_pil": "image",
+    "video_url": "video",
 }  # fmt: skip
 """Type of a chat message's part that brings media -> its modality."""
 

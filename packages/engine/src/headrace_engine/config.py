@@ -17,6 +17,7 @@ from headrace_core.config import LoadConfig, ModelConfig, option, require, requi
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
+from headrace_engine.media_io import check_media_io
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
 """Tokens. Calls are saved in small steps; what large ones gain is that their intermediate results
@@ -512,6 +513,11 @@ class MultiModalConfig:
         {},
         "JSON: options of the model's media processor ({\"max_pixels\": 1003520}); a request's own win.",
     )
+    media_io_kwargs: Mapping[str, Any] = option(
+        {}, "JSON: reading of files, by modality: {\"video\": {\"num_frames\": 32}} (-1: all frames) or "
+        "{\"video\": {\"fps\": 2}}, frames taken of a video; {\"image\": {\"rgba_background_color\": [255, "
+        "255, 255]}}, what is behind transparent pixels.",
+    )  # fmt: skip
     mm_processor_cache_gb: float = option(
         4.0, "GiB of processed media that are kept for requests that bring them again; 0: none.",
         cost="so much memory in each process that takes requests, once so many media have come",
@@ -541,15 +547,35 @@ class MultiModalConfig:
         human_int=True,
         cost="3 bytes each while it is read",
     )
+    video_decoders: int = option(
+        1, "Processes that decode videos.", cost="about 60 MB each, plus the sampled frames"
+    )
+    max_video_file_bytes: int = option(256 << 20, "Longest video file.", human_int=True)
+    max_video_seconds: float = option(3600.0, "Longest video, whatever is sampled of it.")
+    max_video_frames: int = option(768, "Most frames that are taken of a video.", human_int=True)
+    max_video_pixels: int = option(
+        500_000_000,
+        "Most pixels of the frames that are taken of a video, together.",
+        human_int=True,
+        cost="6 bytes each while they are read",
+    )
+    video_decode_seconds: float = option(
+        60.0, "Seconds to decode one video; then its process is killed."
+    )
 
     def __post_init__(self) -> None:
+        check_media_io(self.media_io_kwargs)
         require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
                self.mm_processor_cache_gb, "at least 0")  # fmt: skip
         size = self.encoder_cache_size
         require(size is None or size >= 0, "multimodal.encoder_cache_size", size, "at least 0")
         require(1 <= self.image_decoders <= 64, "multimodal.image_decoders", self.image_decoders,
                "in 1..64")  # fmt: skip
-        for name in ("max_image_file_bytes", "max_image_pixels"):
+        require(1 <= self.video_decoders <= 64, "multimodal.video_decoders", self.video_decoders,
+               "in 1..64")  # fmt: skip
+        for name in ("max_image_file_bytes", "max_image_pixels", "max_video_file_bytes",
+                     "max_video_seconds", "max_video_frames", "max_video_pixels",
+                     "video_decode_seconds"):  # fmt: skip
             require(getattr(self, name) > 0, f"multimodal.{name}", getattr(self, name), "above 0")
         hosts: object = self.allowed_media_domains
         if isinstance(hosts, str):

@@ -41,7 +41,7 @@ class PairsOfSamples:
     ) -> list[ProcessedMedia]:
         return [self._processed(item) for item in items]
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         return self.process([MediaItem(modality, ONE, "", {})], {})[0]
 
     def placeholder(self, modality: Modality, index: int) -> str:

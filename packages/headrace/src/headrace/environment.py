@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 PREFIX, VLLM_PREFIX = "HEADRACE_", "VLLM_"
 KV_SPACE = "HEADRACE_CPU_KVCACHE_SPACE"
 THREADS_BIND = "HEADRACE_CPU_OMP_THREADS_BIND"
+FETCH_TIMEOUTS: Mapping[str, str] = {
+    "image": "HEADRACE_IMAGE_FETCH_TIMEOUT",
+    "video": "HEADRACE_VIDEO_FETCH_TIMEOUT",
+    "audio": "HEADRACE_AUDIO_FETCH_TIMEOUT",
+}
+"""Modality -> variable that says seconds of a transfer."""
+REDIRECTS = "HEADRACE_MEDIA_URL_ALLOW_REDIRECTS"
 
 VARIABLES: Mapping[str, str] = {
     "HEADRACE_ADMIN_API_KEY": "key of the control routes",
@@ -43,6 +50,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LOGGING_FORMAT": "text or json",
     "HEADRACE_LOGGING_LEVEL": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
     "HEADRACE_LOGGING_STREAM": "stderr or stdout",
+    **{name: f"seconds to fetch a file of {what}" for what, name in FETCH_TIMEOUTS.items()},
+    REDIRECTS: "0: URLs of media may not redirect",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",
     "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",

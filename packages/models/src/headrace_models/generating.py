@@ -131,4 +131,5 @@ def processor_of(
     if wrapper is None:
         return architecture
     served = wrapper.tower_of(whole) is not None and not pools
-    return architecture if served and media_limit(limits, "image") else ""
+    taken = any(media_limit(limits, modality) for modality in wrapper.media)
+    return architecture if served and taken else ""

@@ -60,9 +60,13 @@ class FetchRules:
     """Seconds of one transfer, redirects included."""
     min_bytes_per_second: float = 1024.0
 
-    def lasting(self, seconds: float) -> FetchRules:
-        """The same rules with another limit of time."""
-        return replace(self, seconds=seconds)
+    def lasting(self, seconds: float, *, max_bytes: int) -> FetchRules:
+        """The same rules with other limits of time and size."""
+        return replace(self, seconds=seconds, max_bytes=max_bytes)
+
+    def without_redirects(self) -> FetchRules:
+        """The same rules; a redirect is refused."""
+        return replace(self, max_redirects=0)
 
 
 class Fetcher:

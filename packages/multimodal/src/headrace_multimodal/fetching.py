@@ -23,6 +23,7 @@ class MediaFetcher:
     Args:
         rules: where it may go; ``seconds`` is by modality.
         seconds: by modality.
+        max_bytes: by modality; the rules' own for others.
         folder: ``file:`` URLs may name what is in it; None: none.
     """
 
@@ -31,9 +32,11 @@ class MediaFetcher:
         rules: FetchRules,
         *,
         seconds: Mapping[str, float] = SECONDS,
+        max_bytes: Mapping[str, int] | None = None,
         folder: Path | None = None,
     ) -> None:
         self._rules, self._seconds = rules, {**SECONDS, **seconds}
+        self._max_bytes = dict(max_bytes or {})
         self._folder = None if folder is None else folder.resolve()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -45,10 +48,12 @@ class MediaFetcher:
         Raises:
             RequestError: the rules forbid it, or it failed; says which.
         """
+        most = self._max_bytes.get(modality, self._rules.max_bytes)
         if url.startswith("file:"):
-            return self._local(url, where)
+            return self._local(url, where, most)
         seconds = self._seconds[modality]
-        task = asyncio.run_coroutine_threadsafe(self._read(url, seconds), self._started())
+        rules = self._rules.lasting(seconds, max_bytes=most)
+        task = asyncio.run_coroutine_threadsafe(self._read(url, rules), self._started())
         try:
             return task.result(2 * seconds + 60.0)
         except FetchError as error:
@@ -57,12 +62,11 @@ class MediaFetcher:
             task.cancel()
             raise RequestError(f"{where}: too many files are fetched", param=where) from None
 
-    async def _read(self, url: str, seconds: float) -> bytes:
-        rules = self._rules.lasting(seconds)
+    async def _read(self, url: str, rules: FetchRules) -> bytes:
         async with self._gate, Fetcher(rules) as fetcher:
             return await fetcher.read(url)
 
-    def _local(self, url: str, where: str) -> bytes:
+    def _local(self, url: str, where: str, most: int) -> bytes:
         if self._folder is None:
             raise RequestError(
                 f"{where}: file: URLs are refused; the server must be started with "
@@ -70,13 +74,12 @@ class MediaFetcher:
                 param=where,
             )
         try:
-            data = _read_below(self._folder, url, self._rules.max_bytes)
+            data = _read_below(self._folder, url, most)
         except (OSError, ValueError):
             data = None
         if data is None:
             raise RequestError(
-                f"{where}: must be a file below the allowed folder, of at most {self._rules.max_bytes} "
-                "bytes",
+                f"{where}: must be a file below the allowed folder, of at most {most} bytes",
                 param=where,
             )
         return data

@@ -16,21 +16,42 @@ def expanded(
     Raises:
         RequestError: there are more or fewer placeholders than items.
     """
-    found = sum(token == placeholder for token in token_ids)
-    if found != len(media):
-        raise RequestError(
-            f"the prompt has {found} placeholders (token {placeholder}) and comes with {len(media)} "
-            "media items: there must be one for each",
-            param="multi_modal_data",
-        )
+    return expanded_by_kind(token_ids, [(placeholder, item) for item in media], (placeholder,))
+
+
+def expanded_by_kind(
+    token_ids: Sequence[int],
+    media: Sequence[tuple[int, ProcessedMedia]],
+    placeholders: Sequence[int],
+) -> MediaPlacement:
+    """The same for items of several kinds, each with a placeholder of its own.
+
+    Args:
+        media: (placeholder, item); those of one placeholder stand in the prompt in this order.
+        placeholders: all that the model has.
+
+    Raises:
+        RequestError: there are more or fewer placeholders than items.
+    """
+    waiting = {
+        kind: [(i, item) for i, (own, item) in enumerate(media) if own == kind][::-1]
+        for kind in placeholders
+    }
+    for kind, items in waiting.items():
+        found = sum(token == kind for token in token_ids)
+        if found != len(items):
+            raise RequestError(
+                f"the prompt has {found} placeholders (token {kind}) and comes with {len(items)} media "
+                "items: there must be one for each",
+                param="multi_modal_data",
+            )
     result: list[int] = []
-    offsets: list[int] = []
-    waiting = iter(media)
+    offsets = [-1] * len(media)
     for token in token_ids:
-        if token != placeholder:
+        if token not in waiting:
             result.append(token)
             continue
-        offsets.append(len(result))
-        item = next(waiting)
-        result += item.token_ids or [placeholder] * item.num_tokens
+        index, item = waiting[token].pop()
+        offsets[index] = len(result)
+        result += item.token_ids or [token] * item.num_tokens
     return MediaPlacement(result, offsets)

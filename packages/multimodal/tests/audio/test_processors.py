@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from headrace_core.errors import MissingDependency, RequestError, UnsupportedModel
-from headrace_core.multimodal import MediaItem, ProcessedMedia
+from headrace_core.multimodal import MediaItem, MediaPlacement, ProcessedMedia
 from headrace_multimodal.audio.qwen2_audio import Qwen2AudioProcessor
 from headrace_multimodal.audio.whisper import WhisperProcessor
 
@@ -136,12 +136,12 @@ def test_another_modality(whisper):
 
 def test_whisper_places_nothing_and_wants_one_clip(whisper):
     (media,) = whisper.process([item(noise(100))], {})
-    assert whisper.place([5, 6], [media]) == ([5, 6], [-1])
+    assert whisper.place([5, 6], [media]) == MediaPlacement([5, 6], [-1])
     for wrong in ([], [media, media]):
         with pytest.raises(RequestError, match="exactly one"):
             whisper.place([5, 6], wrong)
     assert whisper.placeholder("audio", 0) == ""
-    assert whisper.largest("audio").num_tokens == 50
+    assert whisper.largest("audio", {}).num_tokens == 50
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ class TestQwen2Audio:
             processor.process([item(noise(160))], {})
 
     def test_largest_and_the_text_of_a_placeholder(self, processor):
-        assert processor.largest("audio").num_tokens == 25
+        assert processor.largest("audio", {}).num_tokens == 25
         assert processor.placeholder("audio", 1).startswith("Audio 2: ")
         assert "<|AUDIO|>" in processor.placeholder("audio", 0)
 

@@ -27,13 +27,19 @@ ImageDecode = Callable[[bytes, str], "npt.NDArray[Any]"]
 """(a file's bytes, where it stands for messages) -> [height, width, 3] uint8. Blocks; raises RequestError."""
 ImagePixels = Callable[[object, str], "npt.NDArray[Any]"]
 """The same of an image that is an object: PIL's, an array or a tensor."""
+VideoFrames = tuple["npt.NDArray[Any]", Mapping[str, Any]]
+"""Frames [frames, height, width, 3] uint8 of a video, and what is known of them."""
+VideoDecode = Callable[[bytes, str], VideoFrames]
+"""(a file's bytes, where it stands for messages) -> sampled frames. Blocks; raises RequestError."""
+Videos = Callable[[object, str], Sequence[VideoFrames]]
+"""(one video or several as objects, where they stand) -> each of them. Raises RequestError."""
 Fetch = Callable[[str, str, str], bytes]
 """(URL, modality, where it stands) -> a file's bytes. Blocks; raises RequestError."""
 ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
 
 FIELD = "multi_modal_data"
-_KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url"}
+_KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_url": "url"}
 """Type of a message's part -> the key of its content, within an object of the type's name."""
 
 
@@ -43,6 +49,8 @@ class FileReading(NamedTuple):
     audio: AudioDecode | None = None
     image: ImageDecode | None = None
     pixels: ImagePixels | None = None
+    video: VideoDecode | None = None
+    videos: Videos | None = None
     fetch: Fetch | None = None
     close: Callable[[], None] = lambda: None
     """Ends the processes and threads that they hold."""
@@ -150,7 +158,8 @@ class MediaReader:
             UnsupportedFeature: this engine decodes none.
             RequestError: it is no such file.
         """
-        read = self.files.audio if modality == "audio" else self.files.image
+        files = self.files
+        read = {"audio": files.audio, "image": files.image, "video": files.video}[modality]
         if read is None:
             raise UnsupportedFeature(
                 f"{where}: this engine decodes no files; bring {FIELD} in a prompt", param=where
@@ -187,11 +196,28 @@ class MediaReader:
                     f"{FIELD}.{modality}: this model takes {', '.join(self._limits)} only",
                     param=f"{FIELD}.{modality}",
                 )
-            found = given if isinstance(given, list) else [given]
+            if modality == "video":
+                found: Sequence[object] = self._videos(given)
+            else:
+                found = given if isinstance(given, list) else [given]
             self.check_count(modality, len(found))
-            read = self._audio if modality == "audio" else self._image
+            read = {"audio": self._audio, "image": self._image, "video": self._video}[modality]
             items += (read(one, options) for one in found)
         return items
+
+    def _videos(self, given: object) -> Sequence[VideoFrames]:
+        """One video or several; a list of pictures is one."""
+        if self.files.videos is None:
+            raise UnsupportedFeature(
+                f"{FIELD}.video: this engine reads no videos", param=f"{FIELD}.video"
+            )
+        return self.files.videos(given, f"{FIELD}.video")
+
+    def _video(self, given: Any, options: Mapping[str, Any]) -> MediaItem:
+        """An item from frames and their metadata, which may change what stands in the prompt."""
+        frames, metadata = given
+        name = self._hash("video", frames, {**options, "metadata": dict(metadata)})
+        return MediaItem("video", frames, name, metadata)
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises: RequestError if a prompt brings too many items; names limit and modality."""

@@ -65,8 +65,8 @@ class ProcessedItems:
             _, oldest = self._kept.popitem(last=False)
             self._num_bytes -= _num_bytes(oldest)
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
-        return self._processor.largest(modality)
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
+        return self._processor.largest(modality, sizes)
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self._processor.placeholder(modality, index)

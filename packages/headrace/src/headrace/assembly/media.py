@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.media_files import file_reading, frame_sampling
 from headrace.assembly.missing_packages import missing
 from headrace_core import plugins
-from headrace_core.errors import ConfigError
 from headrace_core.multimodal import MediaInput, media_limit
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor
-    from headrace_engine.config import MultiModalConfig
-    from headrace_engine.input_processing.media import AudioDecode, FileReading, MediaReader
+    from headrace_engine.input_processing.media import AudioDecode, MediaReader
 
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:
@@ -64,52 +61,7 @@ def media_reader(
         max_kept_bytes=int(config.multimodal.mm_processor_cache_gb * (1 << 30)),
         is_encoder_decoder=info.is_encoder_decoder,
         decoder_start_token_id=start if isinstance(start, int) else None,
-        files=_file_reading(config.multimodal, decode_audio, "image" in processor.modalities()),
-    )
-
-
-def _file_reading(
-    config: MultiModalConfig, decode_audio: AudioDecode | None, reads_images: bool
-) -> FileReading:
-    """Readers of files; processes that decode start when they are needed.
-
-    Raises:
-        ConfigError: the folder of local media is none.
-    """
-    from headrace_engine.input_processing.media import FileReading
-    from headrace_multimodal.fetch import FetchRules
-    from headrace_multimodal.fetching import MediaFetcher
-    from headrace_multimodal.images.decoding import ImageDecoder
-    from headrace_multimodal.images.pixels import ImageLimits, pixels_of
-
-    folder = config.allowed_local_media_path
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(
-            f"multimodal.allowed_local_media_path = {folder!r}: must be a folder",
-            field="multimodal.allowed_local_media_path",
-        )
-    hosts = frozenset(config.allowed_media_domains)
-    rules = FetchRules(
-        allowed_hosts=hosts or None,
-        allow_private=config.allow_private_media,
-        max_bytes=config.max_image_file_bytes,
-    )
-    fetch = MediaFetcher(rules, folder=None if folder is None else Path(folder))
-    if not reads_images:
-        return FileReading(audio=decode_audio, fetch=fetch, close=fetch.close)
-    limits = ImageLimits(config.max_image_file_bytes, config.max_image_pixels)
-    decode = ImageDecoder(limits, processes=config.image_decoders)
-
-    def close() -> None:
-        fetch.close()
-        decode.close()
-
-    return FileReading(
-        audio=decode_audio,
-        image=decode,
-        pixels=functools.partial(pixels_of, limits=limits),
-        fetch=fetch,
-        close=close,
+        files=file_reading(config.multimodal, decode_audio, tuple(processor.modalities())),
     )
 
 
@@ -125,9 +77,26 @@ def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]
         found = []
         for modality in processor.modalities():
             if media_limit(limits, modality):
-                item = processor.largest(modality)
+                item = processor.largest(modality, _sizes(modality, resolved))
                 inputs = dict(item.inputs)
                 found.append(MediaInput(modality, inputs, "", item.num_tokens, runs=item.runs))
         return found
 
     return make
+
+
+def _sizes(modality: str, resolved: ResolvedConfig) -> dict[str, int]:
+    """Sizes of an item to measure with: as the operator states them, or as much as a prompt can have. On a
+    CPU, where encoding so long a video takes minutes, a video has as many tokens as a step."""
+    config = resolved.config
+    found = {"num_tokens": resolved.info.max_model_len}
+    per_step = config.scheduler.max_num_batched_tokens
+    if modality == "video" and resolved.platform.device == "cpu" and per_step is not None:
+        found["num_tokens"] = min(found["num_tokens"], per_step)
+    if modality == "video":
+        most = config.multimodal.max_video_frames
+        found["num_frames"] = frame_sampling(config.multimodal).most(most)
+    stated = config.model.limit_mm_per_prompt.get(modality)
+    options: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
+    given = {name: size for name, size in options.items() if size is not None and name != "count"}
+    return {**found, **given}

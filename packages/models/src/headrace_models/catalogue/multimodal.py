@@ -33,13 +33,17 @@ class Wrapper:
     language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
     needs_media: str = ""
     """Why every prompt must bring an image; "": text alone is served, too."""
+    takes_videos: bool = False
+    """These towers take videos, too."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
     @property
     def media(self) -> tuple[str, ...]:
         """Modalities that prompts may bring, with towers of the kinds that are served."""
-        return ("image",) if self.towers else ()
+        if not self.towers:
+            return ()
+        return ("image", "video") if self.takes_videos else ("image",)
 
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
@@ -314,6 +318,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
             towers={"internvl_vision": "internvl:InternVL"},
+            takes_videos=True,
         ),
         Wrapper(
             "JanusForConditionalGeneration",
@@ -383,6 +388,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "LLaVA-OneVision",
             ("vision_tower", "multi_modal_projector", "image_newline"),
             towers=_one_size("llava_next:LlavaOnevision"),
+            takes_videos=True,
         ),
         Wrapper(
             "MiniCPMOcrForConditionalGeneration",
@@ -497,6 +503,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen2.5-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen2_5VL"},
+            takes_videos=True,
         ),
         *(
             Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
@@ -512,6 +519,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen2-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen2VL"},
+            takes_videos=True,
         ),
         Wrapper(
             "Qwen3_5ForConditionalGeneration",
@@ -547,6 +555,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen3-VL",
             ("visual",),
             towers={"": "qwen_vl:Qwen3VL"},
+            takes_videos=True,
         ),
         Wrapper(
             "Qwen3VLMoeForConditionalGeneration",
@@ -554,6 +563,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen3-VL, mixtures",
             ("visual",),
             towers={"": "qwen_vl:Qwen3VL"},
+            takes_videos=True,
             fixed=_ROUTED,
             transposes_experts=True,
         ),
@@ -562,7 +572,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "SmolVLM",
             _IDEFICS,
-            towers={"": "idefics3:Idefics3"},
+            towers={"": "idefics3:SmolVLM"},
+            takes_videos=True,
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",

@@ -55,7 +55,7 @@ class Qwen2AudioProcessor:
         kept = Spectrogram(whole.frames[: whole.num_frames + _MARGIN], whole.num_frames)
         return ProcessedMedia(kept.inputs(), count)
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """A clip of the full length."""
         return self.process([self.extract.longest()], {})[0]
 

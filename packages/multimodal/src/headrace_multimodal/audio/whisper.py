@@ -27,7 +27,7 @@ class WhisperProcessor:
         length = self.extract.num_frames // 2
         return [ProcessedMedia(self.extract(item, options).inputs(), length) for item in items]
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """Every clip becomes equally many."""
         return self.process([self.extract.longest()], {})[0]
 

@@ -1,4 +1,5 @@
-"""Decoding images: ``python -m headrace_multimodal.images.decode_worker MAX_BYTES MAX_PIXELS SECONDS``.
+"""Decoding images: ``python -m headrace_multimodal.images.decode_worker MAX_BYTES MAX_PIXELS SECONDS
+BACKGROUND``.
 
 The child of :class:`~headrace_multimodal.images.decoding.ImageDecoder`: with limits on memory and processor
 time, and without leave to write files. Answers height and width, then the pixels; or what is wrong.
@@ -6,18 +7,18 @@ time, and without leave to write files. Answers height and width, then the pixel
 
 from __future__ import annotations
 
+import json
 import resource
 import struct
 import sys
 
 from headrace_core.errors import RequestError
 from headrace_core.sandbox_process import address_space, limit_time, serve
+from headrace_multimodal.decoder_pool import DAMAGED, GOOD
 from headrace_multimodal.images.pixels import ImageLimits, Pixels, decode_image
 
 SPARE_BYTES = 256 << 20
 """Memory beyond what the process has when it is ready, the file and its pixels."""
-GOOD, DAMAGED = b"\0", b"\1"
-"""First byte of an answer."""
 SIZE = struct.Struct("<II")
 """Height and width."""
 
@@ -25,7 +26,7 @@ SIZE = struct.Struct("<II")
 def main() -> None:
     """Answer until the input ends."""
     limits = ImageLimits(encoded_bytes=int(sys.argv[1]), pixels=int(sys.argv[2]))
-    seconds = float(sys.argv[3])
+    seconds, background = float(sys.argv[3]), tuple(json.loads(sys.argv[4]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     most = address_space() + SPARE_BYTES + 2 * limits.encoded_bytes + 16 * limits.pixels
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
@@ -33,7 +34,7 @@ def main() -> None:
     def answer(message: bytes) -> bytes:
         limit_time(seconds)
         try:
-            pixels: Pixels = decode_image(message, limits).data
+            pixels: Pixels = decode_image(message, limits, background=background).data
         except RequestError as error:
             return DAMAGED + str(error).encode()
         except MemoryError:

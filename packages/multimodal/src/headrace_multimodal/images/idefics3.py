@@ -32,8 +32,8 @@ class Idefics3Processor(ImageProcessor):
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
         vision, stated = part(config, "vision_config"), self.stated
-        self._longest = _edge(stated, "size", 4 * 364)
-        self._tile = _edge(stated, "max_image_size", 364)
+        self._longest = longest_edge(stated, "size", 4 * 364)
+        self._tile = longest_edge(stated, "max_image_size", 364)
         patch, factor = vision.get("patch_size", 32), config.get("scale_factor", 2)
         if not all(type(x) is int and x > 0 for x in (patch, factor)):
             raise UnsupportedModel(
@@ -137,7 +137,7 @@ def _up(size: int, edge: int) -> int:
     return math.ceil(size / edge) * edge
 
 
-def _edge(stated: Mapping[str, Any], key: str, default: int) -> int:
+def longest_edge(stated: Mapping[str, Any], key: str, default: int) -> int:
     """The longest edge that a setting names.
 
     Raises: UnsupportedModel: it names none.

@@ -17,6 +17,11 @@ from headrace_multimodal.hashing import content_hash
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3], RGB."""
 
+Colour = tuple[int, int, int]
+"""Red, green and blue, 0 to 255 each."""
+WHITE: Colour = (255, 255, 255)
+"""What a page would show behind transparent pixels."""
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats that are tried; none that embeds other formats or text (PDF, SVG, PS)."""
 
@@ -29,17 +34,19 @@ class ImageLimits:
     pixels: int = 180_000_000
 
 
-def decode_image(data: bytes, limits: ImageLimits, *, param: str = "messages") -> MediaItem:
+def decode_image(
+    data: bytes, limits: ImageLimits, *, param: str = "messages", background: Colour = WHITE
+) -> MediaItem:
     """Decode one image to RGB.
 
     Args:
         data: the encoded file.
         limits: checked before anything is expanded.
         param: request field that errors name.
+        background: what transparent pixels are laid on.
 
     Returns:
-        A ``MediaItem`` whose data is [height, width, 3] uint8. Transparent pixels are laid on white;
-        of animations the first frame is taken.
+        A ``MediaItem`` whose data is [height, width, 3] uint8. Of animations the first frame is taken.
 
     Raises:
         RequestError: over a limit, no known format, or broken.
@@ -53,7 +60,7 @@ def decode_image(data: bytes, limits: ImageLimits, *, param: str = "messages") -
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image, limits, param)
-                pixels = np.asarray(upright_rgb(image), dtype=np.uint8)
+                pixels = np.asarray(upright_rgb(image, background), dtype=np.uint8)
     except (
         UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning,
     ) as error:  # fmt: skip
@@ -78,13 +85,16 @@ def _check_size(image: Image.Image, limits: ImageLimits, param: str) -> None:
         )
 
 
-def pixels_of(given: object, param: str, *, limits: ImageLimits | None = None) -> Pixels:
+def pixels_of(
+    given: object, param: str, *, limits: ImageLimits | None = None, background: Colour = WHITE
+) -> Pixels:
     """An image that is an object of Python, as [height, width, 3] uint8.
 
     Args:
         given: PIL's image; or an array or tensor of uint8, [height, width, 3], [3, height, width] or
             [height, width].
         param: request field that errors name.
+        background: what transparent pixels are laid on.
 
     Raises:
         RequestError: it is none of these, or over a limit.
@@ -92,7 +102,7 @@ def pixels_of(given: object, param: str, *, limits: ImageLimits | None = None) -
     if isinstance(given, Image.Image):
         _check_size(given, limits or ImageLimits(), param)
         try:
-            return np.asarray(upright_rgb(given), dtype=np.uint8)
+            return np.asarray(upright_rgb(given, background), dtype=np.uint8)
         except (OSError, SyntaxError, ValueError) as error:
             raise RequestError(f"{param}: the image cannot be decoded", param=param) from error
     try:
@@ -114,15 +124,15 @@ def pixels_of(given: object, param: str, *, limits: ImageLimits | None = None) -
     return np.ascontiguousarray(array)
 
 
-def upright_rgb(image: Image.Image) -> Image.Image:
-    """As RGB: turned as the camera says, deep greys scaled to 8 bits, what is transparent white as a page
-    would show it."""
+def upright_rgb(image: Image.Image, background: Colour = WHITE) -> Image.Image:
+    """As RGB: turned as the camera says, deep greys scaled to 8 bits, what is transparent laid on the
+    background."""
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I;16", "I;16L", "I;16B", "I"):
         deep = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
         return Image.fromarray((deep >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         layer = image.convert("RGBA")
-        white = Image.new("RGBA", layer.size, "white")
-        return Image.alpha_composite(white, layer).convert("RGB")
+        page = Image.new("RGBA", layer.size, background)
+        return Image.alpha_composite(page, layer).convert("RGB")
     return image.convert("RGB")

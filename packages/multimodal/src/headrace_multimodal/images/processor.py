@@ -54,7 +54,11 @@ class ImageProcessor(ABC):
                 f"{', '.join(self.options()) or 'none'}",
                 param="mm_processor_kwargs",
             )
-        return [self.one(item.data, options) for item in items]
+        return [self.processed(item, options) for item in items]
+
+    def processed(self, item: MediaItem, options: Mapping[str, Any]) -> ProcessedMedia:
+        """One item, with options that are known."""
+        return self.one(item.data, options)
 
     def options(self) -> Sequence[str]:
         """Names that ``mm_processor_kwargs`` may have."""
@@ -68,9 +72,11 @@ class ImageProcessor(ABC):
     def largest_size(self) -> tuple[int, int]:
         """Height and width of an image that takes as many tokens as any."""
 
-    def largest(self, modality: Modality) -> ProcessedMedia:
-        """An image of :meth:`largest_size`."""
-        return self.one(np.zeros((*self.largest_size(), 3), np.uint8), {})
+    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
+        """An image of the stated ``height`` and ``width``, or of :meth:`largest_size`."""
+        height, width = self.largest_size()
+        size = sizes.get("height", height), sizes.get("width", width)
+        return self.one(np.zeros((*size, 3), np.uint8), {})
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self.text

@@ -53,8 +53,8 @@ class QwenVLProcessor(ImageProcessor):
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an image is 200 times as long as it is wide, or an option is no size."""
-        least = _number(options, "min_pixels", self._least, self._most)
-        most = _number(options, "max_pixels", self._most, self._most)
+        least = pixels_option(options, "min_pixels", self._least, self._most)
+        most = pixels_option(options, "max_pixels", self._most, self._most)
         rows, columns = pixels.shape[:2]
         height, width = smart_size(rows, columns, self._patch * self._merge, least, most)
         x = self._numbers(resized(pixels, height, width, self._resample))
@@ -74,16 +74,32 @@ class QwenVLProcessor(ImageProcessor):
         return frames.reshape(rows * columns, -1)
 
     def largest_size(self) -> tuple[int, int]:
-        """The size of as many tokens as fit into the pixels that are taken, and near a square."""
         factor = self._patch * self._merge
-        most = max(1, self._most // factor**2)
-        rows = range(math.isqrt(most), max(0, math.isqrt(most // MAX_ASPECT)), -1)
-        best = max(rows, key=lambda number: number * (most // number))
-        return best * factor, most // best * factor
+        return near_square(self._most // factor**2, factor)
 
 
-def smart_size(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+def near_square(most: int, factor: int) -> tuple[int, int]:
+    """Height and width of as many squares of ``factor`` pixels as ``most`` allows, at least 1, and near a
+    square."""
+    most = max(1, most)
+    rows = range(math.isqrt(most), max(0, math.isqrt(most // MAX_ASPECT)), -1)
+    best = max(rows, key=lambda number: number * (most // number))
+    return best * factor, most // best * factor
+
+
+def smart_size(
+    height: int,
+    width: int,
+    factor: int,
+    least: int,
+    most: int,
+    *,
+    frames: tuple[int, int] = (1, 1),
+) -> tuple[int, int]:
     """Height and width near the image's, both multiples of ``factor``, within bounds of pixels.
+
+    Args:
+        frames: of a video whose frames share the bounds: their number, and that in whole patches.
 
     Raises:
         RequestError: one is more than :data:`MAX_ASPECT` times the other.
@@ -91,14 +107,15 @@ def smart_size(height: int, width: int, factor: int, least: int, most: int) -> t
     if max(height, width) / min(height, width) > MAX_ASPECT:
         raise RequestError(
             f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other",
-            param="multi_modal_data.image",
+            param="multi_modal_data",
         )
     sizes = round(height / factor) * factor, round(width / factor) * factor
-    if sizes[0] * sizes[1] > most:
-        shrink = math.sqrt((height * width) / most)
+    count, whole = frames
+    if whole * sizes[0] * sizes[1] > most:
+        shrink = math.sqrt((count * height * width) / most)
         return _floor(height / shrink, factor), _floor(width / shrink, factor)
-    if sizes[0] * sizes[1] < least:
-        stretch = math.sqrt(least / (height * width))
+    if whole * sizes[0] * sizes[1] < least:
+        stretch = math.sqrt(least / (count * height * width))
         return _ceiling(height * stretch, factor), _ceiling(width * stretch, factor)
     return sizes
 
@@ -118,7 +135,7 @@ def _size(stated: Mapping[str, Any], key: str, default: object) -> int:
     return value
 
 
-def _number(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
+def pixels_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
     """An option's value, or the checkpoint's; memory is measured with the most that the latter allows."""
     value = options.get(name, default)
     if type(value) is not int or not 0 < value <= most:

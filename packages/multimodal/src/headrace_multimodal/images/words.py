@@ -56,10 +56,65 @@ class Words:
                     f"{self._file}: token {token} has the id {found}; config.json says {number}"
                 )
 
+    def number(self, token: str) -> int:
+        """A special token's id.
+
+        Raises:
+            UnsupportedModel: there is no such token.
+        """
+        self.check(**{token: None})
+        found: int = self._tokenizer.token_to_id(token)
+        return found
+
     def ids(self, text: str) -> list[int]:
         """Tokens of a text, and none in front of it or behind."""
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
+
+    def with_text_before(self, token_ids: Sequence[int], marker: int, text: str) -> list[int]:
+        """A prompt with a text in front of each marker, in the tokens that both it and what stands before it,
+        back to the nearest special token, have as one text. Tokens that the tokenizer would not make of
+        their text stay."""
+        special = self._tokenizer.get_added_tokens_decoder()
+        found: list[int] = []
+        start = 0
+        for token in token_ids:
+            if token == marker:
+                before = found[start:]
+                plain = self._tokenizer.decode(before, skip_special_tokens=False)
+                whole = self.ids(plain + text) if self.ids(plain) == before else None
+                found[start:] = before + self.ids(text) if whole is None else whole
+            found.append(token)
+            if token in special:
+                start = len(found)
+        return found
+
+    def with_text_around(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        around: Sequence[tuple[str, str]],
+        placeholder: int,
+    ) -> list[int]:
+        """A prompt with a placeholder for each place that has a text, which need be no token, between further
+        texts. These become tokens together with what stands before and behind them.
+
+        Args:
+            around: for each place, the texts before the placeholder and behind it. Where there are not as
+                many places, the placeholders stand alone.
+
+        Raises:
+            RequestError: the text is there, and the tokens are not those that the tokenizer makes.
+        """
+        parts = self._tokenizer.decode(list(token_ids), skip_special_tokens=False).split(text)
+        if len(parts) != len(around) + 1 or self.ids(text.join(parts)) != list(token_ids):
+            return self.replaced(token_ids, text, placeholder)
+        found: list[int] = []
+        behind = ""
+        for part, (before, after) in zip(parts[:-1], around, strict=True):
+            found += [*self.ids(behind + part + before), placeholder]
+            behind = after
+        return found + self.ids(behind + parts[-1])
 
     def replaced(self, token_ids: Sequence[int], text: str, placeholder: int) -> list[int]:
         """A prompt with a placeholder for each place that has a text, which need be no token: what stands

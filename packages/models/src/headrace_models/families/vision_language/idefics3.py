@@ -32,6 +32,10 @@ _VISION: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
+_PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+"""Modality -> name of the model's input."""
+
+
 class FractionalTower(ClipTower):
     """SigLIP's, for squares of any number of patches: a patch has the place of the table that lies at the
     same fraction of the side (Dehghani et al. 2023, arXiv:2307.06304)."""
@@ -77,10 +81,17 @@ class Idefics3(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [tiles, 3, side, side] each, of one side.
+            inputs: ``pixel_values`` [tiles, 3, side, side] each, of one side; of videos
+                ``pixel_values_videos``.
         """
-        pixels = [item["pixel_values"] for item in inputs]
+        pixels = [item[_PIXELS[modality]] for item in inputs]
         side = pixels[0].shape[-1] // self.tower.patch
         vectors = joined(self.tower(torch.cat(pixels)), side, self.factor)
         projected = self.connector(vectors.flatten(0, 1))
         return torch.split(projected, [len(tiles) * vectors.shape[1] for tiles in pixels])
+
+
+class SmolVLM(Idefics3):
+    """A video's frame is a tile, too."""
+
+    modalities: ClassVar[Sequence[str]] = ("image", "video")

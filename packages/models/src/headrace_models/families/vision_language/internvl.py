@@ -28,8 +28,9 @@ _EPS = 1e-5
 
 
 class InternVL(MediaDecoder):
-    """Four patches of a tile are a vector."""
+    """Four patches of a tile are a vector; a video's frame is a tile."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
         WeightRule(f"{_PROJECTOR}.layer_norm", "projector_norm"),
@@ -69,9 +70,10 @@ class InternVL(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [tiles, 3, height, width] each.
+            inputs: ``pixel_values`` [tiles, 3, height, width] each; of videos ``pixel_values_videos``.
         """
-        tiles = [item["pixel_values"] for item in inputs]
+        name = "pixel_values_videos" if modality == "video" else "pixel_values"
+        tiles = [item[name] for item in inputs]
         states = self.tower(torch.cat(tiles))
         count, side, _, size = states.shape
         merge, per = self.merge, (side // self.merge) ** 2

@@ -18,6 +18,7 @@ from headrace_models.layers.vision.anyres import (
     Size,
     best_canvas,
     canvases,
+    halved,
     one_plane,
     reduced,
     unpadded,
@@ -103,8 +104,10 @@ class LlavaNext(MediaDecoder):
 
 
 class LlavaOnevision(LlavaNext):
-    """More canvases; an image of many tiles is made smaller after the tower."""
+    """More canvases; an image of many tiles is made smaller after the tower, and so is each frame of a
+    video, which is one tile."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     canvases: ClassVar[Sequence[Size]] = tuple(
         itertools.product(range(384, 2305, 384), range(384, 2305, 384))
     )
@@ -123,3 +126,24 @@ class LlavaOnevision(LlavaNext):
 
     def fitted(self, plane: Tensor) -> Tensor:
         return reduced(plane, self.most)
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: of images as :class:`LlavaNext`'s; of videos ``pixel_values_videos`` [frames, 3, height,
+                width] each.
+        """
+        if modality != "video":
+            return super().embed_media(modality, inputs)
+        pixels = [item["pixel_values_videos"] for item in inputs]
+        states = self.vision(torch.cat(pixels))
+        planes = states.view(len(states), self.side, self.side, -1)
+        kept = halved(planes).flatten(1, 2)
+        end = self.newline.vector[None]
+        return [
+            torch.cat((own.flatten(0, 1), end))
+            for own in torch.split(kept, [len(frames) for frames in pixels])
+        ]

@@ -1,4 +1,5 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, whose tokens stand in time, height and width.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images and videos of any size, whose tokens stand in time,
+height and width.
 
 Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923; Bai et al. 2025, arXiv:2511.21631.
 """
@@ -14,6 +15,7 @@ import torch
 from headrace_core.model import INPUT_EMBEDS, MROPE_POSITIONS, InputEmbeds, WeightRule
 from headrace_core.multimodal import MediaInput
 from headrace_models.config.rope import rope_settings
+from headrace_models.config.settings import Settings
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.qwen3_vl import Qwen3VLTower
@@ -27,14 +29,19 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _TOWER = "visual"
+_PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_GRID: Mapping[str, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
+"""Modality -> name of the model's input."""
+_SECONDS = "second_per_grid_ts"
 _THETA = 1_000_000.0
 _QWEN3_SECTIONS = (24, 20, 20)
 """Values that configs may leave out."""
 
 
 class Qwen2VL(MediaDecoder):
-    """Four patches of an image are a vector."""
+    """Four patches of an image, or of two frames of a video, are a vector."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = tower_rules(_TOWER, "tower")
     second: ClassVar[bool] = False
     """The tower is Qwen2.5-VL's."""
@@ -52,27 +59,35 @@ class Qwen2VL(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [patches, numbers] and ``image_grid_thw`` [3] each.
+            inputs: of images ``pixel_values`` [patches, numbers] and ``image_grid_thw`` [3] each; of videos
+                ``pixel_values_videos`` and ``video_grid_thw``.
         """
-        patches = [item["pixel_values"] for item in inputs]
-        grids = [_grid(item["image_grid_thw"].tolist()) for item in inputs]
+        patches = [item[_PIXELS[modality]] for item in inputs]
+        grids = [_grid(item[_GRID[modality]].tolist()) for item in inputs]
         return self.tower(patches, grids)
 
     def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
         """See :class:`headrace_core.model.SupportsMRoPE`: text counts on, an item's tokens stand in a box
-        behind the text in front of it, and text goes on behind the box's longest side."""
+        behind the text in front of it, and text goes on behind the box's longest side. An item that has
+        text in it, between frames, stands in a box for each of its runs."""
         found, place, done = [], 0, 0
         for item in media:
-            text = item.offset - done
-            found.append(torch.arange(place, place + text).expand(3, text))
-            place += text
-            time, height, width = _grid(item.inputs["image_grid_thw"].tolist())
-            sizes = time, height // self.tower.merge, width // self.tower.merge
-            box = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
-            found.append(box.flatten(1) + place)
-            place, done = place + max(sizes), item.offset + item.num_tokens
+            runs = item.vector_runs
+            time, height, width = _grid(item.inputs[_GRID[item.modality]].tolist())
+            sizes = time // len(runs), height // self.tower.merge, width // self.tower.merge
+            for first, number in runs:
+                text = item.offset + first - done
+                found.append(torch.arange(place, place + text).expand(3, text))
+                box = self._box(sizes, item)
+                found.append(box + place + text)
+                place, done = place + text + int(box.max()) + 1, done + text + number
         found.append(torch.arange(place, place + num_tokens - done).expand(3, num_tokens - done))
         return torch.cat(found, dim=1)
+
+    def _box(self, sizes: tuple[int, int, int], item: MediaInput) -> Tensor:
+        """[3, vectors] int64: places in time, height and width, from 0."""
+        box = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
+        return box.flatten(1)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
@@ -85,9 +100,22 @@ class Qwen2VL(MediaDecoder):
 
 
 class Qwen2_5VL(Qwen2VL):
-    """The tower has windows, RMS norms and gated layers."""
+    """The tower has windows, RMS norms and gated layers; frames of a video stand apart by seconds."""
 
     second: ClassVar[bool] = True
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        super().make_towers(context, whole)
+        vision = Settings(part_of(whole, "vision_config"))
+        self.places_per_second = vision.positive("tokens_per_second", 4)
+
+    def _box(self, sizes: tuple[int, int, int], item: MediaInput) -> Tensor:
+        box = super()._box(sizes, item)
+        if item.modality == "video":
+            (seconds,) = item.inputs[_SECONDS].tolist()
+            interval = self.places_per_second * torch.tensor(seconds, dtype=torch.float32)
+            box[0] = (box[0] * interval).long()
+        return box
 
 
 class Qwen3VL(Qwen2VL):

@@ -89,6 +89,13 @@ def reduced(plane: Tensor, most: int) -> Tensor:
     return found[0].permute(1, 2, 0)
 
 
+def halved(planes: Tensor) -> Tensor:
+    """planes [P, rows, columns, H], interpolated to half as many rows and columns, rounded up."""
+    size = [math.ceil(planes.shape[1] / 2), math.ceil(planes.shape[2] / 2)]
+    found = torch.nn.functional.interpolate(planes.permute(0, 3, 1, 2), size, mode="bilinear")
+    return found.permute(0, 2, 3, 1)
+
+
 def with_row_ends(plane: Tensor, end: Tensor) -> Tensor:
     """plane [rows, columns, H] -> [rows * (columns + 1), H]: each row, then ``end`` [H]."""
     rows = plane.shape[0]

@@ -1,0 +1,1 @@
+"""Videos: decoding, sampling of frames, processors."""
