@@ -80,14 +80,10 @@ OLDEST = {
     "packages/models/tests": ("test_resolve",),  # safetensors, huggingface_hub
     "packages/multimodal/tests": ("test_fetch", "images/test_pixels"),  # Pillow, httpx2
     "packages/server/tests": (  # fastapi, starlette, uvicorn, pydantic, h11, prometheus-client ...
-        "api_processes/", "chat/test_demo_tools", "chat/test_structured", "chat/test_tools",
-        "chat/test_turn", "errors/", "http/", "observability/test_access_log",
-        "observability/test_instrumentation", "pooling/test_embeddings", "protocols/test_anthropic",
-        "protocols/test_batch_chat", "protocols/test_chat", "protocols/test_completions",
-        "protocols/test_named_places", "protocols/test_rendering", "protocols/test_responses",
-        "protocols/test_strange_fields", "protocols/test_tokens", "protocols/test_wire_details",
-        "security/", "speech/", "streaming/test_direct", "streaming/test_offload",
-        "streaming/test_slow_clients",
+        "api_processes/", "chat/test_turn", "errors/", "http/", "observability/test_access_log",
+        "observability/test_instrumentation", "protocols/test_anthropic", "protocols/test_chat",
+        "protocols/test_completions", "protocols/test_responses", "security/", "speech/",
+        "streaming/test_direct",
     ),
 }  # fmt: skip
 """Suites of the session ``oldest``: folder -> its files and folders that go through a library whose lowest
@@ -96,6 +92,8 @@ version is declared; "" for all.
 Left out: tests that need an optional library (xgrammar, outlines, av, transformers), and those of what
 headrace itself does with texts of models, with the names of clients' types, with several models.
 """
+KEEP = {"kernels": 12}
+"""Package -> cases of a test of which a sample is run where there are more; 24 elsewhere."""
 NOT_OLDEST = (
     "packages/models/tests/test_resolve.py::TestArchitecture::test_typo_prints_the_nearest",
 )
@@ -208,15 +206,16 @@ class Environment:
         self.tree(*map(_path, BASE))
         self.tree(*(_path(package, extra) for package in packages))
 
-    def pytest(self, *words: str, keep: int | None = None) -> None:
-        """Run pytest in two processes of one thread each: what two cores can carry.
+    def pytest(self, *words: str, keep: int | None = None, processes: int = 2) -> None:
+        """Run pytest in two processes of one thread each: what two cores can carry; more where tests wait
+        for servers and clocks most of their time.
 
         ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
         ``HEADRACE_TESTS`` has tests of many cases run a sample of them (headrace_testing/sampling.py),
         of more than ``keep`` where it is given.
         """
         sampled = {"HEADRACE_TEST_KEEP": str(keep)} if keep else {}
-        self.run("pytest", "-n", "2", "--dist", "loadfile", *words, *self.session.posargs,
+        self.run("pytest", "-n", str(processes), "--dist", "loadfile", *words, *self.session.posargs,
                  env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS, **sampled})  # fmt: skip
 
 
@@ -321,7 +320,7 @@ def tests(session: nox.Session, package: str) -> None:
         environment.torch(triton=package in WITH_TRITON)
     base = ["core", "testing"] if package in WITHOUT_TORCH else ["core", "reference", "testing"]
     environment.tree(*map(_path, base), _path(package, "test"), more=(XDIST,))
-    environment.pytest(f"packages/{package}/tests")
+    environment.pytest(f"packages/{package}/tests", keep=KEEP.get(package))
 
 
 @nox.session(venv_backend="none")
@@ -333,7 +332,7 @@ def everything(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
-    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration")
+    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration", processes=3)
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:

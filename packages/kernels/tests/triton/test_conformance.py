@@ -20,7 +20,7 @@ def multiplies_fp8() -> bool:
     return not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
 
 
-@pytest.mark.keep(1)  # interpreted, a case takes up to seconds
+@pytest.mark.keep(2, every_value=False)  # interpreted, a case takes up to seconds
 class TestTriton(OpConformance):
     device = "cuda" if HAS_GPU else "cpu"
     # Interpreted, the whole suite takes a minute a dtype; the tests beside this one cover the others.
