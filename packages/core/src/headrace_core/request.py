@@ -26,6 +26,8 @@ class TextPrompt(TypedDict):
     multi_modal_data: NotRequired[MediaData]
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     """Options of the model's media processor."""
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    """Modality -> a name or a list of them: an item that has one, and that is kept, may be None."""
 
 
 class TokensPrompt(TypedDict):
@@ -36,6 +38,7 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[MediaData]
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
     token_type_ids: NotRequired[list[int]]
     """Pooling models that tell the texts of a pair apart: which text each token belongs to."""
 
@@ -157,6 +160,7 @@ class ChatPrompt:
     add_special_tokens: bool = False
     documents: Sequence[Mapping[str, Any]] | None = None
     cache_salt: str | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
 
 Prompt = (

@@ -20,7 +20,8 @@ from headrace_core.request import ChatPrompt, CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.speech.model import AudioClip
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.input_processing.media import FileReading, MediaReader
+from headrace_engine.input_processing.media import MediaReader
+from headrace_engine.input_processing.media_items import FileReading
 
 MARK = ord("~")
 ONE = np.array([0.5, -0.5, 0.25, 0.0], np.float32)

@@ -9,54 +9,28 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaInput, MediaItem, MediaProcessor, Modality, media_limit
 from headrace_core.request import modality_of
 from headrace_core.speech.model import AudioClip
-from headrace_engine.input_processing.processed_items import ProcessedItems
+from headrace_engine.input_processing.media_items import (
+    FIELD,
+    NO_FILES,
+    ContentHash,
+    FileReading,
+    ItemReader,
+    Later,
+)
+from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
+from headrace_engine.input_processing.media_names import check_name, content_name, names_of
+from headrace_engine.input_processing.processed_items import NotKept, ProcessedItems
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-AudioDecode = Callable[[bytes, str], AudioClip]
-"""(a file's bytes, its name for messages) -> sound. Blocks; raises RequestError."""
-ImageDecode = Callable[[bytes, str], "npt.NDArray[Any]"]
-"""(a file's bytes, where it stands for messages) -> [height, width, 3] uint8. Blocks; raises RequestError."""
-ImagePixels = Callable[[object, str], "npt.NDArray[Any]"]
-"""The same of an image that is an object: PIL's, an array or a tensor."""
-VideoFrames = tuple["npt.NDArray[Any]", Mapping[str, Any]]
-"""Frames [frames, height, width, 3] uint8 of a video, and what is known of them."""
-VideoDecode = Callable[[bytes, str], VideoFrames]
-"""(a file's bytes, where it stands for messages) -> sampled frames. Blocks; raises RequestError."""
-Videos = Callable[[object, str], Sequence[VideoFrames]]
-"""(one video or several as objects, where they stand) -> each of them. Raises RequestError."""
-Fetch = Callable[[str, str, str], bytes]
-"""(URL, modality, where it stands) -> a file's bytes. Blocks; raises RequestError."""
-ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
-"""(modality, decoded content, options) -> 256 bits in hex."""
-
-FIELD = "multi_modal_data"
 _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_url": "url"}
 """Type of a message's part -> the key of its content, within an object of the type's name."""
-
-
-class FileReading(NamedTuple):
-    """Readers of the files and objects that requests bring; None: the engine takes none of the kind."""
-
-    audio: AudioDecode | None = None
-    image: ImageDecode | None = None
-    pixels: ImagePixels | None = None
-    video: VideoDecode | None = None
-    videos: Videos | None = None
-    fetch: Fetch | None = None
-    close: Callable[[], None] = lambda: None
-    """Ends the processes and threads that they hold."""
-
-
-NO_FILES = FileReading()
 
 
 class PlacedMedia(NamedTuple):
@@ -67,6 +41,16 @@ class PlacedMedia(NamedTuple):
     num_encoder_tokens: int
     whole_spans: list[tuple[int, int]]
     """See :class:`~headrace_core.multimodal.MediaPlacement`."""
+
+
+class _Brought(NamedTuple):
+    """An item of a prompt, unread."""
+
+    modality: Modality
+    given: object
+    """None: it is known by its name."""
+    name: str | None
+    where: str
 
 
 class MediaReader:
@@ -100,7 +84,7 @@ class MediaReader:
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._processor = ProcessedItems(processor, max_kept_bytes)
-        self._hash = content_hash
+        self._items = ItemReader(files, content_hash)
         self._limits = {m: media_limit(limits or {}, m) for m in processor.modalities()}
         self.files = files
 
@@ -109,28 +93,42 @@ class MediaReader:
         """Modalities of which a prompt may bring at least one item."""
         return tuple(modality for modality, most in self._limits.items() if most)
 
-    def place(self, token_ids: Sequence[int], data: object, options: object) -> PlacedMedia:
+    def place(
+        self,
+        token_ids: Sequence[int],
+        data: object,
+        options: object,
+        names: object = None,
+        salt: str | None = None,
+    ) -> PlacedMedia:
         """A prompt with its media.
 
         Args:
             token_ids: with one placeholder for each item, or none for an encoder's.
             data: ``multi_modal_data``: modality -> one item or a list.
             options: ``mm_processor_kwargs``; None: none.
+            names: ``multi_modal_uuids``: modality -> one name or a list; None: none.
+            salt: the prompt's ``cache_salt``.
 
         Raises:
-            RequestError: an item, an option or the number of items is wrong; says what.
+            RequestError: an item, an option, a name or the number of items is wrong; says what.
             UnsupportedFeature: the model does not take the modality.
         """
         if options is not None and not isinstance(options, Mapping):
             raise _refused("mm_processor_kwargs", options, "an object, or absent")
         chosen: Mapping[str, Any] = {**self._options, **(options or {})}
-        items = self._items(data, chosen)
+        brought = self._brought(data, names)
+        try:
+            items = self._read(brought, chosen, salt)
+            processed = self._processor.process(items, chosen)
+        except NotKept:  # they were, when it was looked at
+            items = self._read(brought, chosen, salt, anew=True)
+            processed = self._processor.process(items, chosen)
         if self.is_encoder_decoder and len(items) != 1:
             raise RequestError(
                 f"{FIELD}: {len(items)} items; must be exactly one, which the encoder reads",
                 param=FIELD,
             )
-        processed = self._processor.process(items, chosen)
         placed = self._processor.place(token_ids, processed)
         media = [
             MediaInput(
@@ -186,38 +184,61 @@ class MediaReader:
         """End what reads files; it would be started anew."""
         self.files.close()
 
-    def _items(self, data: object, options: Mapping[str, Any]) -> list[MediaItem]:
+    def _brought(self, data: object, names: object) -> list[_Brought]:
+        """The items that a prompt brings, unread."""
         if not isinstance(data, Mapping):
             raise _refused(FIELD, data, "a mapping of modalities to items")
-        items: list[MediaItem] = []
+        found: dict[str, Sequence[object]] = {}
         for modality, given in data.items():
             if modality not in self._limits:
                 raise UnsupportedFeature(
                     f"{FIELD}.{modality}: this model takes {', '.join(self._limits)} only",
                     param=f"{FIELD}.{modality}",
                 )
-            if modality == "video":
-                found: Sequence[object] = self._videos(given)
-            else:
-                found = given if isinstance(given, list) else [given]
-            self.check_count(modality, len(found))
-            read = {"audio": self._audio, "image": self._image, "video": self._video}[modality]
-            items += (read(one, options) for one in found)
+            found[modality] = self._items.split(modality, given)
+            self.check_count(modality, len(found[modality]))
+        named = names_of(names, {modality: len(items) for modality, items in found.items()})
+        return [
+            _Brought(cast("Modality", modality), given, name, f"{modality}[{index}]")
+            for modality, items in found.items()
+            for index, (given, name) in enumerate(zip(items, named[modality], strict=True))
+        ]
+
+    def _read(
+        self,
+        brought: Sequence[_Brought],
+        options: Mapping[str, Any],
+        salt: str | None,
+        *,
+        anew: bool = False,
+    ) -> list[MediaItem]:
+        """
+        Args:
+            anew: also those whose processed form is kept.
+        """
+        items = []
+        for modality, given, name, where in brought:
+            if name is None and given is None:
+                raise RequestError(
+                    f"{FIELD}.{where} = null: must be an item, as it has no name in {NAMES_FIELD}",
+                    param=f"{FIELD}.{modality}",
+                )
+            if name is None:
+                items.append(self._items.read(modality, given, options))
+                continue
+            known = content_name(modality, name, salt, options)
+            if not anew and self._processor.keeps(known):
+                items.append(MediaItem(modality, None, known, {}))
+                continue
+            if given is None:
+                raise RequestError(
+                    f"{NAMES_FIELD}.{where} = {name!r}: no item of that name is kept; send its content",
+                    param=f"{NAMES_FIELD}.{modality}",
+                    value=name,
+                )
+            read = self._items.read(modality, given, options)
+            items.append(MediaItem(modality, read.data, known, read.metadata))
         return items
-
-    def _videos(self, given: object) -> Sequence[VideoFrames]:
-        """One video or several; a list of pictures is one."""
-        if self.files.videos is None:
-            raise UnsupportedFeature(
-                f"{FIELD}.video: this engine reads no videos", param=f"{FIELD}.video"
-            )
-        return self.files.videos(given, f"{FIELD}.video")
-
-    def _video(self, given: Any, options: Mapping[str, Any]) -> MediaItem:
-        """An item from frames and their metadata, which may change what stands in the prompt."""
-        frames, metadata = given
-        name = self._hash("video", frames, {**options, "metadata": dict(metadata)})
-        return MediaItem("video", frames, name, metadata)
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises: RequestError if a prompt brings too many items; names limit and modality."""
@@ -230,45 +251,6 @@ class MediaReader:
                 value=count,
             )
 
-    def _image(self, given: object, options: Mapping[str, Any]) -> MediaItem:
-        """An item from PIL's image, an array or a tensor."""
-        if self.files.pixels is None:
-            raise UnsupportedFeature(
-                f"{FIELD}.image: this engine reads no images", param=f"{FIELD}.image"
-            )
-        pixels = self.files.pixels(given, f"{FIELD}.image")
-        return MediaItem("image", pixels, self._hash("image", pixels, options), {})
-
-    def _audio(self, given: object, options: Mapping[str, Any]) -> MediaItem:
-        """An item from a waveform, or from a waveform and its rate."""
-        import numpy as np  # not before there is a waveform: a server starts without
-
-        metadata: dict[str, Any] = {}
-        if isinstance(given, tuple) and len(given) == 2:
-            given, rate = given
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
-                raise _refused(f"{FIELD}.audio", rate, "(waveform, samples a second)")
-            metadata["sample_rate"] = rate
-        try:
-            samples = np.asarray(given)
-        except (TypeError, ValueError, RuntimeError) as error:
-            # Ragged lists, or a tensor that numpy cannot read.
-            raise RequestError(
-                f"{FIELD}.audio: {type(given).__name__} is not an array ({error}); must be a "
-                "waveform, or (waveform, samples a second)",
-                param=f"{FIELD}.audio",
-            ) from error
-        if samples.dtype.kind != "f" or samples.ndim not in (1, 2) or not samples.size:
-            raise RequestError(
-                f"{FIELD}.audio: an array of shape {list(samples.shape)} and dtype {samples.dtype}; "
-                "must be [samples] or [channels, samples] of floats from -1 to 1, and not empty",
-                param=f"{FIELD}.audio",
-            )
-        mono = samples if samples.ndim == 1 else samples.mean(axis=0)
-        mono = np.ascontiguousarray(mono, np.float32)
-        name = self._hash("audio", mono, {**options, **metadata})
-        return MediaItem("audio", mono, name, metadata)
-
 
 class _Part(NamedTuple):
     """Content of a message's part that brings media."""
@@ -278,6 +260,7 @@ class _Part(NamedTuple):
     """base64, a URL or an object, as the part's type says."""
     kind: str
     where: str
+    name: str | None
 
 
 class ChatMedia:
@@ -312,25 +295,30 @@ class ChatMedia:
             return None
         assert kind is not None
         content, where, key = part.get(kind), f"{path}.{kind}", _KEYS.get(kind)
-        if key is not None:
+        name = check_name(part.get("uuid"), f"{path}.uuid")
+        if key is not None and not (name is not None and content is None):
             where = f"{where}.{key}"
             content = content.get(key) if isinstance(content, Mapping) else None
             if not isinstance(content, str):
                 raise RequestError(f"{where}: must be text", param=where)
         index = sum(other.modality == modality for other in self._parts)
-        self._parts.append(_Part(modality, content, kind, where))
+        self._parts.append(_Part(modality, content, kind, where, name))
         self._reader.check_count(modality, index + 1)
         return modality, self._reader.placeholder(modality, index)
 
     def data(self) -> dict[str, list[Any]]:
-        """The media as a prompt's ``multi_modal_data``. Fetches and decodes, which may take a while.
-
-        Raises:
-            RequestError: a file cannot be had, or is none of its modality.
-        """
+        """The media as a prompt's ``multi_modal_data``: fetched and decoded when they are read."""
         found: dict[str, list[Any]] = {}
         for part in self._parts:
-            found.setdefault(part.modality, []).append(self._content(part))
+            item = None if part.content is None else Later(partial(self._content, part))
+            found.setdefault(part.modality, []).append(item)
+        return found
+
+    def names(self) -> dict[str, list[str | None]]:
+        """Their names, as ``multi_modal_uuids`` has them."""
+        found: dict[str, list[str | None]] = {}
+        for part in self._parts:
+            found.setdefault(part.modality, []).append(part.name)
         return found
 
     def _content(self, part: _Part) -> object:
@@ -365,7 +353,8 @@ def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
     encoder, decoder = prompt["encoder_prompt"], prompt.get("decoder_prompt")
     encoder = encoder if isinstance(encoder, Mapping) else {"prompt": encoder}
     texts = ("prompt", "prompt_token_ids")
-    _check_fields("encoder_prompt", encoder, (*texts, FIELD, "mm_processor_kwargs"))
+    own = (FIELD, NAMES_FIELD, "mm_processor_kwargs")
+    _check_fields("encoder_prompt", encoder, (*texts, *own))
     if encoder.get("prompt") or encoder.get("prompt_token_ids"):
         raise _refused("encoder_prompt", encoder.get("prompt"), "empty: the encoder reads media")
     if isinstance(decoder, str) or decoder is None:
@@ -373,7 +362,7 @@ def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(decoder, Mapping):
         decoder = {"prompt_token_ids": decoder}
     _check_fields("decoder_prompt", decoder, (*texts, "cache_salt"))
-    media = {name: encoder[name] for name in (FIELD, "mm_processor_kwargs") if name in encoder}
+    media = {name: encoder[name] for name in own if name in encoder}
     salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") is not None else {}
     return {**decoder, **media, **salt}
 

@@ -16,6 +16,10 @@ from headrace_core.multimodal import (
 )
 
 
+class NotKept(Exception):
+    """An item without content is not kept any more."""
+
+
 class ProcessedItems:
     """A :class:`headrace_core.multimodal.MediaProcessor` that processes an item once. Thread-safe.
 
@@ -40,9 +44,17 @@ class ProcessedItems:
     def process(
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
+        """See :meth:`headrace_core.multimodal.MediaProcessor.process`; an item whose ``data`` is None must be
+        kept.
+
+        Raises:
+            NotKept: such a one is not.
+        """
         with self._lock:
             found = {item.content_hash: self._kept.get(item.content_hash) for item in items}
         missing = {item.content_hash: item for item in items if found[item.content_hash] is None}
+        if any(item.data is None for item in missing.values()):
+            raise NotKept
         made = self._processor.process(list(missing.values()), options) if missing else []
         found.update(zip(missing, made, strict=True))
         with self._lock:
@@ -51,6 +63,11 @@ class ProcessedItems:
                 assert one is not None
                 self._keep(name, one)
         return [one for item in items if (one := found[item.content_hash]) is not None]
+
+    def keeps(self, content_hash: str) -> bool:
+        """True if an item's processed form is kept, at this moment."""
+        with self._lock:
+            return content_hash in self._kept
 
     def _keep(self, name: str, one: ProcessedMedia) -> None:
         if name in self._kept:

@@ -16,13 +16,14 @@ from headrace_engine.freed_memory import trimmed_after
 from headrace_engine.input_processing.chat.template import ChatRenderer, PromptTemplates
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.embeds import EmbedsDecoder
-from headrace_engine.input_processing.media import FIELD as MEDIA_FIELD
 from headrace_engine.input_processing.media import (
     ChatMedia,
     MediaReader,
     PlacedMedia,
     implicit_form,
 )
+from headrace_engine.input_processing.media_items import FIELD as MEDIA_FIELD
+from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
 from headrace_engine.input_processing.text_limits import TextLimits
 from headrace_engine.input_processing.tokens import check_ids, check_text, need_tokenizer
 
@@ -163,7 +164,9 @@ class PromptReader:
                 special,
                 fit._replace(max_length=None) if media else fit,
             )
-            return self._placed(tokens, media.data(), None) if media else tokens
+            if not media:
+                return tokens
+            return self._placed(tokens, media.data(), prompt.mm_processor_kwargs, media.names())
         if isinstance(prompt, Mapping):
             return self._mapping_tokens(prompt, add_special_tokens, fit)
         if isinstance(prompt, str):
@@ -268,6 +271,7 @@ class PromptReader:
             )
         given = implicit_form(prompt)
         data, options = given.pop(MEDIA_FIELD, None), given.pop("mm_processor_kwargs", None)
+        names = given.pop(NAMES_FIELD, None)
         if data is None:
             raise RequestError(f"encoder_prompt.{MEDIA_FIELD}: must be given", param=MEDIA_FIELD)
         start = self._media.decoder_start_token_id
@@ -279,11 +283,13 @@ class PromptReader:
             given = {**given, "prompt_token_ids": [start]}
         text: Any = given
         tokens = self.read(text, add_special_tokens)
-        return self._placed(tokens, data, options)
+        return self._placed(tokens, data, options, names)
 
-    def _placed(self, tokens: PromptTokens, data: object, options: object) -> PromptTokens:
+    def _placed(
+        self, tokens: PromptTokens, data: object, options: object, names: object
+    ) -> PromptTokens:
         assert self._media is not None
-        placed = self._media.place(tokens.ids, data, options)
+        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt)
         return tokens._replace(
             ids=placed.token_ids,
             media=placed.media,

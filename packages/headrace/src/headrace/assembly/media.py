@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor
-    from headrace_engine.input_processing.media import AudioDecode, MediaReader
+    from headrace_engine.input_processing.media import MediaReader
+    from headrace_engine.input_processing.media_items import AudioDecode
 
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:

@@ -13,7 +13,7 @@ from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace_engine.config import MultiModalConfig
-    from headrace_engine.input_processing.media import AudioDecode, FileReading
+    from headrace_engine.input_processing.media_items import AudioDecode, FileReading
     from headrace_multimodal.fetching import MediaFetcher
     from headrace_multimodal.images.pixels import Colour
     from headrace_multimodal.video.limits import VideoLimits
@@ -28,7 +28,7 @@ def file_reading(
     Raises:
         ConfigError: the folder of local media is none, or a variable is malformed.
     """
-    from headrace_engine.input_processing.media import NO_FILES
+    from headrace_engine.input_processing.media_items import NO_FILES
 
     fetch = _fetcher(config)
     reading = NO_FILES._replace(audio=decode_audio, fetch=fetch)

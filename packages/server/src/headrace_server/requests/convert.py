@@ -403,6 +403,12 @@ def chat_prompt(
             f"chat_template_kwargs: {name!r} is set by another field or by the server",
             param="chat_template_kwargs",
         )
+    options = body.mm_processor_kwargs if isinstance(body, ChatRequest) else None
+    if options and not state.engine.model.modalities:
+        raise UnsupportedFeature(
+            "mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs"
+        )
+    check_size("mm_processor_kwargs", options or {})
     return ChatPrompt(
         messages=[
             _message(i, message, state.engine.model.modalities)
@@ -422,6 +428,7 @@ def chat_prompt(
         add_special_tokens=body.add_special_tokens,
         documents=body.documents,
         cache_salt=salt,
+        mm_processor_kwargs=options,
     )
 
 

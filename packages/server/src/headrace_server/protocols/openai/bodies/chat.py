@@ -98,6 +98,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384)]
 
 REPORTED_OTHERWISE: Mapping[str, Refusal] = {
     **CHAT_REFUSALS,
+    "mm_processor_kwargs": Refusal("is served by /v1/chat/completions"),
     "n": Refusal("an answer is one here", 1),
     "best_of": Refusal("an answer is one here", 1),
     "use_beam_search": Refusal("is served by /v1/chat/completions and /v1/completions", False),
@@ -143,6 +144,9 @@ class ChatRequest(TemplateExtensions, SamplingBody):
         None, description="Passed to the chat template."
     )
     store: bool = Field(False, description="Has no effect: answers of chats are not stored.")
+    mm_processor_kwargs: FreeObject | None = Field(
+        None, description="Options of the model's media processor, for the media of the messages."
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     _tool_paths: list[str] = PrivateAttr(default_factory=list)

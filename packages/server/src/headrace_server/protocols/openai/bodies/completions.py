@@ -45,6 +45,7 @@ EmbedsText = Annotated[str, Field(min_length=1, max_length=MAX_EMBEDS)]
 _CHATS = "belongs to /v1/chat/completions; no template is applied here"
 COMPLETION_REFUSALS: Mapping[str, Refusal] = {
     **SAMPLING_REFUSALS,
+    "mm_processor_kwargs": Refusal("media come with chats"),
     "suffix": Refusal("insertion is not supported"),
     "max_completion_tokens": Refusal("is called max_tokens here"),
     "top_logprobs": Refusal("is called logprobs here, and is a number", 0),

@@ -32,7 +32,6 @@ _LATER = "is not supported by this version; leave it out"
 SAMPLING_REFUSALS: Mapping[str, Refusal] = {
     "logits_processors": Refusal("per-request logits processors are not supported"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
-    "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
     "stop_sequences": Refusal("is called stop here", []),
     "max_output_tokens": Refusal("is called max_tokens here"),
     "text": Refusal("is called response_format here", {}),
