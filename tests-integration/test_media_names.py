@@ -1,4 +1,4 @@
-"""Media that a caller names: sent once, known by the name afterwards; options of processors, over the wire."""
+"""Media that a caller names: sent once, known by the name afterwards; options of processors on the wire."""
 
 from __future__ import annotations
 
@@ -152,10 +152,7 @@ def test_options_of_the_processor_over_the_wire(server: RunningServer) -> None:
         return int(answer.usage.prompt_tokens)  # type: ignore[union-attr]
 
     assert tokens({"max_pixels": 16 * 16 * 4}) < tokens(None) == tokens({})
-    for options, param in [
-        ({"sides": 3}, "mm_processor_kwargs"),
-        ({"max_pixels": "x"}, "mm_processor_kwargs"),
-    ]:
+    for options in ({"sides": 3}, {"max_pixels": "x"}):
         with pytest.raises(openai.BadRequestError) as error:
             tokens(options)
-        assert error.value.param == param
+        assert error.value.param == "mm_processor_kwargs"
