@@ -56,6 +56,14 @@ def offers(architecture: str) -> bool:
     return architecture in _class_names()
 
 
+def takes_images(architecture: str) -> bool:
+    """True if transformers has a class of that name that answers about images in text."""
+    transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
 @functools.cache
 def _class_names() -> frozenset[str]:
     return frozenset(dir(transformers()))

@@ -9,3 +9,6 @@ REFUSED: Mapping[str, str] = {}
 
 KEPT: Mapping[str, tuple[str, ...]] = {"longcat_flash": ("router.classifier",)}
 """``model_type`` -> ends of the names of linear layers whose weight the code reads by itself."""
+
+IMAGES_REFUSED: Mapping[str, str] = {}
+"""``model_type`` of a checkpoint -> why its images are refused, though nothing else shows it."""
