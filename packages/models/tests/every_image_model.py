@@ -28,6 +28,8 @@ from headrace_testing.model.decoders import PagedDriver, build_context, randomis
 IMAGE = 120
 """Placeholder."""
 SIDE = 28
+LARGEST = 20_000_000
+"""Parameters of a checkpoint that is made."""
 TEXT_SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -88,6 +90,10 @@ def make(kind: str, name: str, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = tiny_config(model_class.config_class, kind)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model_class._from_config(config).parameters())
+        if size > LARGEST:
+            raise ValueError(f"its config has {size} parameters with the sizes that are known here")
         reference = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
         reference.eval()
         randomise(reference)
