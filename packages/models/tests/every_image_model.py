@@ -49,10 +49,102 @@ CLIP = {
 SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
 LLAMA = {**TEXT_SIZES, "model_type": "llama"}
 QWEN2 = {**TEXT_SIZES, "model_type": "qwen2"}
-OWN: dict[str, dict[str, Any]] = {}
+_AXES = {"text_config": {"rope_parameters": ROPE, "head_dim": 16}}
+_GLM = {"text_config": {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "head_dim": 16}}
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "image_size": SIDE, "patch_size": 7,
+}  # fmt: skip
+_ANYRES = {
+    "vision_config": CLIP, "image_grid_pinpoints": [[28, 56], [56, 28]],
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 8}},
+    "cosmos3_edge": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "head_dim": 16}},
+    "qwen2_vl": {**_AXES, "vision_config": {"hidden_size": 64}},
+    "idefics2": {"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1,
+        "resampler_n_heads": 4, "resampler_head_dim": 16, "num_key_value_heads": 2}}, "qwen2_5_vl": _AXES, "paddleocr_vl": _AXES,
+    "glm4v": _GLM, "glm46v": _GLM, "glm4v_moe": _GLM, "glm_ocr": _GLM, "glmga": _GLM,
+    "hunyuan_vl": {"text_config": {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "xdrope_section": [2, 2, 2, 2]}}},
+    "cohere_compass": {"text_config": {"layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {kind: ROPE for kind in ("sliding_attention", "full_attention")}}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE}},
+    "fuyu": {"patch_size": 7},
+    "llava_next": _ANYRES, "llava_next_video": _ANYRES, "llava_onevision": {**_ANYRES, "vision_config": SIGLIP},
+    "mistral3": {"vision_config": _PIXTRAL}, "lighton_ocr": {"vision_config": _PIXTRAL},
+    "vipllava": {"vision_feature_layer": [-1, -2]},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
+    "janus": {"vision_config": {"num_image_tokens": 16, "projection_dim": 64, "mlp_ratio": 2},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1,
+            "latent_channels": 32, "num_embeddings": 32, "embed_dim": 8, "projection_dim": 64}},
+    "chameleon": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "resolution": SIDE,
+        "num_res_blocks": 1, "latent_channels": 32, "num_embeddings": 16, "embed_dim": 8},
+        "vocabulary_map": {"<image>": IMAGE, **{f"IMGIMG{a}{b}Z": 40 + 4 * i + j
+            for i, a in enumerate("ABCD") for j, b in enumerate("ABCD")}}},
+    "llama4": {"vision_config": {"vision_output_dim": 32, "intermediate_size": 128, "projector_input_dim": 32,
+        "projector_output_dim": 32, "pixel_shuffle_ratio": 0.5},
+        "text_config": {"no_rope_layers": [1, 0], "attention_chunk_size": 8}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"model_type": "sam_vision_model",
+        "image_size": 64, "patch_size": 16, "output_channels": 8, "num_pos_feats": 8, "window_size": 2,
+        "global_attn_indexes": [0], "mlp_dim": 32, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2}},
+    "exaone4_5": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 28}},
+    "kimi_k25": {"projection_hidden_size": 32, "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 2}},
+    "hyperclovax_vision_v2": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 28}},
+}  # fmt: skip
 """Values of a family's config beside the sizes that its names tell."""
-INPUTS: dict[str, Any] = {}
+
+
+def _grids(numbers: int = 294, **more: Tensor) -> list[dict[str, Tensor]]:
+    """Patches as rows, and their numbers in time, height and width."""
+    return [
+        {
+            "pixel_values": torch.randn(4 * width, numbers),
+            "image_grid_thw": torch.tensor([[1, 4, width]]),
+            **more,
+        }
+        for width in (4, 8)
+    ]
+
+
+def _squares(*shape: int, **more: Tensor) -> list[dict[str, Tensor]]:
+    return [{"pixel_values": torch.randn(*shape), **more} for _ in range(2)]
+
+
+def _anyres() -> list[dict[str, Tensor]]:
+    sizes = [[28, 56]], [[56, 20]]
+    return [
+        {"pixel_values": torch.randn(1, 3, 3, SIDE, SIDE), "image_sizes": torch.tensor(size)}
+        for size in sizes
+    ]
+
+
+_TILES = (1, 2, 3, SIDE, SIDE)
+INPUTS: dict[str, Any] = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "exaone4_5",
+         "hyperclovax_vision_v2", "minimax_m3_vl", "cohere_compass"),
+        _grids,
+    ),
+    "kimi_k25": lambda: [{**i, "pixel_values": i["pixel_values"][:, :147].reshape(-1, 3, 7, 7)} for i in _grids()],
+    "hunyuan_vl": lambda: _grids(147), "cosmos3_edge": lambda: _grids(147),
+    "paddleocr_vl": lambda: [{**i, "pixel_values": i["pixel_values"][:, :147].reshape(-1, 3, 7, 7)} for i in _grids()],
+    "video_llama_3": lambda: _grids(147, image_merge_sizes=torch.tensor([2])),
+    "fuyu": lambda: _squares(1, 6, 147),
+    "llava_next": _anyres, "llava_next_video": _anyres, "llava_onevision": _anyres,
+    "mistral3": lambda: _squares(1, 3, SIDE, SIDE, image_sizes=torch.tensor([[SIDE, SIDE]])),
+    "lighton_ocr": lambda: _squares(1, 3, SIDE, SIDE, image_sizes=torch.tensor([[SIDE, SIDE]])),
+    "idefics2": lambda: _squares(*_TILES), "idefics3": lambda: _squares(*_TILES),
+    "smolvlm": lambda: _squares(*_TILES),
+    "deepseek_vl_hybrid": lambda: _squares(
+        1, 3, SIDE, SIDE, high_res_pixel_values=torch.randn(1, 3, 64, 64)),
+    "lfm2_vl": lambda: _squares(1, 16, 147, spatial_shapes=torch.tensor([[4, 4]]),
+        pixel_attention_mask=torch.ones(1, 16, dtype=torch.long)),
+}  # fmt: skip
 """Makes a family's two images where they are not pixels [1, 3, SIDE, SIDE]."""
+_BESIDE = {"idefics2": 1, "idefics3": 1, "smolvlm": 1}
+"""Dimension in which images stand beside each other, if not the first."""
 
 
 def model_types() -> dict[str, str]:
@@ -109,8 +201,6 @@ def tiny_config(config_class: Any, kind: str) -> Any:
         if key in names or hasattr(config_class(), key):
             values[key] = IMAGE
     for name, inner in (getattr(config_class, "sub_configs", None) or {}).items():
-        if name in own:
-            continue
         sizes = VISION if "text" not in name else {**every_causal_lm.SMALL, **TEXT_SIZES}
         found = type(getattr(config_class(), name, None)) if not every_causal_lm._names(inner) else inner
         if found is type(None):
@@ -118,7 +208,12 @@ def tiny_config(config_class: Any, kind: str) -> Any:
         values[name] = {k: sizes[k] for k in every_causal_lm._names(found) if k in sizes}
         if hasattr(found, "model_type") and found.model_type:
             values[name]["model_type"] = found.model_type
-    return config_class(**{**values, **own})
+    if "text_config" not in values:  # the language model's settings are the whole's
+        values |= {key: size for key, size in TEXT_SIZES.items() if key in names}
+    for name, value in own.items():
+        both = isinstance(value, dict) and isinstance(values.get(name), dict)
+        values[name] = {**values[name], **value} if both else value
+    return config_class(**values)
 
 
 def load(folder: Path) -> Any:
@@ -157,7 +252,8 @@ def logprobs(reference: Any, tokens: list[int], images: Sequence[Mapping[str, Te
     ids = torch.tensor([tokens])
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if images:
-        given |= {key: torch.cat([image[key] for image in images]) for key in images[0]}
+        dim = _BESIDE.get(reference.config.model_type, 0)
+        given |= {key: torch.cat([image[key] for image in images], dim) for key in images[0]}
         takes = inspect.signature(reference.forward).parameters
         base = getattr(reference, "model", reference)
         if "mm_token_type_ids" in {*takes, *inspect.signature(base.forward).parameters}:

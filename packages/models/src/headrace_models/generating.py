@@ -142,7 +142,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def auto_processor_of(
-    architecture: str, path: Path, limits: Mapping[str, Any], *, pools: bool
+    architecture: str, path: Path, limits: Mapping[str, Any], *, pools: bool, is_told: bool = True
 ) -> str:
     """:data:`AUTO_PROCESSOR` for a checkpoint that transformers' code runs; "" if it takes no images: its
     class has no towers, the folder no processor, the operator limits images to 0, or none is installed.
@@ -151,18 +151,15 @@ def auto_processor_of(
         path: the checkpoint's folder.
         limits: ``model.limit_mm_per_prompt``.
         pools: the model is run for that.
+        is_told: log what is missing.
     """
     if pools or not media_limit(limits, "image") or not takes_images(architecture):
         return ""
+    missing = ""
     if AUTO_PROCESSOR not in plugins.installed("headrace.multimodal_processors"):
-        logger.warning(
-            "%s: text only: images need pip install 'headrace-multimodal[transformers]'",
-            architecture,
-        )
-        return ""
-    if not any((path / name).is_file() for name in _PROCESSOR_FILES):
-        logger.warning(
-            "%s: text only: %s has no %s", architecture, path, " or ".join(_PROCESSOR_FILES)
-        )
-        return ""
-    return AUTO_PROCESSOR
+        missing = "images need pip install 'headrace-multimodal[transformers]'"
+    elif not any((path / name).is_file() for name in _PROCESSOR_FILES):
+        missing = f"{path} has no {' or '.join(_PROCESSOR_FILES)}"
+    if missing and is_told:
+        logger.warning("%s: text only: %s", architecture, missing)
+    return "" if missing else AUTO_PROCESSOR

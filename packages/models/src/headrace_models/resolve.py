@@ -96,7 +96,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     whole = overridden(with_quantization(stated, path), config.hf_overrides)
     if load.offline:
         refuse_foreign_code(whole)
-    architecture, source = choose_implementation(config, whole, config.model)
+    architecture, source = choose_implementation(config, whole, config.model, path)
     by_transformers = source == TRANSFORMERS
     text = (
         transformers_facts(config, whole, path)

@@ -20,8 +20,8 @@ from headrace_models.transformers_backend import classes, towers
 from headrace_models.transformers_backend.attention import STEP, Step
 from headrace_models.transformers_backend.graph_capture import unchanged_by_recording
 from headrace_models.transformers_backend.library import transformers
-from headrace_models.transformers_backend.model import TransformersForCausalLM
-from headrace_models.transformers_backend.refusals import IMAGES_REFUSED
+from headrace_models.transformers_backend.model import ATTENTION, PROBE, TransformersForCausalLM
+from headrace_models.transformers_backend.refusals import IMAGES_REFUSED, PROJECTORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _PLACES = "get_rope_index"
 """Method of models whose tokens of images stand in time, height and width."""
+
+_OURS = frozenset({ATTENTION, PROBE})
 
 
 def class_for(info: ModelInfo) -> type[TransformersForCausalLM]:
@@ -66,8 +68,10 @@ class TransformersWithoutTowers(TransformersForCausalLM):
             setattr(self.tree.get_submodule(owner), key, None)
         return self.parts.language_name, self.parts.language
 
-    def head_place(self) -> tuple[str, Any]:
-        return super().head_place() if self.parts is None else self.parts[:2]
+    def head_place(self) -> tuple[Any, str, Any]:
+        return (
+            super().head_place() if self.parts is None else towers.head_place(self.tree, self.parts)
+        )
 
     def unread_weights(self) -> Mapping[str, str]:
         why = "of a tower, which is not loaded"
@@ -81,6 +85,11 @@ class TransformersForImages(TransformersForCausalLM):
 
     def check_class(self, found: classes.Found) -> None:
         """The language model's class is checked once it is known."""
+        whole = self.context.whole_config
+        if whole.get("model_type") in IMAGES_REFUSED:
+            raise _refused(f"{found.tree.__name__}: {IMAGES_REFUSED[whole['model_type']]}")
+        if whole.get("is_encoder_decoder"):
+            raise _refused(f"{found.tree.__name__} is an encoder-decoder model")
 
     def find_base(self) -> tuple[str, Any]:
         """
@@ -90,32 +99,31 @@ class TransformersForImages(TransformersForCausalLM):
         try:
             self._find_parts()
         except UnsupportedModel as error:
-            raise UnsupportedModel(
-                f"images: {error}. Its text alone is tried with --limit-mm-per-prompt "
-                '\'{"image": 0}\''
-            ) from error
+            raise _refused(str(error)) from error
         return self.parts.language_name, self.parts.language
 
     def _find_parts(self) -> None:
-        kind = self.context.whole_config.get("model_type")
-        if kind in IMAGES_REFUSED:
-            raise UnsupportedModel(f"{type(self.tree).__name__}: {IMAGES_REFUSED[kind]}")
         self.parts = towers.parts_of(self.tree)
         classes.check(type(self.parts.language), self.text.model_type)
         self.features = towers.features_of(self.parts, self.tree)
+        projector = PROJECTORS.get(self.context.whole_config.get("model_type", ""))
+        self.projector = None if projector is None else self.parts.outer.get_submodule(projector)
         self.takes = frozenset(inspect.signature(self.features).parameters)
-        towers.keep_attention(self.tree, self.parts)
+        towers.keep_attention(self.tree, self.parts, _OURS)
         towers.check_wrapper(self.parts, self.context.dtype, self.context.device)
 
-    def head_place(self) -> tuple[str, Any]:
-        return self.parts.base_name, self.parts.base
+    def attention_of(self, config: Any) -> Any:
+        return towers.attention_of_parts(config, self.text, PROBE)
+
+    def head_place(self) -> tuple[Any, str, Any]:
+        return towers.head_place(self.tree, self.parts)
 
     def is_patched(self, name: str) -> bool:
         return self.parts.is_text(name)
 
     def attend_by_headrace(self) -> None:
         super().attend_by_headrace()
-        towers.keep_attention(self.tree, self.parts)
+        towers.keep_attention(self.tree, self.parts, _OURS)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -129,24 +137,25 @@ class TransformersForImages(TransformersForCausalLM):
         Raises:
             ModelError: transformers does not take it; says what it says.
         """
+        return [self._embedded(item) for item in inputs]
+
+    def _embedded(self, item: Mapping[str, Tensor]) -> Tensor:
         dtype = getattr(torch, self.context.dtype)
-        size = self.parts.language.config.hidden_size
-        found = []
-        for item in inputs:
-            given = {
-                name: value.to(dtype) if value.is_floating_point() else value
-                for name, value in item.items()
-                if name in self.takes
-            }
-            try:
-                made = self.features(**given)
-            except Exception as error:  # the towers are anybody's code
-                shapes = {name: list(value.shape) for name, value in given.items()}
-                raise ModelError(
-                    f"{type(self.tree).__name__}.get_image_features({shapes}): {error}"
-                ) from error
-            found.append(towers.vectors_of(made, size, dtype))
-        return found
+        given = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in item.items()
+            if name in self.takes
+        }
+        try:
+            made = towers.states_of(self.features(**given))
+            if self.projector is not None:
+                made = self.projector(made)
+        except Exception as error:  # the towers are anybody's code
+            shapes = {name: list(value.shape) for name, value in given.items()}
+            raise ModelError(
+                f"{type(self.tree).__name__}.get_image_features({shapes}): {error}"
+            ) from error
+        return towers.vectors_of(made, self.parts.language.config.hidden_size).to(dtype)
 
     def input_vectors(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.SupportsPromptEmbeds`."""
@@ -191,6 +200,18 @@ class TransformersForImages(TransformersForCausalLM):
 class TransformersForImagesInAxes(TransformersForImages):
     """The same, for models whose tokens of images stand in time, height and width."""
 
+    def _find_parts(self) -> None:
+        super()._find_parts()
+        places = inspect.signature(getattr(self.parts.outer, _PLACES)).parameters
+        if not {"mm_token_type_ids", "image_grid_thw"} <= set(places) or {"image_grid_thw"} - self.takes:
+            raise UnsupportedModel(
+                f"{type(self.parts.outer).__name__}.{_PLACES} does not tell places from kinds of tokens and "
+                "sizes of images"
+            )
+        axes = self._index(torch.zeros(1, 1, dtype=torch.int64), None).shape[0]
+        if axes != 3:
+            raise UnsupportedModel(f"{type(self.parts.outer).__name__} has places on {axes} axes")
+
     def places(self, batch: ForwardBatch) -> Tensor:
         """[3, 1, T] in steps with tokens of an image's prompt."""
         axes: Tensor | None = batch.extra.get(MROPE_POSITIONS)
@@ -204,13 +225,20 @@ class TransformersForImagesInAxes(TransformersForImages):
             for first, number in item.vector_runs:
                 kinds[0, item.offset + first : item.offset + first + number] = 1
         grids = [_grids(item) for item in media]
-        found = getattr(self.parts.base, _PLACES)(
-            input_ids=torch.zeros_like(kinds),
-            mm_token_type_ids=kinds,
-            image_grid_thw=torch.cat(grids) if grids else None,
-        )
-        positions: Tensor = found[0][-3:, 0]
-        return positions
+        return self._index(kinds, torch.cat(grids) if grids else None)[:, 0]
+
+    def _index(self, kinds: Tensor, grids: Tensor | None) -> Tensor:
+        """Places [axes, 1, T] of tokens of the kinds [1, T]: 1 are of an image."""
+        found: Tensor = getattr(self.parts.outer, _PLACES)(
+            input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=grids
+        )[0]
+        return found
+
+
+def _refused(why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"images: {why}. Its text alone is tried with --limit-mm-per-prompt '{{\"image\": 0}}'"
+    )
 
 
 def _grids(item: MediaInput) -> Tensor:

@@ -75,7 +75,11 @@ class TransformersModel(Layer):
         found = self.find_class(config)
         self.check_class(found)
         self.tree: Any = make_tree(
-            found.tree, config, dtype=context.dtype, attention=PROBE, experts=ATTENTION
+            found.tree,
+            config,
+            dtype=context.dtype,
+            attention=self.attention_of(config),
+            experts=ATTENTION,
         )
         weight_modules.on_device(self.tree, context.device)
         self.names = CheckpointNames(self.tree)
@@ -108,6 +112,10 @@ class TransformersModel(Layer):
     def check_class(self, found: classes.Found) -> None:
         """Refuse a class that cannot run over a paged cache, before it is built."""
         classes.check(found.base, self.text.model_type)
+
+    def attention_of(self, config: Any) -> Any:
+        """Attention that the tree is built with, as transformers takes it."""
+        return PROBE
 
     def find_base(self) -> tuple[str, Any]:
         """Name and module of what turns tokens into hidden states."""
@@ -173,7 +181,8 @@ class TransformersModel(Layer):
 
     def attend_by_headrace(self) -> None:
         """Put the attention over the cache in the place of the one that notes how it is called."""
-        self.tree.config._attn_implementation = ATTENTION
+        if self.tree.config._attn_implementation == PROBE:
+            self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == PROBE:
@@ -230,13 +239,11 @@ class TransformersForCausalLM(TransformersModel):
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)
-        self.run_head = WithFunctions(
-            context.ops, classes.without_base(self.tree, *self.head_place())
-        )
+        self.run_head = WithFunctions(context.ops, classes.without_base(*self.head_place()))
 
-    def head_place(self) -> tuple[str, Any]:
-        """Name and module of the model directly below the head."""
-        return self.base_name, self.base
+    def head_place(self) -> tuple[Any, str, Any]:
+        """The model that has the head, and name and module of the model directly below it."""
+        return self.tree, self.base_name, self.base
 
     def find_class(self, config: Any) -> classes.Found:
         context = self.context

@@ -7,13 +7,13 @@ layers and their attention (``sdpa``, or ``eager`` where the class has no other)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import ModelError, UnsupportedModel
 from headrace_models.transformers_backend import classes
 from headrace_models.transformers_backend.library import first_line
 
@@ -30,46 +30,58 @@ _TRIAL_TOKENS = 8
 class Parts(NamedTuple):
     """Places in a tree."""
 
-    base: Any
-    """The model that joins towers and language model, below the head."""
-    base_name: str
+    outer: Any
+    """The model that joins towers and language model."""
+    outer_name: str
+    """Its name in the tree; "": it is the tree."""
+    text_name: str
+    """Full name of the part of it that is all text: the language model, perhaps with its head."""
     language: Any
     """The language model, without its head."""
     language_name: str
-    """Its full name in the tree."""
+    """Its full name."""
 
     def is_text(self, name: str) -> bool:
         """True if a module is part of the language model or of the head, by its full name."""
-        of_base = name == self.base_name or name.startswith(f"{self.base_name}.")
-        return not of_base or f"{name}.".startswith(f"{self.language_name}.")
+        if f"{name}.".startswith(f"{self.text_name}."):
+            return True
+        return bool(self.outer_name) and not f"{name}.".startswith(f"{self.outer_name}.")
 
     def towers(self) -> list[str]:
         """Full names of the topmost modules beside the language model."""
-        inner = self.language_name.removeprefix(f"{self.base_name}.").partition(".")[0]
-        return [f"{self.base_name}.{name}" for name, _ in self.base.named_children() if name != inner]
+        start = f"{self.outer_name}." if self.outer_name else ""
+        names = [f"{start}{name}" for name, _ in self.outer.named_children()]
+        return [name for name in names if name != self.text_name]
 
 
 def parts_of(tree: Any) -> Parts:
     """
     Raises:
-        UnsupportedModel: the tree is no language model below a model that joins it with towers.
+        UnsupportedModel: the tree does not have a language model as a part of what joins it with towers.
     """
-    from transformers import PreTrainedModel
-
-    base_name, base = classes.base_of(tree)
-    language = base.get_decoder() if base_name and hasattr(base, "get_decoder") else base
-    names = {module: name for name, module in tree.named_modules()}
-    if language is base or not isinstance(language, PreTrainedModel) or language not in names:
-        raise UnsupportedModel(
-            f"{type(tree).__name__} has no language model of its own class below its head"
-        )
-    if names[language].rpartition(".")[0] != base_name:
-        raise UnsupportedModel(
-            f"{type(tree).__name__}: its language model is {names[language]}, not a part of {base_name}"
-        )
-    if hasattr(language, "lm_head"):
+    name, outer = classes.base_of(tree)
+    if "lm_head" in outer._modules:
+        name, outer = "", tree
+    inner = outer.get_decoder() if hasattr(outer, "get_decoder") else outer
+    found = [key for key, child in outer.named_children() if child is inner]
+    if not found:
+        raise UnsupportedModel(f"{type(tree).__name__} has no language model as a part of it")
+    text_name = f"{name}.{found[0]}" if name else found[0]
+    below, language = classes.base_of(inner)
+    if not name and not below:
+        raise UnsupportedModel(f"{type(tree).__name__} has no head above its language model")
+    if name and below:
         raise UnsupportedModel(f"{type(tree).__name__}: its language model has a head inside")
-    return Parts(base, base_name, language, names[language])
+    language_name = f"{text_name}.{below}" if below else text_name
+    return Parts(outer, name, text_name, language, language_name)
+
+
+def head_place(tree: Any, parts: Parts) -> tuple[Any, str, Any]:
+    """The model that has the head, and name and module of what is directly below it."""
+    if parts.outer_name:
+        return tree, parts.outer_name, parts.outer
+    inner = tree.get_submodule(parts.text_name)
+    return inner, parts.language_name.removeprefix(f"{parts.text_name}."), parts.language
 
 
 def features_of(parts: Parts, tree: Any) -> Any:
@@ -78,7 +90,7 @@ def features_of(parts: Parts, tree: Any) -> Any:
     Raises:
         UnsupportedModel: there is none that takes named arguments.
     """
-    found = getattr(parts.base, "get_image_features", None) or getattr(
+    found = getattr(parts.outer, "get_image_features", None) or getattr(
         tree, "get_image_features", None
     )
     if found is None:
@@ -90,24 +102,26 @@ def features_of(parts: Parts, tree: Any) -> Any:
     return found
 
 
-def keep_attention(tree: nn.Module, parts: Parts) -> None:
-    """Have everything but the language model attend by transformers' own functions."""
-    for config, module in _outer_configs(tree, parts):
+def attention_of_parts(config: Any, text: Any, language: str) -> str | dict[str, str]:
+    """What transformers takes as the attention of a tree: ``language`` for the language model, and for
+    the others what they use by themselves. All use it if the language model has no config of its own."""
+    found = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    return {found[0]: language} if found else language
+
+
+def keep_attention(tree: nn.Module, parts: Parts, others: frozenset[str]) -> None:
+    """Have everything but the language model attend by transformers' own functions.
+
+    Args:
+        others: names of functions that only a language model can call.
+    """
+    within = {id(m.config) for m in parts.language.modules() if hasattr(m, "config")}
+    for module in tree.modules():
+        config: Any = getattr(module, "config", None)
+        if id(config) in within or getattr(config, "_attn_implementation", None) not in others:
+            continue
         has_sdpa = getattr(module, "_supports_sdpa", False)
         config._attn_implementation_internal = "sdpa" if has_sdpa else "eager"
-
-
-def _outer_configs(tree: nn.Module, parts: Parts) -> Iterator[tuple[Any, nn.Module]]:
-    """Configs of modules that are not the language model's, each with its outermost module."""
-    within = {id(m.config) for m in parts.language.modules() if hasattr(m, "config")}
-    seen: set[int] = set()
-    for module in tree.modules():
-        config = getattr(module, "config", None)
-        if not hasattr(config, "_attn_implementation_internal"):
-            continue
-        if id(config) not in within | seen:
-            seen.add(id(config))
-            yield config, module
 
 
 class _Called(Exception):  # noqa: N818 (it carries an answer)
@@ -125,14 +139,14 @@ def check_wrapper(parts: Parts, dtype: str, device: str) -> None:
     Raises:
         UnsupportedModel: says what is handed over, or why it does not run.
     """
-    name, language = type(parts.base).__name__, parts.language
+    name, language = type(parts.outer).__name__, parts.language
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         raise _Called(kwargs)
 
     vars(language)["forward"] = forward
     try:
-        parts.base(**_trial(parts, dtype, device))
+        parts.outer(**_trial(parts, dtype, device))
     except _Called as called:
         found = called.arguments
     except Exception as error:  # the tree is anybody's code
@@ -148,7 +162,7 @@ def _trial(parts: Parts, dtype: str, device: str) -> dict[str, Any]:
     size = parts.language.config.hidden_size
     marked = torch.zeros(1, _TRIAL_TOKENS, dtype=torch.long, device=device)
     marked[:, 2:6] = 1
-    takes = inspect.signature(parts.base.forward).parameters
+    takes = inspect.signature(parts.outer.forward).parameters
     return {
         "inputs_embeds": torch.zeros(
             1, _TRIAL_TOKENS, size, dtype=getattr(torch, dtype), device=device
@@ -173,10 +187,21 @@ def _check_arguments(name: str, language: Any, found: Mapping[str, Any]) -> None
         )
 
 
-def vectors_of(made: Any, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``get_image_features`` made of one item, as [vectors, ``size``]."""
-    if hasattr(made, "pooler_output"):
-        made = made.pooler_output
-    if isinstance(made, tuple | list):
-        made = torch.cat([part.reshape(-1, size) for part in made])
-    return made.reshape(-1, size).to(dtype)
+def states_of(made: Any) -> Any:
+    """The tensor, or tensors, in what ``get_image_features`` gives."""
+    if hasattr(made, "last_hidden_state"):
+        return made.last_hidden_state if made.pooler_output is None else made.pooler_output
+    return made
+
+
+def vectors_of(made: Any, size: int) -> torch.Tensor:
+    """Tensors of one item as [vectors, ``size``].
+
+    Raises:
+        ModelError: they are something else.
+    """
+    parts = list(made) if isinstance(made, tuple | list) else [made]
+    if not parts or not all(isinstance(p, torch.Tensor) and p.shape[-1] == size for p in parts):
+        told = [list(p.shape) if isinstance(p, torch.Tensor) else type(p).__name__ for p in parts]
+        raise ModelError(f"get_image_features made {told} of an image, not vectors of {size} numbers")
+    return torch.cat([part.reshape(-1, size) for part in parts])
