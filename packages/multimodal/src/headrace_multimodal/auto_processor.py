@@ -213,7 +213,7 @@ def _load(path: Path) -> Any:
     except Exception as error:  # the library raises what it likes
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedModel(
-            f"{path}: transformers cannot load a processor without running code of the checkpoint: "
+            f"{path}: transformers loads no processor of it (code of the checkpoint is never run): "
             f"{lines[0]:.300}"
         ) from error
 
