@@ -52,9 +52,7 @@ def save_llava_with_processor(folder: Path) -> Any:
 
 def save_qwen2_vl_with_processor(folder: Path) -> Any:
     made = save_qwen2_vl(folder)
-    add_processor(
-        folder, {"processor_class": "Qwen2VLProcessor"}, image_token="<|image_pad|>"
-    )
+    add_processor(folder, {"processor_class": "Qwen2VLProcessor"}, image_token="<|image_pad|>")
     return made
 
 

@@ -186,7 +186,9 @@ def make(kind: str, name: str, folder: Path) -> Any:
             size = sum(p.numel() for p in model_class._from_config(config).parameters())
         if size > LARGEST:
             raise ValueError(f"its config has {size} parameters with the sizes that are known here")
-        reference = model_class._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        reference = model_class._from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
         reference.eval()
         randomise(reference)
         reference.save_pretrained(folder)
@@ -202,7 +204,11 @@ def tiny_config(config_class: Any, kind: str) -> Any:
             values[key] = IMAGE
     for name, inner in (getattr(config_class, "sub_configs", None) or {}).items():
         sizes = VISION if "text" not in name else {**every_causal_lm.SMALL, **TEXT_SIZES}
-        found = type(getattr(config_class(), name, None)) if not every_causal_lm._names(inner) else inner
+        found = (
+            type(getattr(config_class(), name, None))
+            if not every_causal_lm._names(inner)
+            else inner
+        )
         if found is type(None):
             continue
         values[name] = {k: sizes[k] for k in every_causal_lm._names(found) if k in sizes}

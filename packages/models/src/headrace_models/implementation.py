@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,12 +90,13 @@ def _sees(config: ModelConfig, architecture: str, whole: Mapping[str, Any], path
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None or architecture not in IMAGES_SERVED or wrapper.tower_of(whole) is not None:
         return False
+    if IMAGES_SERVED[architecture] and find_spec("torchvision") is None:
+        logger.info("%s: text only: its images need pip install torchvision", architecture)
+        return False
     pools = config.runner == "pooling" or (path / "modules.json").is_file()
     limits = config.limit_mm_per_prompt
     try:
-        return bool(
-            auto_processor_of(architecture, path, limits, pools=pools, is_told=False)
-        )
+        return bool(auto_processor_of(architecture, path, limits, pools=pools, is_told=False))
     except MissingDependency:
         return False
 

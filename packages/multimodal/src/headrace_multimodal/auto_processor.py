@@ -25,6 +25,7 @@ from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, Proces
 from headrace_multimodal.placeholders import expanded
 
 INSTALL = "pip install 'headrace-multimodal[transformers]'"
+_WITHOUT = "Its text alone is served with --limit-mm-per-prompt '{\"image\": 0}'"
 _TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
 """What processors give beside the tensors of images."""
 _OURS = frozenset({
@@ -103,13 +104,18 @@ class AutoMediaProcessor:
         tokenizer = getattr(self._processor, "tokenizer", None)
         if tokenizer is None or getattr(self._processor, "image_processor", None) is None:
             raise self._refused("it does not have a tokenizer and an image processor")
-        text = getattr(self._processor, "image_token", None) or getattr(
-            tokenizer, "image_token", None
+        text = (
+            getattr(self._processor, "image_placeholder_token", None)
+            or getattr(self._processor, "image_token", None)
+            or getattr(tokenizer, "image_token", None)
         )
         text = getattr(text, "content", text)
-        if not text:
-            raise self._refused("it names no image_token, which would stand for an image in prompts")
-        return str(text), int(tokenizer.convert_tokens_to_ids(str(text)))
+        number = tokenizer.convert_tokens_to_ids(str(text)) if text else None
+        if number is None:
+            raise self._refused(
+                f"its image_token is {text!r}, not a token that stands for an image in prompts"
+            )
+        return str(text), int(number)
 
     def _tokens(self, text: str) -> list[int]:
         return [int(token) for token in self._processor.tokenizer(text)["input_ids"]]
@@ -139,12 +145,15 @@ class AutoMediaProcessor:
         self, text: str, pictures: Sequence[Image.Image], options: Mapping[str, Any]
     ) -> _Made:
         made = self._processor(text=text, images=list(pictures), return_tensors="pt", **options)
-        arrays = {
-            name: np.asarray(value)
+        tensors = {
+            name: value
             for name, value in made.items()
             if name not in _TEXT and hasattr(value, "shape")
         }
-        return _Made(made["input_ids"][0].tolist(), arrays)
+        return _Made(
+            made["input_ids"][0].tolist(),
+            {name: _numbers(value) for name, value in tensors.items()},
+        )
 
     def _own_ids(self, ids: list[int]) -> list[int]:
         """A prompt's tokens without those that stand around every prompt."""
@@ -180,10 +189,12 @@ class AutoMediaProcessor:
         try:
             alone = [self._one(picture, {}) for picture in pictures]
             whole = self._call(text, pictures, {})
+        except UnsupportedModel:
+            raise
         except RequestError as error:
-            raise self._refused(str(error)) from error
+            raise self._refused(_told(error.__cause__ or error)) from error
         except Exception as error:  # the library raises what it likes
-            raise self._refused(f"it does not take two images in a prompt: {error}") from error
+            raise self._refused(f"two images in a prompt: {_told(error)}") from error
         if self.place(self._tokens(text), alone).token_ids != whole.ids:
             raise self._refused("two images have other tokens together than alone")
         for name, array in whole.arrays.items():
@@ -197,7 +208,7 @@ class AutoMediaProcessor:
     def _refused(self, why: str) -> UnsupportedModel:
         return UnsupportedModel(
             f"{self._name}: images cannot be processed one by one by {type(self._processor).__name__}: "
-            f"{why}. Its text alone is served with --limit-mm-per-prompt '{{\"image\": 0}}'"
+            f"{why}. {_WITHOUT}"
         )
 
 
@@ -211,11 +222,16 @@ def _load(path: Path) -> Any:
     try:
         return AutoProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises what it likes
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UnsupportedModel(
             f"{path}: transformers loads no processor of it (code of the checkpoint is never run): "
-            f"{lines[0]:.300}"
+            f"{_told(error)}. {_WITHOUT}"
         ) from error
+
+
+def _told(error: BaseException) -> str:
+    """First line of a message that may be long."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.300}"
 
 
 def _stated(config: Mapping[str, Any], default: int) -> int:
@@ -225,6 +241,13 @@ def _stated(config: Mapping[str, Any], default: int) -> int:
         if type(value) is int and value >= 0:
             return value
     return default
+
+
+def _numbers(value: Any) -> npt.NDArray[Any]:
+    """A tensor as an array, which has no bfloat16."""
+    if str(getattr(value, "dtype", "")) == "torch.bfloat16":
+        value = value.float()
+    return np.asarray(value)
 
 
 def _packed(array: npt.NDArray[Any]) -> PackedArray:

@@ -21,7 +21,7 @@ from headrace_models.transformers_backend.attention import STEP, Step
 from headrace_models.transformers_backend.graph_capture import unchanged_by_recording
 from headrace_models.transformers_backend.library import transformers
 from headrace_models.transformers_backend.model import ATTENTION, PROBE, TransformersForCausalLM
-from headrace_models.transformers_backend.refusals import IMAGES_REFUSED, PROJECTORS
+from headrace_models.transformers_backend.refusals import IMAGES_REFUSED, PROJECTORS, RENAMED_INPUTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,9 @@ class TransformersWithoutTowers(TransformersForCausalLM):
     def find_base(self) -> tuple[str, Any]:
         try:
             self.parts = towers.parts_of(self.tree)
-        except UnsupportedModel:  # joined in another way: all of it is loaded, and text runs through
+        except (
+            UnsupportedModel
+        ):  # joined in another way: all of it is loaded, and text runs through
             name, base = super().find_base()
             classes.check(type(base), self.text.model_type)
             return name, base
@@ -141,9 +143,10 @@ class TransformersForImages(TransformersForCausalLM):
 
     def _embedded(self, item: Mapping[str, Tensor]) -> Tensor:
         dtype = getattr(torch, self.context.dtype)
+        named = {RENAMED_INPUTS.get(name, name): value for name, value in item.items()}
         given = {
             name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in item.items()
+            for name, value in named.items()
             if name in self.takes
         }
         try:
@@ -203,7 +206,10 @@ class TransformersForImagesInAxes(TransformersForImages):
     def _find_parts(self) -> None:
         super()._find_parts()
         places = inspect.signature(getattr(self.parts.outer, _PLACES)).parameters
-        if not {"mm_token_type_ids", "image_grid_thw"} <= set(places) or {"image_grid_thw"} - self.takes:
+        if (
+            not {"mm_token_type_ids", "image_grid_thw"} <= set(places)
+            or {"image_grid_thw"} - self.takes
+        ):
             raise UnsupportedModel(
                 f"{type(self.parts.outer).__name__}.{_PLACES} does not tell places from kinds of tokens and "
                 "sizes of images"

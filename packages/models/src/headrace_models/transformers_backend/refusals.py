@@ -21,16 +21,30 @@ IMAGES_REFUSED: Mapping[str, str] = {
 PROJECTORS: Mapping[str, str] = {"llama4": "multi_modal_projector"}
 """``model_type`` of a checkpoint -> module through which ``get_image_features`` does not lead its vectors."""
 
-IMAGES_SERVED = frozenset({
-    "AriaForConditionalGeneration", "DeepseekVLForConditionalGeneration",
-    "DeepseekVLHybridForConditionalGeneration", "Exaone4_5_ForConditionalGeneration", "FuyuForCausalLM",
-    "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
-    "GlmOcrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
-    "HyperCLOVAXVisionV2ForConditionalGeneration", "Idefics2ForConditionalGeneration",
-    "JanusForConditionalGeneration", "Kimi_K25ForConditionalGeneration", "Llama4ForConditionalGeneration",
-    "LlavaNextVideoForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
-    "QianfanOCRForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
-    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
-})  # fmt: skip
+RENAMED_INPUTS: Mapping[str, str] = {"pixel_values_images": "pixel_values"}
+"""Tensor of a processor -> argument of ``get_image_features`` that it is."""
+
+_PILLOW, _TORCHVISION = False, True
+IMAGES_SERVED: Mapping[str, bool] = {
+    "AriaForConditionalGeneration": _PILLOW,
+    "DeepseekVLForConditionalGeneration": _PILLOW,
+    "DeepseekVLHybridForConditionalGeneration": _PILLOW,
+    "Exaone4_5_ForConditionalGeneration": _TORCHVISION,
+    "Glm46VForConditionalGeneration": _TORCHVISION,
+    "Glm4vForConditionalGeneration": _TORCHVISION,
+    "Glm4vMoeForConditionalGeneration": _TORCHVISION,
+    "GlmOcrForConditionalGeneration": _TORCHVISION,
+    "GotOcr2ForConditionalGeneration": _PILLOW,
+    "HyperCLOVAXVisionV2ForConditionalGeneration": _TORCHVISION,
+    "JanusForConditionalGeneration": _PILLOW,
+    "Kimi_K25ForConditionalGeneration": _TORCHVISION,
+    "Llama4ForConditionalGeneration": _TORCHVISION,
+    "LlavaNextVideoForConditionalGeneration": _TORCHVISION,
+    "PaddleOCRVLForConditionalGeneration": _PILLOW,
+    "VideoLlama3ForConditionalGeneration": _TORCHVISION,
+    "VideoLlavaForConditionalGeneration": _TORCHVISION,
+    "VipLlavaForConditionalGeneration": _PILLOW,
+}
 """Architectures whose text has a class of headrace's own, and whose images this serves: chosen for
-checkpoints that have a processor. Each was compared with transformers."""
+checkpoints that have a processor. Each was compared with transformers. True: the processor needs
+torchvision."""

@@ -203,5 +203,7 @@ def vectors_of(made: Any, size: int) -> torch.Tensor:
     parts = list(made) if isinstance(made, tuple | list) else [made]
     if not parts or not all(isinstance(p, torch.Tensor) and p.shape[-1] == size for p in parts):
         told = [list(p.shape) if isinstance(p, torch.Tensor) else type(p).__name__ for p in parts]
-        raise ModelError(f"get_image_features made {told} of an image, not vectors of {size} numbers")
+        raise ModelError(
+            f"get_image_features made {told} of an image, not vectors of {size} numbers"
+        )
     return torch.cat([part.reshape(-1, size) for part in parts])
