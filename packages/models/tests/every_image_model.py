@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from headrace_models.resolve import resolve
 from headrace_models.transformers_backend.library import transformers
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
+TABLE = Path(__file__).parent / "transformers_image_models.json"
+"""What came of each, as it is published."""
 IMAGE = 120
 """Placeholder."""
 SIDE = 28
@@ -68,7 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "xdrope_section": [2, 2, 2, 2]}}},
     "cohere_compass": {"text_config": {"layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {kind: ROPE for kind in ("sliding_attention", "full_attention")}}},
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE}},
     "fuyu": {"patch_size": 7},
     "llava_next": _ANYRES, "llava_next_video": _ANYRES, "llava_onevision": {**_ANYRES, "vision_config": SIGLIP},
@@ -90,7 +93,8 @@ OWN: dict[str, dict[str, Any]] = {
         "global_attn_indexes": [0], "mlp_dim": 32, "hidden_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 2}},
     "exaone4_5": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 28}},
-    "kimi_k25": {"projection_hidden_size": 32, "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 2}},
+    "kimi_k25": {"projection_hidden_size": 32, "text_config": {"num_key_value_heads": 4},
+        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 2}},
     "hyperclovax_vision_v2": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 28}},
 }  # fmt: skip
 """Values of a family's config beside the sizes that its names tell."""
@@ -106,6 +110,11 @@ def _grids(numbers: int = 294, **more: Tensor) -> list[dict[str, Tensor]]:
         }
         for width in (4, 8)
     ]
+
+
+def _patches() -> list[dict[str, Tensor]]:
+    """Patches as pictures [n, 3, 7, 7]."""
+    return [{**i, "pixel_values": i["pixel_values"].view(-1, 3, 7, 7)} for i in _grids(147)]
 
 
 def _squares(*shape: int, **more: Tensor) -> list[dict[str, Tensor]]:
@@ -127,9 +136,9 @@ INPUTS: dict[str, Any] = {
          "hyperclovax_vision_v2", "minimax_m3_vl", "cohere_compass"),
         _grids,
     ),
-    "kimi_k25": lambda: [{**i, "pixel_values": i["pixel_values"][:, :147].reshape(-1, 3, 7, 7)} for i in _grids()],
+    "kimi_k25": _patches,
     "hunyuan_vl": lambda: _grids(147), "cosmos3_edge": lambda: _grids(147),
-    "paddleocr_vl": lambda: [{**i, "pixel_values": i["pixel_values"][:, :147].reshape(-1, 3, 7, 7)} for i in _grids()],
+    "paddleocr_vl": _patches,
     "video_llama_3": lambda: _grids(147, image_merge_sizes=torch.tensor([2])),
     "fuyu": lambda: _squares(1, 6, 147),
     "llava_next": _anyres, "llava_next_video": _anyres, "llava_onevision": _anyres,
@@ -145,6 +154,32 @@ INPUTS: dict[str, Any] = {
 """Makes a family's two images where they are not pixels [1, 3, SIDE, SIDE]."""
 _BESIDE = {"idefics2": 1, "idefics3": 1, "smolvlm": 1}
 """Dimension in which images stand beside each other, if not the first."""
+
+
+_ENCODES = "an encoder-decoder model"
+_LARGE = "its config has no small form here"
+NOT_TRIED = {
+    "deepseek_ocr2": _LARGE, "unlimited_ocr": _LARGE, "emu3": _LARGE, "git": _LARGE,
+    "muse_glimmer": _LARGE, "muse_spark": _LARGE, "nemotron_h_omni": _LARGE, "molmo2": _LARGE,
+    "inkling2": _LARGE, "inkling_mm_model": _LARGE, "qwen2_5_omni_thinker": _LARGE,
+    "qwen3_omni_moe_thinker": _LARGE, "granite4_vision": _LARGE, "dots3_note": _LARGE,
+    "glm5_next": _LARGE,
+    "evolla": "takes proteins", "pi0": "makes actions", "mistral4": "takes text only",
+    "fast_vlm": "its tower needs the library timm", "gemma3n": "its tower needs the library timm",
+    "perception_lm": "its tower needs the library timm",
+    "florence2": _ENCODES, "t5gemma2": _ENCODES, "udop": _ENCODES, "vision-encoder-decoder": _ENCODES,
+    "idefics": "attends to images by cross-attention",
+    "kosmos-2": "its language model takes images beside its stream of vectors",
+    "kosmos-2.5": "its language model takes images beside its stream of vectors",
+}  # fmt: skip
+"""Kinds of which no tiny checkpoint is made here -> why."""
+_PADS = "its processor pads images to a common size"
+PROCESSORS = {
+    "idefics2": _PADS, "lighton_ocr": _PADS, "mistral3": _PADS,
+    "fuyu": "its processor lays images in front of a prompt that has no placeholders",
+    "pp_chart2table": "its processor names no token that stands for an image",
+}  # fmt: skip
+"""Kinds whose vectors are those of transformers, and whose processor is refused when the model loads."""
 
 
 def model_types() -> dict[str, str]:
@@ -163,17 +198,39 @@ def outcomes(folder: Path, only: Sequence[str] | None = None) -> Iterator[Outcom
 
 
 def outcome_of(kind: str, name: str, folder: Path) -> str:
+    """What comes of one model: :data:`SERVED`, or why not."""
     torch.manual_seed(0)
-    try:
-        reference = make(kind, name, folder)
-    except Exception as error:
-        return f"not tried: no tiny checkpoint could be made ({type(error).__name__}: {str(error)[:200]})"
+    if kind in NOT_TRIED:
+        return f"not tried: {NOT_TRIED[kind]}"
+    reference = make(kind, name, folder)
     try:
         model = load(folder)
-        worst = difference(model, reference, kind)
     except HeadraceError as error:
-        return str(error).splitlines()[0]
-    return SERVED if worst <= TOLERANCE else f"DIFFERS by {worst:.2g}"
+        message = str(error).splitlines()[0].replace(str(folder), "it")
+        return message.removeprefix("images: ").partition(". Its text alone")[0]
+    worst = difference(model, reference, kind)
+    if worst > TOLERANCE:
+        return f"DIFFERS by {worst:.2g}"
+    return PROCESSORS.get(kind, SERVED)
+
+
+def stored() -> dict[str, Outcome]:
+    """The published table."""
+    rows = json.loads(TABLE.read_text())["models"]
+    return {row["model_type"]: Outcome(**row) for row in rows}
+
+
+def measured_with() -> str:
+    """The version of transformers that the published table is of."""
+    version: str = json.loads(TABLE.read_text())["transformers"]
+    return version
+
+
+def store(found: Sequence[Outcome]) -> None:
+    """Publish a table."""
+    rows = [dataclasses.asdict(outcome) for outcome in found]
+    whole = {"transformers": transformers().__version__, "models": rows}
+    TABLE.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 
 def make(kind: str, name: str, folder: Path) -> Any:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext
 
 _PLACES = "get_rope_index"
 """Method of models whose tokens of images stand in time, height and width."""

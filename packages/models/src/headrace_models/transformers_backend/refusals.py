@@ -41,6 +41,7 @@ IMAGES_SERVED: Mapping[str, bool] = {
     "Llama4ForConditionalGeneration": _TORCHVISION,
     "LlavaNextVideoForConditionalGeneration": _TORCHVISION,
     "PaddleOCRVLForConditionalGeneration": _PILLOW,
+    "QianfanOCRForConditionalGeneration": _PILLOW,
     "VideoLlama3ForConditionalGeneration": _TORCHVISION,
     "VideoLlavaForConditionalGeneration": _TORCHVISION,
     "VipLlavaForConditionalGeneration": _PILLOW,

@@ -124,7 +124,7 @@ def keep_attention(tree: nn.Module, parts: Parts, others: frozenset[str]) -> Non
         config._attn_implementation_internal = "sdpa" if has_sdpa else "eager"
 
 
-class _Called(Exception):  # noqa: N818 (it carries an answer)
+class _Called(Exception):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         self.arguments = arguments
