@@ -1,4 +1,4 @@
-"""Images of a model that headrace has no class for: transformers' towers and processor in the whole engine."""
+"""Images of models without a class of headrace's: transformers' towers and processor in the whole engine."""
 
 from __future__ import annotations
 

@@ -63,10 +63,11 @@ _ANYRES = {
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 8}},
-    "cosmos3_edge": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "head_dim": 16}},
+    "cosmos3_edge": _AXES,
     "qwen2_vl": {**_AXES, "vision_config": {"hidden_size": 64}},
     "idefics2": {"perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1,
-        "resampler_n_heads": 4, "resampler_head_dim": 16, "num_key_value_heads": 2}}, "qwen2_5_vl": _AXES, "paddleocr_vl": _AXES,
+        "resampler_n_heads": 4, "resampler_head_dim": 16, "num_key_value_heads": 2}},
+    "qwen2_5_vl": _AXES, "paddleocr_vl": _AXES,
     "glm4v": _GLM, "glm46v": _GLM, "glm4v_moe": _GLM, "glm_ocr": _GLM, "glmga": _GLM,
     "hunyuan_vl": {"text_config": {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "xdrope_section": [2, 2, 2, 2]}}},
@@ -74,7 +75,8 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE}},
     "fuyu": {"patch_size": 7},
-    "llava_next": _ANYRES, "llava_next_video": _ANYRES, "llava_onevision": {**_ANYRES, "vision_config": SIGLIP},
+    "llava_next": _ANYRES, "llava_next_video": _ANYRES,
+    "llava_onevision": {**_ANYRES, "vision_config": SIGLIP},
     "mistral3": {"vision_config": _PIXTRAL}, "lighton_ocr": {"vision_config": _PIXTRAL},
     "vipllava": {"vision_feature_layer": [-1, -2]},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
