@@ -1,4 +1,4 @@
-"""Every model of transformers that answers about images, as a tiny checkpoint run by the transformers backend."""
+"""Every model of transformers that answers about images, as a tiny checkpoint run by its backend."""
 
 from __future__ import annotations
 

@@ -219,8 +219,9 @@ def _load(path: Path) -> Any:
         raise MissingDependency(
             "transformers", needed_for="images of this model", install=INSTALL
         ) from error
+    library: Any = AutoProcessor  # without types
     try:
-        return AutoProcessor.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return library.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises what it likes
         raise UnsupportedModel(
             f"{path}: transformers loads no processor of it (code of the checkpoint is never run): "

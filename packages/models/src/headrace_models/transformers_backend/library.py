@@ -1,5 +1,4 @@
-"""The parts of transformers that headrace uses, imported when they are needed. No other module of headrace
-imports it."""
+"""The parts of transformers that the backend uses, imported when they are needed."""
 
 from __future__ import annotations
 
