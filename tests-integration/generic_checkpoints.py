@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from image_checkpoints import TEXT, _finish, save_llava, save_qwen2_vl
+from image_checkpoints import TEXT, _finish, save_llava
 from speech_checkpoints import save_tokenizer
 
 CLIP: dict[str, Any] = {
@@ -50,9 +50,34 @@ def save_llava_with_processor(folder: Path) -> Any:
     return made
 
 
-def save_qwen2_vl_with_processor(folder: Path) -> Any:
-    made = save_qwen2_vl(folder)
-    add_processor(folder, {"processor_class": "Qwen2VLProcessor"}, image_token="<|image_pad|>")
+def save_paddleocr_vl(folder: Path) -> Any:
+    """Images of their own size, a token for every 28 x 28 pixels, in time, height and width."""
+    from transformers import (
+        PaddleOCRVLConfig,
+        PaddleOCRVLForConditionalGeneration,
+        PaddleOCRVLImageProcessor,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<image>"))
+    end = ids["<|endoftext|>"]
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 56, "patch_size": 14, "spatial_merge_size": 2,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "rope_parameters": rope, "eos_token_id": end, "pad_token_id": end,
+        "bos_token_id": None,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = PaddleOCRVLConfig(
+        vision_config=vision, text_config=text, image_token_id=ids["<image>"]
+    )
+    PaddleOCRVLImageProcessor(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 20).save_pretrained(
+        folder
+    )
+    made = _finish(folder, PaddleOCRVLForConditionalGeneration(config), "<image>", end)
+    add_processor(folder, {"processor_class": "PaddleOCRVLProcessor"}, image_token="<image>")
     return made
 
 

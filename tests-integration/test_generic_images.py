@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 import torch
-from generic_checkpoints import save_llava_with_processor, save_vipllava
+from generic_checkpoints import save_llava_with_processor, save_paddleocr_vl, save_vipllava
 from image_checkpoints import data_url, picture
 from servers import serving
 
 from headrace import LLM, SamplingParams
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import RequestError, UnsupportedFeature, UnsupportedModel
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
@@ -25,7 +25,7 @@ PROMPTS = {
     "the water <image> runs": "a",
     "the wheel<image> in <image> the long race over the water": "ab",
     "in the race": "",
-    "<image><image>": "cc",
+    "<image> <image> runs": "cc",
 }
 SIZES = {"a": (40, 56), "b": (90, 30), "c": (64, 64)}
 """Name of a picture -> height and width."""
@@ -34,14 +34,19 @@ SIZES = {"a": (40, 56), "b": (90, 30), "c": (64, 64)}
 class Seer(NamedTuple):
     """A checkpoint and its oracle."""
 
+    name: str
     folder: Path
     oracle: Any
 
 
-@pytest.fixture(scope="module")
-def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
-    folder = tmp_path_factory.mktemp("vipllava")
-    return Seer(folder, save_vipllava(folder))
+SAVE = {"vipllava": save_vipllava, "paddleocr_vl": save_paddleocr_vl}
+CLASSES = {"vipllava": "TransformersForImages", "paddleocr_vl": "TransformersForImagesInAxes"}
+
+
+@pytest.fixture(scope="module", params=SAVE)
+def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Seer(request.param, folder, SAVE[request.param](folder))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +92,7 @@ def test_it_equals_transformers(seer: Seer, expected: list[list[int]], mode: str
     prompts = [asked(*pair) for pair in PROMPTS.items()]
     with LLM(str(seer.folder), **{**SETTINGS, **MODES[mode]}) as model:
         if mode != "process":
-            assert [made.__name__ for made in model.apply_model(type)] == ["TransformersForImages"]
+            assert [made.__name__ for made in model.apply_model(type)] == [CLASSES[seer.name]]
         for _ in range(2):  # the second time from caches
             outputs = model.generate(prompts, PARAMS)
             assert [list(o.outputs[0].token_ids) for o in outputs] == expected
@@ -98,6 +103,13 @@ def test_token_ids_with_images_equal_text(seer: Seer, model: LLM, expected: Any)
     ids = model.get_tokenizer().encode(text)
     prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures(names)}}
     assert list(model.generate(prompt, PARAMS)[0].outputs[0].token_ids) == expected[0]
+
+
+def test_neighbouring_images_are_two(model: LLM) -> None:
+    prompt = {"prompt": "<image><image>", "multi_modal_data": {"image": pictures("cb")}}
+    other = {"prompt": "<image><image>", "multi_modal_data": {"image": pictures("bc")}}
+    found = [tuple(o.outputs[0].token_ids) for o in model.generate([prompt, other], PARAMS)]
+    assert found[0] != found[1]
 
 
 def test_a_chat_over_the_wire_equals_one_offline(seer: Seer, model: LLM) -> None:
@@ -160,8 +172,8 @@ def test_without_images_the_own_class_serves_the_text(seer: Seer, expected: Any)
 def test_without_images_transformers_code_loads_no_tower(seer: Seer, expected: Any) -> None:
     words = {"limit_mm_per_prompt": {"image": 0}, "model_impl": "transformers"}
     with LLM(str(seer.folder), **SETTINGS, **words) as model:
-        found = model.apply_model(lambda made: (type(made).__name__, made.tree.model.vision_tower))
-        assert found == [("TransformersWithoutTowers", None)]
+        found = model.apply_model(lambda made: (type(made).__name__, made.parts.towers()))
+        assert found == [("TransformersWithoutTowers", [])]
         (output,) = model.generate("in the race", PARAMS)
     assert list(output.outputs[0].token_ids) == expected[2]
 
@@ -179,13 +191,26 @@ def test_an_own_class_and_transformers_code_say_the_same(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
-def test_a_processor_that_cannot_be_loaded_ends_the_start(seer: Seer, tmp_path: Path) -> None:
-    import shutil
-
-    from headrace_core.errors import UnsupportedModel
-
-    shutil.copytree(seer.folder, tmp_path, dirs_exist_ok=True)
+def test_a_processor_that_does_not_work_ends_the_start(tmp_path: Path) -> None:
+    save_vipllava(tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "LlavaProcessor"}')
-    with pytest.raises(UnsupportedModel, match="LlavaProcessor"):
+    with pytest.raises(
+        UnsupportedModel, match=r"one by one by LlavaProcessor: .*limit-mm-per-prompt"
+    ):
         LLM(str(tmp_path), **SETTINGS)
-    assert torch.is_inference_mode_enabled() is False
+
+
+def test_towers_are_not_quantized(seer: Seer, model: LLM) -> None:
+    item = _processed(seer, "b")
+    with LLM(str(seer.folder), **SETTINGS, quantization="int8") as quantized:
+        (found,) = quantized.apply_model(lambda made: made.embed_media("image", [item]))
+    (plain,) = model.apply_model(lambda made: made.embed_media("image", [item]))
+    torch.testing.assert_close(found[0], plain[0], atol=0, rtol=0)
+
+
+def _processed(seer: Seer, name: str) -> dict[str, torch.Tensor]:
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(seer.folder)
+    given = processor(text="<image>", images=pictures(name), return_tensors="pt")
+    return {key: value for key, value in given.items() if key.startswith(("pixel", "image"))}

@@ -12,7 +12,7 @@ own, with weights and kernels (``op_matching`` and ``routers`` tell which op com
 ``rotary`` reads angles out of a table, ``functions`` makes ops of activations that code calls, ``names``
 leads from a checkpoint's names to the tree's, ``attention`` stands where transformers attends,
 ``attention_probe`` runs the loaded tree once to learn what its attention needs and that nothing else
-mixes tokens, ``graph_capture`` forgets what a recorded step left behind, ``model`` is what the engine sees, ``image_model``
-that of models with towers for images, ``towers`` finds the language model among those, and ``refusals`` has
-facts that no interface tells.
+mixes tokens, ``graph_capture`` forgets what a recorded step left behind, ``model`` is what the engine
+sees, ``image_model`` the same with towers for images, ``towers`` finds the language model among those,
+and ``refusals`` has facts that no interface tells.
 """

@@ -224,19 +224,37 @@ class TransformersForImagesInAxes(TransformersForImages):
 
     def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
         """See :class:`headrace_core.model.SupportsMRoPE`: transformers' ``get_rope_index``, which asks of
-        tokens only whether they are of an image."""
-        kinds = torch.zeros(1, num_tokens, dtype=torch.int64)
+        tokens only whether they are of an image. It takes neighbouring images for one, so it is asked for
+        each with the text in front of it.
+
+        Raises:
+            ModelError: it does not take an item's size.
+        """
+        found, place, done = [], 0, 0
         for item in media:
+            end = item.offset + item.num_tokens
+            kinds = torch.zeros(
+                1, end - done + 1, dtype=torch.int64
+            )  # one more: where text goes on
             for first, number in item.vector_runs:
-                kinds[0, item.offset + first : item.offset + first + number] = 1
-        grids = [_grids(item) for item in media]
-        return self._index(kinds, torch.cat(grids) if grids else None)[:, 0]
+                start = item.offset - done + first
+                kinds[0, start : start + number] = 1
+            places = self._index(kinds, _grids(item))[:, 0] + place
+            found.append(places[:, :-1])
+            place, done = int(places[0, -1]), end
+        rest = num_tokens - done
+        found.append(torch.arange(place, place + rest).expand(3, rest))
+        return torch.cat(found, dim=1)
 
     def _index(self, kinds: Tensor, grids: Tensor | None) -> Tensor:
         """Places [axes, 1, T] of tokens of the kinds [1, T]: 1 are of an image."""
-        found: Tensor = getattr(self.parts.outer, _PLACES)(
-            input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=grids
-        )[0]
+        outer = self.parts.outer
+        try:
+            found: Tensor = getattr(outer, _PLACES)(
+                input_ids=torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=grids
+            )[0]
+        except Exception as error:  # the tree is anybody's code
+            raise ModelError(f"{type(outer).__name__}.{_PLACES}: {error}") from error
         return found
 
 
