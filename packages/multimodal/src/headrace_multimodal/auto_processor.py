@@ -11,6 +11,7 @@ No code of the checkpoint runs. It is the entry ``transformers`` of ``headrace.m
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ class AutoMediaProcessor:
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self._name = str((config.get("architectures") or ["?"])[0])
         self._processor = _load(path)
+        self._one_at_a_time = threading.Lock()  # its tokenizer sets padding before each call
         self._text, self._mark = self._placeholder(config)
         self._vector = _stated(config, self._mark)
         around = self._tokens(self._text)
@@ -118,7 +120,8 @@ class AutoMediaProcessor:
         return str(text), int(number)
 
     def _tokens(self, text: str) -> list[int]:
-        return [int(token) for token in self._processor.tokenizer(text)["input_ids"]]
+        with self._one_at_a_time:
+            return [int(token) for token in self._processor.tokenizer(text)["input_ids"]]
 
     def _options(self) -> frozenset[str]:
         """Names of the options of its image processor."""
@@ -144,7 +147,8 @@ class AutoMediaProcessor:
     def _call(
         self, text: str, pictures: Sequence[Image.Image], options: Mapping[str, Any]
     ) -> _Made:
-        made = self._processor(text=text, images=list(pictures), return_tensors="pt", **options)
+        with self._one_at_a_time:
+            made = self._processor(text=text, images=list(pictures), return_tensors="pt", **options)
         tensors = {
             name: value
             for name, value in made.items()
