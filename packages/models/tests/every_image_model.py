@@ -75,6 +75,16 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE}},
     "fuyu": {"patch_size": 7},
+    "inkling2": {"vision_config": {"text_hidden_size": 64, "posemb_grid_size": 8,
+        "projection_hidden_dim": 48}},
+    "molmo2": {"vision_config": {"image_size": [28, 28], "image_default_input_size": [28, 28],
+        "image_num_pos": 16}, "image_patch_id": IMAGE,
+        "adapter_config": {"vision_feature_layer": [0, 1], "hidden_size": 32, "text_hidden_size": 64,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}},
+    "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 48,
+        "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8, "num_attention_heads": 2,
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "patch_temporal": 2,
+            "merge_size": 2}},
     "llava_next": _ANYRES, "llava_next_video": _ANYRES,
     "llava_onevision": {**_ANYRES, "vision_config": SIGLIP},
     "mistral3": {"vision_config": _PIXTRAL}, "lighton_ocr": {"vision_config": _PIXTRAL},
@@ -135,7 +145,7 @@ _TILES = (1, 2, 3, SIDE, SIDE)
 INPUTS: dict[str, Any] = {
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga", "exaone4_5",
-         "hyperclovax_vision_v2", "minimax_m3_vl", "cohere_compass"),
+         "hyperclovax_vision_v2", "minimax_m3_vl", "cohere_compass", "muse_glimmer"),
         _grids,
     ),
     "kimi_k25": _patches,
@@ -162,8 +172,8 @@ _ENCODES = "an encoder-decoder model"
 _LARGE = "its config has no small form here"
 NOT_TRIED = {
     "deepseek_ocr2": _LARGE, "unlimited_ocr": _LARGE, "emu3": _LARGE, "git": _LARGE,
-    "muse_glimmer": _LARGE, "muse_spark": _LARGE, "nemotron_h_omni": _LARGE, "molmo2": _LARGE,
-    "inkling2": _LARGE, "inkling_mm_model": _LARGE, "qwen2_5_omni_thinker": _LARGE,
+    "muse_spark": _LARGE, "nemotron_h_omni": _LARGE,
+    "inkling_mm_model": _LARGE, "qwen2_5_omni_thinker": _LARGE,
     "qwen3_omni_moe_thinker": _LARGE, "granite4_vision": _LARGE, "dots3_note": _LARGE,
     "glm5_next": _LARGE,
     "evolla": "takes proteins", "pi0": "makes actions", "mistral4": "takes text only",
