@@ -219,7 +219,8 @@ def outcome_of(kind: str, name: str, folder: Path) -> str:
         model = load(folder)
     except HeadraceError as error:
         message = str(error).splitlines()[0].replace(str(folder), "it")
-        return message.removeprefix("images: ").partition(". Its text alone")[0]
+        message = message.removeprefix("images: ").removeprefix("model 'it': ")
+        return message.partition(". Its text alone")[0]
     worst = difference(model, reference, kind)
     if worst > TOLERANCE:
         return f"DIFFERS by {worst:.2g}"
