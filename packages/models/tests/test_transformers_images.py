@@ -49,7 +49,7 @@ def load(folder: Path, *, processor: str, **settings: Any) -> Any:
     return load_model(info, build_context(info))
 
 
-@pytest.mark.parametrize("kind", ["vipllava", "llama4", "glm4v"])
+@pytest.mark.parametrize("kind", ["vipllava", "llama4", "glm4v", "deepseek_vl_hybrid", "gemma4"])
 def test_without_images_no_tower_is_held(checkpoint: Any, kind: str) -> None:
     folder, reference = checkpoint(kind)
     model = load(folder, processor="")

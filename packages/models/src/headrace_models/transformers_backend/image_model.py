@@ -56,9 +56,8 @@ class TransformersWithoutTowers(TransformersForCausalLM):
     def find_base(self) -> tuple[str, Any]:
         try:
             self.parts = towers.parts_of(self.tree)
-        except (
-            UnsupportedModel
-        ):  # joined in another way: all of it is loaded, and text runs through
+        except UnsupportedModel:
+            # Joined in another way: all of it is loaded, and text runs through.
             name, base = super().find_base()
             classes.check(type(base), self.text.model_type)
             return name, base
@@ -69,10 +68,13 @@ class TransformersWithoutTowers(TransformersForCausalLM):
             setattr(self.tree.get_submodule(owner), key, None)
         return self.parts.language_name, self.parts.language
 
+    def attention_of(self, config: Any) -> Any:
+        return towers.attention_of_parts(config, self.text, PROBE)
+
     def head_place(self) -> tuple[Any, str, Any]:
-        return (
-            super().head_place() if self.parts is None else towers.head_place(self.tree, self.parts)
-        )
+        if self.parts is None:
+            return super().head_place()
+        return towers.head_place(self.tree, self.parts)
 
     def unread_weights(self) -> Mapping[str, str]:
         why = "of a tower, which is not loaded"
@@ -205,10 +207,8 @@ class TransformersForImagesInAxes(TransformersForImages):
     def _find_parts(self) -> None:
         super()._find_parts()
         places = inspect.signature(getattr(self.parts.outer, _PLACES)).parameters
-        if (
-            not {"mm_token_type_ids", "image_grid_thw"} <= set(places)
-            or {"image_grid_thw"} - self.takes
-        ):
+        needed = {"mm_token_type_ids", "image_grid_thw"}
+        if needed - set(places) or "image_grid_thw" not in self.takes:
             raise UnsupportedModel(
                 f"{type(self.parts.outer).__name__}.{_PLACES} does not tell places from kinds of tokens and "
                 "sizes of images"
@@ -233,9 +233,8 @@ class TransformersForImagesInAxes(TransformersForImages):
         found, place, done = [], 0, 0
         for item in media:
             end = item.offset + item.num_tokens
-            kinds = torch.zeros(
-                1, end - done + 1, dtype=torch.int64
-            )  # one more: where text goes on
+            # One token more than the item's: it tells where text goes on.
+            kinds = torch.zeros(1, end - done + 1, dtype=torch.int64)
             for first, number in item.vector_runs:
                 start = item.offset - done + first
                 kinds[0, start : start + number] = 1

@@ -55,7 +55,8 @@ class Parts(NamedTuple):
 
 
 def parts_of(tree: Any) -> Parts:
-    """
+    """Find the language model in a tree, with its head above the whole or inside.
+
     Raises:
         UnsupportedModel: the tree does not have a language model as a part of what joins it with towers.
     """
@@ -179,8 +180,9 @@ def _check_arguments(name: str, language: Any, found: Mapping[str, Any]) -> None
             f"{name} makes a mask of its own for prompts with images: their tokens do not attend to those "
             "before them only"
         )
-    named = set(inspect.signature(language.forward).parameters) | set(found)
-    other = sorted(named - _STREAM - {"kwargs", "args", "labels", "logits_to_keep", *_KINDS})
+    handed = {key for key, value in found.items() if value is not None}
+    takes = set(inspect.signature(language.forward).parameters)
+    other = sorted((takes | handed) - _STREAM - {"kwargs", "args", "labels", "logits_to_keep"})
     if other:
         raise UnsupportedModel(
             f"{name}: {type(language).__name__} takes {', '.join(other)} beside its stream of vectors"
