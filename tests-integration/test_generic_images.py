@@ -14,6 +14,8 @@ from image_checkpoints import data_url, picture
 from servers import serving
 
 from headrace import LLM, SamplingParams
+from headrace.assembly.inspection import inspect_model
+from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature, UnsupportedModel
 
 SETTINGS: dict[str, Any] = {
@@ -156,6 +158,19 @@ def test_options_reach_the_processor(model: LLM) -> None:
     plain = model.generate(prompt, PARAMS)[0].outputs[0].token_ids
     darker = {**prompt, "mm_processor_kwargs": {"image_mean": [0.9, 0.9, 0.9]}}
     assert model.generate(darker, PARAMS)[0].outputs[0].token_ids != plain
+
+
+def test_inspection_names_the_class(seer: Seer) -> None:
+    for settings, name in (
+        ({}, "transformers_backend.image_model:TransformersForImages"),
+        ({"limit_mm_per_prompt": {"image": 0}, "model_impl": "transformers"},
+         "transformers_backend.model:TransformersForCausalLM"),
+    ):  # fmt: skip
+        arguments: dict[str, Any] = settings
+        args = EngineArgs(model=str(seer.folder), **arguments)
+        found = inspect_model(args.create_engine_config(), memory=True)
+        assert found.model.class_path == f"headrace_models.{name}"
+        assert found.memory is not None
 
 
 def test_without_images_the_own_class_serves_the_text(seer: Seer, expected: Any) -> None:
