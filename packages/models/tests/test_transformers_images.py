@@ -140,6 +140,8 @@ def test_towers_compute_in_the_dtype_of_the_model(checkpoint: Any) -> None:
         ({"model_impl": "headrace"}, "native"),
         ({"limit_mm_per_prompt": {"image": 0}}, "native"),
         ({"runner": "pooling"}, "native"),
+        ({"quantization": "int8"}, "transformers"),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, "native"),
     ],
 )
 def test_a_class_of_text_alone_gives_way_for_images(
@@ -151,6 +153,13 @@ def test_a_class_of_text_alone_gives_way_for_images(
     (tmp_path / "processor_config.json").write_text("{}")
     info = resolve(config, LoadConfig(), CpuPlatform())
     assert (info.source, info.processor) == (source, source if source == "transformers" else "")
+
+
+def test_experts_that_are_to_be_quantized_stay_text(checkpoint: Any, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("aria")[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "processor_config.json").write_text("{}")
+    config = ModelConfig(model=str(tmp_path), quantization="int8")
+    assert resolve(config, LoadConfig(), CpuPlatform()).source == "native"
 
 
 def test_kinds_that_need_torchvision_stay_text_without_it(

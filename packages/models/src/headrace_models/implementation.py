@@ -19,7 +19,7 @@ from headrace_models.catalogue.multimodal import REFUSED, WRAPPERS, text_archite
 from headrace_models.generating import auto_processor_of
 from headrace_models.pooling.traits import TRAITS
 from headrace_models.transformers_backend import checkpoint_code, library
-from headrace_models.transformers_backend.refusals import IMAGES_SERVED
+from headrace_models.transformers_backend.refusals import IMAGES_SERVED, MIXTURES
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +90,27 @@ def _sees(config: ModelConfig, architecture: str, whole: Mapping[str, Any], path
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None or architecture not in IMAGES_SERVED or wrapper.tower_of(whole) is not None:
         return False
-    if IMAGES_SERVED[architecture] and find_spec("torchvision") is None:
-        logger.info("%s: text only: its images need pip install torchvision", architecture)
-        return False
     pools = config.runner == "pooling" or (path / "modules.json").is_file()
     limits = config.limit_mm_per_prompt
     try:
-        return bool(auto_processor_of(architecture, path, limits, pools=pools, is_told=False))
+        found = auto_processor_of(architecture, path, limits, pools=pools, is_told=False)
     except MissingDependency:
         return False
+    hindered = _hindered(config, architecture, whole)
+    if found and hindered:
+        logger.info("%s: text only: %s", architecture, hindered)
+    return bool(found) and not hindered
+
+
+def _hindered(config: ModelConfig, architecture: str, whole: Mapping[str, Any]) -> str:
+    """Why a checkpoint's own class stays, though transformers' code takes its images; "": nothing."""
+    if IMAGES_SERVED[architecture] and find_spec("torchvision") is None:
+        return "its images need pip install torchvision"
+    if whole.get("quantization_config"):
+        return "it is stored quantized; --model-impl transformers tries it with its images"
+    if config.quantization and architecture in MIXTURES:
+        return "its experts are to be quantized, which transformers' code cannot run"
+    return ""
 
 
 def _offered(

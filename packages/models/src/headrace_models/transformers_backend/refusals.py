@@ -49,3 +49,9 @@ IMAGES_SERVED: Mapping[str, bool] = {
 """Architectures whose text has a class of headrace's own, and whose images this serves: chosen for
 checkpoints that have a processor. Each was compared with transformers. True: the processor needs
 torchvision."""
+
+MIXTURES = frozenset({
+    "AriaForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration", "Llama4ForConditionalGeneration",
+})  # fmt: skip
+"""Those of :data:`IMAGES_SERVED` with experts, which the backend does not quantize."""
