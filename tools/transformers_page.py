@@ -75,6 +75,8 @@ into the stream of vectors: a mask that lets an image's tokens see those after t
 inner layers, places on other than one or three axes. `--limit-mm-per-prompt '{{"image": 0}}'` serves the text of such a
 model where its text can be served, and loads no tower.
 
+Towers of FastVLM and PerceptionLM are of the library timm, which is installed besides.
+
 Below is what came of a tiny checkpoint of each in transformers {version}: text, one image, two images, and prompts in
 pieces that end within an image, with log-probabilities within 1e-4 of transformers' own; or the reason why not.
 One that was not tried goes through the same checks when it is loaded.

@@ -7,6 +7,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), ROPE)}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE}},
     "fuyu": {"patch_size": 7},
+    "fast_vlm": {"vision_config": {"model_type": "timm_wrapper", "architecture": "fastvit_t8",
+        "do_pooling": True, "num_classes": 1, "model_args": {"inference_mode": True},
+        "hidden_size": 768}},
+    "perception_lm": {"projector_pooling_ratio": 2, "vision_use_cls_token": True,
+        "vision_config": {"model_type": "timm_wrapper", "do_pooling": False, "num_classes": 1,
+            "architecture": "vit_pe_core_tiny_patch16_384", "initializer_range": 0.02,
+            "model_args": {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": [SIDE, SIDE],
+                "ref_feat_shape": [4, 4], "patch_size": 7, "global_pool": "", "init_values": 0.1,
+                "use_post_transformer_norm": False}}},
     "inkling2": {"vision_config": {"text_hidden_size": 64, "posemb_grid_size": 8,
         "projection_hidden_dim": 48}},
     "molmo2": {"vision_config": {"image_size": [28, 28], "image_default_input_size": [28, 28],
@@ -152,6 +162,8 @@ INPUTS: dict[str, Any] = {
     "hunyuan_vl": lambda: _grids(147), "cosmos3_edge": lambda: _grids(147),
     "paddleocr_vl": _patches,
     "video_llama_3": lambda: _grids(147, image_merge_sizes=torch.tensor([2])),
+    "fast_vlm": lambda: _squares(1, 3, 64, 64),
+    "perception_lm": lambda: _squares(1, 1, 3, SIDE, SIDE),
     "fuyu": lambda: _squares(1, 6, 147),
     "llava_next": _anyres, "llava_next_video": _anyres, "llava_onevision": _anyres,
     "mistral3": lambda: _squares(1, 3, SIDE, SIDE, image_sizes=torch.tensor([[SIDE, SIDE]])),
@@ -177,14 +189,15 @@ NOT_TRIED = {
     "qwen3_omni_moe_thinker": _LARGE, "granite4_vision": _LARGE, "dots3_note": _LARGE,
     "glm5_next": _LARGE,
     "evolla": "takes proteins", "pi0": "makes actions", "mistral4": "takes text only",
-    "fast_vlm": "its tower needs the library timm", "gemma3n": "its tower needs the library timm",
-    "perception_lm": "its tower needs the library timm",
+    "gemma3n": "its tower needs the library timm",
     "florence2": _ENCODES, "t5gemma2": _ENCODES, "udop": _ENCODES, "vision-encoder-decoder": _ENCODES,
     "idefics": "attends to images by cross-attention",
     "kosmos-2": "its language model takes images beside its stream of vectors",
     "kosmos-2.5": "its language model takes images beside its stream of vectors",
 }  # fmt: skip
 """Kinds of which no tiny checkpoint is made here -> why."""
+NEEDS_TIMM = ("fast_vlm", "perception_lm")
+"""Kinds whose towers are of the library timm: tried where it is installed."""
 _PADS = "its processor pads images to a common size"
 PROCESSORS = {
     "idefics2": _PADS, "lighton_ocr": _PADS, "mistral3": _PADS,
@@ -205,7 +218,9 @@ def model_types() -> dict[str, str]:
 def outcomes(folder: Path, only: Sequence[str] | None = None) -> Iterator[Outcome]:
     """Try each; checkpoints are made below ``folder``."""
     for kind, name in sorted(model_types().items()):
-        if only is None or kind in only:
+        if kind in NEEDS_TIMM and find_spec("timm") is None:
+            yield stored()[kind]
+        elif only is None or kind in only:
             yield Outcome(kind, name, outcome_of(kind, name, folder / kind))
 
 

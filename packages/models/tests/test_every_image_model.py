@@ -27,6 +27,8 @@ def test_it_is_served_exactly_or_refused_with_a_reason(kind: str, tmp_path: Path
     known = every_image_model.model_types()
     if kind not in known:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    if kind in every_image_model.NEEDS_TIMM:
+        pytest.importorskip("timm")
     transformers.logging.set_verbosity_error()
     assert every_image_model.outcome_of(kind, known[kind], tmp_path) == STORED[kind].result
 
