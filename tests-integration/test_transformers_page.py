@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "transformers_page.py"
@@ -15,7 +14,7 @@ def test_the_page_is_of_the_table() -> None:
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    expected = tool.page(json.loads(tool.TABLE.read_text()))
+    expected = tool.written()
     assert tool.PAGE.read_text(encoding="utf-8") == expected, (
         "run python tools/transformers_page.py"
     )

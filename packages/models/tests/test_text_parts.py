@@ -115,6 +115,7 @@ TOWERS: dict[str, dict[str, Any]] = {
 ADAPTOR = {"hidden_size": 64, "intermediate_size": 16}
 """Config of the part that makes a language model's vectors of sound."""
 OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 4},
     "Emu3ForConditionalGeneration": {"vocabulary_map": {"<image>": 130}},
     "Granite4VisionForConditionalGeneration": {
         "deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "use_spatial_sampling": False,
@@ -138,6 +139,7 @@ REMOTE_KINDS = {"kimi_k2"}
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
+    if not wrapper.needs_media
     for kind in wrapper.texts
     if kind not in OF_FLAT_CONFIGS | REMOTE_KINDS and name not in BY_HAND
 ]

@@ -40,10 +40,7 @@ def model_class(info: ModelInfo) -> type[Any]:
         UnsupportedModel: it cannot be made to pool.
     """
     if info.source == "transformers":
-        from headrace_models.transformers_backend import model as backend
-
-        pools = info.pooling is not None
-        return backend.TransformersForPooling if pools else backend.TransformersForCausalLM
+        return _of_transformers(info)
     known = plugins.installed("headrace.models")
     architecture = text_architecture(info.architecture, info.whole_config)
     own: type[Any] = plugins.load("headrace.models", served_by(architecture, known) or architecture)
@@ -63,6 +60,16 @@ def model_class(info: ModelInfo) -> type[Any]:
     if info.pooling.pooling_type == "STEP" and generates(info.architecture):
         return pooling_class(own, StepDecoder)
     return pooling_class(own)
+
+
+def _of_transformers(info: ModelInfo) -> type[Any]:
+    from headrace_models.transformers_backend import image_model, library, model
+
+    if info.pooling is not None:
+        return model.TransformersForPooling
+    if library.takes_images(info.architecture):
+        return image_model.class_for(info)
+    return model.TransformersForCausalLM
 
 
 class PoolingDecoder(Decoder):

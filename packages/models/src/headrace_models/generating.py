@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace_core import plugins
@@ -18,6 +19,7 @@ from headrace_core.multimodal import media_limit
 from headrace_core.speech.model import SupportsTranscription
 from headrace_models.catalogue.multimodal import WRAPPERS
 from headrace_models.config.settings import Settings
+from headrace_models.transformers_backend.library import takes_images
 
 logger = logging.getLogger(__name__)
 
@@ -133,3 +135,32 @@ def processor_of(
     served = wrapper.tower_of(whole) is not None and not pools
     taken = any(media_limit(limits, modality) for modality in wrapper.media)
     return architecture if served and taken else ""
+
+
+AUTO_PROCESSOR = "transformers"
+"""Entry of ``headrace.multimodal_processors`` that drives a checkpoint's own processor."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def auto_processor_of(
+    architecture: str, path: Path, limits: Mapping[str, Any], *, pools: bool, is_told: bool = True
+) -> str:
+    """:data:`AUTO_PROCESSOR` for a checkpoint that transformers' code runs; "" if it takes no images: its
+    class has no towers, the folder no processor, the operator limits images to 0, or none is installed.
+
+    Args:
+        path: the checkpoint's folder.
+        limits: ``model.limit_mm_per_prompt``.
+        pools: the model is run for that.
+        is_told: log what is missing.
+    """
+    if pools or not media_limit(limits, "image") or not takes_images(architecture):
+        return ""
+    missing = ""
+    if AUTO_PROCESSOR not in plugins.installed("headrace.multimodal_processors"):
+        missing = "images need pip install 'headrace-multimodal[transformers]'"
+    elif not any((path / name).is_file() for name in _PROCESSOR_FILES):
+        missing = f"{path} has no {' or '.join(_PROCESSOR_FILES)}"
+    if missing and is_told:
+        logger.warning("%s: text only: %s", architecture, missing)
+    return "" if missing else AUTO_PROCESSOR

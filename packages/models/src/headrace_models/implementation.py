@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from headrace_core.config import ModelConfig
 from headrace_core.errors import MissingDependency, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by
-from headrace_models.catalogue.multimodal import REFUSED, text_architecture
+from headrace_models.catalogue.multimodal import REFUSED, WRAPPERS, text_architecture
+from headrace_models.generating import auto_processor_of
 from headrace_models.pooling.traits import TRAITS
 from headrace_models.transformers_backend import checkpoint_code, library
+from headrace_models.transformers_backend.refusals import IMAGES_SERVED, MIXTURES
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +37,15 @@ class Implementation(NamedTuple):
 
 
 def choose_implementation(
-    config: ModelConfig, whole: Mapping[str, Any], name: str
+    config: ModelConfig, whole: Mapping[str, Any], name: str, path: Path
 ) -> Implementation:
-    """The user's choice; by itself a registered class, else transformers.
+    """The user's choice; by itself a registered class, else transformers. A registered class of text alone
+    gives way to transformers' where that takes the checkpoint's images.
 
     Args:
         whole: ``config.json`` with the user's overrides.
         name: of the model, for messages.
+        path: the checkpoint's folder.
 
     Raises:
         UnsupportedModel: none serves it; lists what was found and the nearest registered names.
@@ -56,6 +61,13 @@ def choose_implementation(
     if refused is not None:
         raise UnsupportedModel(f"model {name!r}: {refused} is not supported: {REFUSED[refused]}")
     own = next((a for a in found if served_by(text_architecture(a, whole), known)), None)
+    if own is not None and config.model_impl == "auto" and _sees(config, own, whole, path):
+        logger.info(
+            "model_impl: auto -> transformers' code runs %s, with its images; --model-impl headrace serves "
+            "its text by headrace's own class",
+            own,
+        )
+        return Implementation(own, TRANSFORMERS)
     if own is not None and config.model_impl != TRANSFORMERS:
         return Implementation(own, source_of(text_architecture(own, whole)))
     if config.model_impl == "headrace":
@@ -71,6 +83,34 @@ def choose_implementation(
             other,
         )
     return Implementation(other, TRANSFORMERS)
+
+
+def _sees(config: ModelConfig, architecture: str, whole: Mapping[str, Any], path: Path) -> bool:
+    """True if transformers' code takes a checkpoint's images, and headrace's own class does not."""
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None or architecture not in IMAGES_SERVED or wrapper.tower_of(whole) is not None:
+        return False
+    pools = config.runner == "pooling" or (path / "modules.json").is_file()
+    limits = config.limit_mm_per_prompt
+    try:
+        found = auto_processor_of(architecture, path, limits, pools=pools, is_told=False)
+    except MissingDependency:
+        return False
+    hindered = _hindered(config, architecture, whole)
+    if found and hindered:
+        logger.info("%s: text only: %s", architecture, hindered)
+    return bool(found) and not hindered
+
+
+def _hindered(config: ModelConfig, architecture: str, whole: Mapping[str, Any]) -> str:
+    """Why a checkpoint's own class stays, though transformers' code takes its images; "": nothing."""
+    if IMAGES_SERVED[architecture] and find_spec("torchvision") is None:
+        return "its images need pip install torchvision"
+    if whole.get("quantization_config"):
+        return "it is stored quantized; --model-impl transformers tries it with its images"
+    if config.quantization and architecture in MIXTURES:
+        return "its experts are to be quantized, which transformers' code cannot run"
+    return ""
 
 
 def _offered(

@@ -41,7 +41,12 @@ from headrace_models.formats.contents import (
     stored_tensors,
 )
 from headrace_models.formats.header import TensorEntry
-from headrace_models.generating import GeneratingTraits, generating_traits, processor_of
+from headrace_models.generating import (
+    GeneratingTraits,
+    auto_processor_of,
+    generating_traits,
+    processor_of,
+)
 from headrace_models.implementation import (
     TRANSFORMERS,
     choose_implementation,
@@ -91,7 +96,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     whole = overridden(with_quantization(stated, path), config.hf_overrides)
     if load.offline:
         refuse_foreign_code(whole)
-    architecture, source = choose_implementation(config, whole, config.model)
+    architecture, source = choose_implementation(config, whole, config.model, path)
     by_transformers = source == TRANSFORMERS
     text = (
         transformers_facts(config, whole, path)
@@ -118,6 +123,12 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
+    limits, pools = config.limit_mm_per_prompt, pooling is not None
+    processor = (
+        auto_processor_of(architecture, path, limits, pools=pools)
+        if by_transformers
+        else processor_of(architecture, whole, limits, pools=pools)
+    )
     generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
     return ModelInfo(
         name=config.model,
@@ -137,11 +148,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         convert=run.convert,
         pooling=pooling,
         is_encoder_decoder=generating.is_encoder_decoder,
-        processor=""
-        if by_transformers
-        else processor_of(
-            architecture, whole, config.limit_mm_per_prompt, pools=pooling is not None
-        ),
+        processor=processor,
         trust_remote_code=config.trust_remote_code,
     )
 

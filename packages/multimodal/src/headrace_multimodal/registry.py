@@ -11,11 +11,14 @@ from headrace_core.errors import PluginNotFound, UnsupportedFeature
 from headrace_core.multimodal import MediaProcessor
 
 GROUP = "headrace.multimodal_processors"
+AUTO = "transformers"
+"""The entry that is no architecture: it drives the processors of checkpoints
+(:mod:`headrace_multimodal.auto_processor`)."""
 
 
 def supported_architectures() -> tuple[str, ...]:
     """Architectures for which a processor is installed."""
-    return tuple(plugins.installed(GROUP))
+    return tuple(name for name in plugins.installed(GROUP) if name != AUTO)
 
 
 def processor_for(architecture: str, config: Mapping[str, Any], path: Path) -> MediaProcessor:

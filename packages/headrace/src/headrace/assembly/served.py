@@ -88,10 +88,18 @@ def served_tasks(resolved: ResolvedConfig) -> tuple[str, ...]:
 def class_path(info: ModelInfo) -> str:
     """``module:Class`` of the implementation; "" where no package has one."""
     if info.source == "transformers":
-        name = "TransformersForCausalLM" if info.pooling is None else "TransformersForPooling"
-        return f"headrace_models.transformers_backend.model:{name}"
+        return f"headrace_models.transformers_backend.{_of_transformers(info)}"
     found = serving_plugin(info)
     return found.target if found is not None else ""
+
+
+def _of_transformers(info: ModelInfo) -> str:
+    """Module and class of the backend; a class of images may be one derived from it."""
+    if info.pooling is not None:
+        return "model:TransformersForPooling"
+    return (
+        "image_model:TransformersForImages" if info.processor else "model:TransformersForCausalLM"
+    )
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

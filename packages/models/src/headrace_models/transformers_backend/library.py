@@ -1,5 +1,4 @@
-"""The parts of transformers that headrace uses, imported when they are needed. No other module of headrace
-imports it."""
+"""The parts of transformers that the backend uses, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -54,6 +53,14 @@ def offers(architecture: str) -> bool:
         MissingDependency: see :func:`transformers`.
     """
     return architecture in _class_names()
+
+
+def takes_images(architecture: str) -> bool:
+    """True if transformers has a class of that name that answers about images in text."""
+    transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
 
 @functools.cache

@@ -73,25 +73,32 @@ class TransformersModel(Layer):
         config = read_config(context.whole_config, context.path, trusted=context.trust_remote_code)
         self.text = text_config(config)
         found = self.find_class(config)
-        classes.check(found.base, self.text.model_type)
+        self.check_class(found)
         self.tree: Any = make_tree(
-            found.tree, config, dtype=context.dtype, attention=PROBE, experts=ATTENTION
+            found.tree,
+            config,
+            dtype=context.dtype,
+            attention=self.attention_of(config),
+            experts=ATTENTION,
         )
-        freeze_rotary(self.tree, context.max_model_len)
         weight_modules.on_device(self.tree, context.device)
-        tabulate_rotary(context, self.tree)
-        self.base_name, self.base = classes.base_of(self.tree)
+        self.names = CheckpointNames(self.tree)
+        self.base_name, self.base = self.find_base()
+        freeze_rotary(self.base, context.max_model_len)
+        tabulate_rotary(context, self.base)
         self._check_forward()
         weight_modules.silence(self.tree)
         self.run_base = WithFunctions(context.ops, self.base)
-        self.names = CheckpointNames(self.tree)
         start = f"{self.base_name}." if self.base_name else ""
         plan = TensorParallelPlan(self.base, start, context.communicator.world_size)
-        patcher = ModulePatcher(context, self.tree, plan, classes.tied_names(self.tree))
+        tied = classes.tied_names(self.tree)
+        patcher = ModulePatcher(context, self.tree, plan, tied, self.is_patched)
         self.leaves, self.later = patcher.leaves, patcher.later
         self.leaves["(all of it)"] = _AllLoaded(self)
         self.weight_rules: Sequence[WeightRule] = list(patcher.rules.values())
-        self.ignored_weights: Mapping[str, str] = classes.ignored(self.tree, patcher.tied)
+        self.ignored_weights: Mapping[str, str] = {
+            **classes.ignored(self.tree, patcher.tied), **self.unread_weights(),
+        }  # fmt: skip
         self.layers: dict[str, PagedLayer | EncoderLayer] = {}
         self.first_position = classes.first_position(self.base)
         limit = getattr(self.text, "max_position_embeddings", None)
@@ -101,6 +108,26 @@ class TransformersModel(Layer):
     def find_class(self, config: Any) -> classes.Found:
         """The class of the tree."""
         raise NotImplementedError
+
+    def check_class(self, found: classes.Found) -> None:
+        """Refuse a class that cannot run over a paged cache, before it is built."""
+        classes.check(found.base, self.text.model_type)
+
+    def attention_of(self, config: Any) -> Any:
+        """Attention that the tree is built with, as transformers takes it."""
+        return PROBE
+
+    def find_base(self) -> tuple[str, Any]:
+        """Name and module of what turns tokens into hidden states."""
+        return classes.base_of(self.tree)
+
+    def is_patched(self, name: str) -> bool:
+        """True if a module's linear layers, norms and activations are to be headrace's."""
+        return True
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors that are not read: pattern of the name in the tree -> why."""
+        return {}
 
     def _check_forward(self) -> None:
         kinds = {p.kind for p in inspect.signature(self.base.forward).parameters.values()}
@@ -149,12 +176,17 @@ class TransformersModel(Layer):
                 made = (PagedLayer if self.causal else EncoderLayer)(self.context, name, seen)
                 getattr(module, LAYERS).append(made)
                 self.layers[name] = made
-        self.tree.config._attn_implementation = ATTENTION
+        self.attend_by_headrace()
+        self._try_head(hidden[:1])
+
+    def attend_by_headrace(self) -> None:
+        """Put the attention over the cache in the place of the one that notes how it is called."""
+        if self.tree.config._attn_implementation == PROBE:
+            self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == PROBE:
                 config._attn_implementation = ATTENTION
-        self._try_head(hidden[:1])
 
     def _try_head(self, hidden: Tensor) -> None:
         """Run what comes after the base model once, on a row of its states [1, H]: what it keeps from
@@ -207,8 +239,11 @@ class TransformersForCausalLM(TransformersModel):
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)
-        head = classes.without_base(self.tree, self.base_name, self.base)
-        self.run_head = WithFunctions(context.ops, head)
+        self.run_head = WithFunctions(context.ops, classes.without_base(*self.head_place()))
+
+    def head_place(self) -> tuple[Any, str, Any]:
+        """The model that has the head, and name and module of the model directly below it."""
+        return self.tree, self.base_name, self.base
 
     def find_class(self, config: Any) -> classes.Found:
         context = self.context

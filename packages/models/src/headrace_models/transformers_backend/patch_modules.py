@@ -63,10 +63,17 @@ class ModulePatcher:
 
     Args:
         tied: full name of a parameter -> that of the one whose values it has.
+        is_patched: says of a module's full name whether headrace computes it; others are loaded, and
+            stay as they are.
     """
 
     def __init__(
-        self, context: BuildContext, tree: Any, plan: TensorParallelPlan, tied: dict[str, str]
+        self,
+        context: BuildContext,
+        tree: Any,
+        plan: TensorParallelPlan,
+        tied: dict[str, str],
+        is_patched: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.context, self.tree, self.plan, self.tied = context, tree, plan, tied
         self.leaves: dict[str, WeightLayer] = {}
@@ -80,9 +87,12 @@ class ModulePatcher:
         """Ends of names of linear layers that stay torch's."""
         modules = dict(tree.named_modules())
         for name, module in modules.items():
-            self._patch_parent(name, module)
+            if is_patched(name):
+                self._patch_parent(name, module)
         for name, module in modules.items():
-            if module not in self.done:
+            if not is_patched(name):
+                self._keep(name, module)
+            elif module not in self.done:
                 self._patch(name, module)
 
     # ---- modules with modules
@@ -177,12 +187,7 @@ class ModulePatcher:
 
     def _patch(self, name: str, module: nn.Module) -> None:
         self._patch_weightless(module)
-        own = {key for key, p in module._parameters.items() if p is not None}
-        stored = {
-            key
-            for key, b in module._buffers.items()
-            if b is not None and key not in module._non_persistent_buffers_set
-        }
+        own, stored = _tensors_of(module)
         if not own | stored:
             return
         if self._patch_experts(name, module) or self._patch_tied(name, module, own):
@@ -194,6 +199,15 @@ class ModulePatcher:
         if type(module) is nn.Embedding and module.max_norm is None:
             compute_by(module, embedding_forward(self.context, module))
         self._patch_norm(module)
+        self._load_as_it_is(name, module)
+
+    def _keep(self, name: str, module: nn.Module) -> None:
+        """A module that computes what its class does."""
+        if any(_tensors_of(module)):
+            self._load_as_it_is(name, module)
+
+    def _load_as_it_is(self, name: str, module: nn.Module) -> None:
+        own, stored = _tensors_of(module)
         names = [key for key in (*sorted(own), *sorted(stored)) if f"{name}.{key}" not in self.tied]
         exact = frozenset(key for key in names if self.is_exact(f"{name}.{key}"))
         for key in own - set(names):
@@ -355,6 +369,14 @@ class ModulePatcher:
         source, target = (re.sub(r"(?<![^.])\d+(?![^.])", "{}", name) for name in (source, target))
         rule = WeightRule(source, target, part=part, split=split, transposed=transposed)
         self.rules[source, target, part] = rule
+
+
+def _tensors_of(module: nn.Module) -> tuple[set[str], set[str]]:
+    """Names of a module's own parameters, and of its buffers that checkpoints store."""
+    own = {key for key, p in module._parameters.items() if p is not None}
+    passing = module._non_persistent_buffers_set
+    stored = {key for key, b in module._buffers.items() if b is not None and key not in passing}
+    return own, stored
 
 
 def _is_conv1d(module: nn.Module) -> bool:

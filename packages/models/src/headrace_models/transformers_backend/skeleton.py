@@ -17,14 +17,17 @@ _ONE_AT_A_TIME = threading.Lock()
 """While a tree is made, functions of torch and transformers are replaced for the whole process."""
 
 
-def make_tree(model_class: Any, config: Any, *, dtype: str, attention: str, experts: str) -> Any:
+def make_tree(
+    model_class: Any, config: Any, *, dtype: str, attention: str | dict[str, str], experts: str
+) -> Any:
     """Build a class from its config.
 
     Buffers (frequencies, masks) are computed as always; a parameter is made, without its random
     values, and moved to the device ``meta`` at once, so that no more than one is there at a time.
 
     Args:
-        attention, experts: names under which the functions are registered that are to be called.
+        attention, experts: names under which the functions are registered that are to be called;
+            attention may be by name of an inner config.
 
     Raises:
         UnsupportedModel: the class does not take the config.
