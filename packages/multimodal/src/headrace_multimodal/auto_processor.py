@@ -91,8 +91,8 @@ class AutoMediaProcessor:
         return [self._one(Image.fromarray(item.data), options) for item in items]
 
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
-        """A blank image of the stated ``height`` and ``width``; or of some sizes the one of most tokens, or else of
-        most memory."""
+        """A blank image of the stated ``height`` and ``width``; or of some sizes the one of most
+        tokens, or else of most memory."""
         stated = {"height", "width"} <= sizes.keys()
         tried = [(sizes["height"], sizes["width"])] if stated else _LARGE
         made = [self._one(Image.new("RGB", (width, height)), {}) for height, width in tried]
