@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def make(name: str, folder: Path) -> Path:
     config = {**SHAPES[name], **COMMON}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
-    _save_tokenizer(path, config["vocab_size"])
+    save_tokenizer(path, config["vocab_size"])
     torch.manual_seed(1234)
     save_file(_tensors(config), path / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -90,7 +91,8 @@ def _tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _save_tokenizer(path: Path, vocab_size: int) -> None:
+def save_tokenizer(path: Path, vocab_size: int, marks: Sequence[str] = ()) -> dict[str, int]:
+    """Write a tokenizer with further special tokens; returns the ids of these."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -98,7 +100,7 @@ def _save_tokenizer(path: Path, vocab_size: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, 8192), special_tokens=SPECIAL, show_progress=False,
+        vocab_size=min(vocab_size, 8192), special_tokens=[*SPECIAL, *marks], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train([str(file) for file in files], trainer)
@@ -115,6 +117,7 @@ def _save_tokenizer(path: Path, vocab_size: int) -> None:
             }
         )
     )  # fmt: skip
+    return {mark: vocabulary[mark] for mark in marks}
 
 
 def num_parameters(path: Path) -> int:

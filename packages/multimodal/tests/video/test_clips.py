@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from headrace_core.errors import RequestError
@@ -16,10 +15,17 @@ from headrace_multimodal.video.limits import VideoLimits
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), np.uint8)
 PICTURES = [Image.fromarray(frame) for frame in FRAMES]
+class Tensor:
+    """As torch's: numpy reads it by its protocol."""
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return FRAMES if dtype is None else FRAMES.astype(dtype)
+
+
 FORMS: dict[str, Callable[[], Any]] = {
     "array": lambda: FRAMES,
     "channels first": lambda: FRAMES.transpose(0, 3, 1, 2),
-    "tensor": lambda: torch.from_numpy(FRAMES),
+    "tensor": lambda: Tensor(),
     "pictures": lambda: PICTURES,
     "list of arrays": lambda: list(FRAMES),
     "with metadata": lambda: (FRAMES, {"fps": np.float32(2), "frames_indices": np.arange(3)}),

@@ -1,0 +1,238 @@
+"""Time to the first token of a prompt with one image: ``python benchmarks/images.py --help``.
+
+Engines run one at a time, in turn, each in the Python of its own environment; every image is new, so that
+nothing comes from a cache. ``--towers`` measures images a second of SigLIP's tower in batches instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES = (448, 1344)
+QUESTION = "What is in the picture?"
+MARK = "[IMG]"
+VISION = {
+    "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "image_size": 1540, "patch_size": 14,
+}  # fmt: skip
+TEXT = {
+    "model_type": "mistral", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32768,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "sliding_window": None,
+}  # fmt: skip
+SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 224, "patch_size": 14,
+}  # fmt: skip
+
+
+def make(folder: Path) -> Path:
+    """Mistral 3's classes at 0.8 billion parameters (tower 0.4, text 0.36): random weights."""
+    path = folder / "mistral3_08b"
+    if (path / "config.json").is_file():
+        return path
+    import torch
+    from checkpoints import save_tokenizer
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    path.mkdir(parents=True, exist_ok=True)
+    marks = [MARK, "[IMG_BREAK]", "[IMG_END]"]
+    ids = save_tokenizer(path, TEXT["vocab_size"], marks)
+    config = Mistral3Config(
+        vision_config=VISION, text_config=TEXT, image_token_index=ids[MARK], spatial_merge_size=2,
+        vision_feature_layer=-1, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(1234)
+    model = Mistral3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    PixtralImageProcessorPil(size={"longest_edge": 1540}, patch_size=28).save_pretrained(path)
+    (path / "processor_config.json").write_text(json.dumps({
+        "processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2,
+        "image_token": MARK, "image_break_token": marks[1], "image_end_token": marks[2],
+    }))  # fmt: skip
+    return path
+
+
+def picture(seed: int, side: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return Image.fromarray(noise)
+
+
+def run(engine: str, path: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each prompt, by the image's side; the first of each is not counted."""
+    ask = {"headrace": _headrace, "vllm": _vllm, "transformers": _transformers}[engine](path)
+    found: dict[str, list[float]] = {}
+    for side in SIZES:
+        for number in range(rounds + 1):
+            image = picture(side + number, side)
+            start = time.perf_counter()
+            ask(image)
+            if number:
+                found.setdefault(str(side), []).append(time.perf_counter() - start)
+    return found
+
+
+def _headrace(path: str) -> Any:
+    from headrace import LLM, SamplingParams
+
+    llm = LLM(path, dtype="bfloat16", max_model_len=8192, kv_cache_memory_bytes=1 << 30,
+              max_num_batched_tokens=4096, disable_log_stats=True)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=1)
+    return lambda image: llm.generate(_asked(image), params, use_tqdm=False)
+
+
+def _vllm(path: str) -> Any:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(path, dtype="bfloat16", max_model_len=8192, kv_cache_memory_bytes=1 << 30,
+              max_num_batched_tokens=4096, tokenizer_mode="hf", config_format="hf",
+              limit_mm_per_prompt={"image": 1})  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=1)
+    return lambda image: llm.generate(_asked(image), params, use_tqdm=False)
+
+
+def _transformers(path: str) -> Any:
+    import torch
+    from transformers import (
+        AutoImageProcessor,
+        Mistral3ForConditionalGeneration,
+        PixtralProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{path}/tokenizer.json", pad_token=MARK)
+    processor = PixtralProcessor.__new__(PixtralProcessor)
+    PixtralProcessor.__init__(
+        processor, AutoImageProcessor.from_pretrained(path), tokenizer, patch_size=14,
+        spatial_merge_size=2, image_token=MARK,
+    )  # fmt: skip
+    model = Mistral3ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def ask(image: Any) -> None:
+        given = processor(text=f"{MARK}{QUESTION}", images=[image], return_tensors="pt")
+        given["pixel_values"] = given["pixel_values"].bfloat16()
+        model.generate(**given, max_new_tokens=1, do_sample=False)
+
+    return ask
+
+
+def _asked(image: Any) -> dict[str, Any]:
+    return {"prompt": f"{MARK}{QUESTION}", "multi_modal_data": {"image": image}}
+
+
+def towers(folder: Path, engine: str, batch: int, rounds: int) -> list[float]:
+    """Images a second of SigLIP's tower (so400m, 224 pixels) in bf16, batch by batch."""
+    import torch
+
+    path = make_siglip(folder)
+    pixels = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    if engine == "transformers":
+        from transformers import PaliGemmaForConditionalGeneration
+
+        model = PaliGemmaForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16).eval()
+        return _rates(lambda: model.get_image_features(pixels.bfloat16()), batch, rounds)
+    from headrace import LLM
+
+    llm = LLM(str(path), dtype="bfloat16", max_model_len=512, kv_cache_memory_bytes=64 << 20)
+    items = [{"pixel_values": one} for one in pixels]
+    [found] = llm.apply_model(
+        lambda model: _rates(lambda: model.embed_media("image", items), batch, rounds)
+    )
+    return found
+
+
+def _rates(call: Any, batch: int, rounds: int) -> list[float]:
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            call()
+            if number:
+                found.append(batch / (time.perf_counter() - start))
+    return found
+
+
+def make_siglip(folder: Path) -> Path:
+    """PaliGemma's classes with the tower of its checkpoints, in front of a small decoder."""
+    path = folder / "paligemma_so400m"
+    if (path / "config.json").is_file():
+        return path
+    import torch
+    from checkpoints import save_tokenizer
+    from transformers import (
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        SiglipImageProcessor,
+    )
+
+    path.mkdir(parents=True, exist_ok=True)
+    ids = save_tokenizer(path, 8192, ["<image>"])
+    text = {"model_type": "gemma", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64,
+            "vocab_size": 8192}  # fmt: skip
+    config = PaliGemmaConfig(
+        vision_config={**SIGLIP, "projection_dim": 256}, text_config=text, projection_dim=256,
+        image_token_index=ids["<image>"], hidden_size=256,
+    )  # fmt: skip
+    torch.manual_seed(1234)
+    model = PaliGemmaForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    SiglipImageProcessor(size={"height": 224, "width": 224}).save_pretrained(path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where checkpoints are, or are made")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
+                        help="vllm or transformers, and the Python that has it")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the engines")
+    parser.add_argument("--prompts", type=int, default=3, help="images of each size in a turn")
+    parser.add_argument("--towers", type=int, default=0, metavar="BATCH")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        if given.towers:
+            print(
+                json.dumps({"tower": towers(given.folder, given.one, given.towers, given.prompts)})
+            )
+        else:
+            print(json.dumps(run(given.one, str(make(given.folder)), given.prompts)))
+        return
+    (make_siglip if given.towers else make)(given.folder)
+    pythons = {"headrace": sys.executable, **dict(peer.split("=", 1) for peer in given.peer)}
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(given.rounds):
+        for engine, python in pythons.items():
+            words = [python, __file__, str(given.folder), "--one", engine, "--prompts", str(given.prompts),
+                     "--towers", str(given.towers)]  # fmt: skip
+            done = subprocess.run(words, capture_output=True, text=True, timeout=1800, check=False)
+            if done.returncode:
+                print(f"{engine}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
+                continue
+            for what, values in json.loads(done.stdout.strip().splitlines()[-1]).items():
+                found.setdefault(what, {}).setdefault(engine, []).extend(values)
+    for what, engines in found.items():
+        for engine, values in engines.items():
+            unit = "images/s" if given.towers else "s to the first token"
+            middle = statistics.median(values)
+            print(f"{what:>6} {engine:<13} {middle:8.3f} {unit} (of {len(values)}, "
+                  f"{min(values):.3f} to {max(values):.3f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
