@@ -398,6 +398,9 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
     [
         ("InternVLChatModel", "qwen2", "llm_config", "mlp1.0", {}),
         ("InternVLChatModel", "qwen3", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "qwen3_moe", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "phi3", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "gpt_oss", "llm_config", "vision_model", {}),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),

@@ -301,11 +301,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {
                 "qwen2": "Qwen2ForCausalLM",
                 "qwen3": "Qwen3ForCausalLM",
+                "qwen3_moe": "Qwen3MoeForCausalLM",
                 "llama": "LlamaForCausalLM",
                 "internlm2": "InternLM2ForCausalLM",
+                "phi3": "Phi3ForCausalLM",
+                "gpt_oss": "GptOssForCausalLM",
             },
             "InternVL 2 to 3.5",
             ("vision_model", "mlp1"),
+            towers={"intern_vit_6b": "internvl_chat:InternVLChat"},
         ),
         Wrapper(
             "InternVLForConditionalGeneration",
