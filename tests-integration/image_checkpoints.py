@@ -14,6 +14,7 @@ from PIL import Image
 from speech_checkpoints import save_tokenizer
 
 from headrace_testing.model.decoders import randomise
+from headrace_testing.model.published_internvl import publish
 
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
@@ -195,6 +196,27 @@ def save_gemma3(folder: Path) -> Any:
     )  # fmt: skip
     Gemma3ImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
     return _finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
+
+
+def save_internvl_chat(folder: Path) -> Any:
+    """As InternVL is published: tiles of 16 x 16 pixels, 4 tokens each; returns transformers' class of it."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    names = ("<|endoftext|>", "<img>", "</img>", "<IMG_CONTEXT>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = InternVLConfig(
+        vision_config=vision, text_config=text, image_token_id=ids[names[3]], tie_word_embeddings=False,
+    )  # fmt: skip
+    model = _finish(folder, InternVLForConditionalGeneration(config), names[3], end)
+    publish(folder)
+    return model
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -19,6 +19,7 @@ from image_checkpoints import (
     picture,
     pixtral_images,
     save_gemma3,
+    save_internvl_chat,
     save_llava,
     save_pixtral,
     save_qwen2_vl,
@@ -109,9 +110,27 @@ def of_gemma3(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"pixel_values": made["pixel_values"], "items": [item] * len(images)}
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3"])
+def of_internvl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers import GotOcr2ImageProcessorPil
+
+    library = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+    made = library(images=list(images), return_tensors="pt")
+    begin, mark, end = token_ids(folder, "<img><IMG_CONTEXT></img>")
+    items = [[begin, *[mark] * 4 * count, end] for count in made["num_patches"]]
+    return {"pixel_values": made["pixel_values"], "items": items}
+
+
+@pytest.fixture(
+    scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3", "internvl_chat"]
+)
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "internvl_chat":
+        mark = "<IMG_CONTEXT>"
+        return Seer(folder, save_internvl_chat(folder), mark, mark, of_internvl)
     if request.param == "llava":
         return Seer(folder, save_llava(folder), "<image>", "<image>", of_llava)
     if request.param == "gemma3":
