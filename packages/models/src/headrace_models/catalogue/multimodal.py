@@ -359,6 +359,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama4_text": "Llama4ForCausalLM"},
             "Llama 4 Scout, Maverick",
             ("vision_model", "multi_modal_projector"),
+            towers={"llama4_vision_model": "llama4:Llama4"},
         ),
         Wrapper(
             "LlavaForConditionalGeneration",
