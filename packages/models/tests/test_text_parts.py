@@ -106,7 +106,7 @@ LEFT_AS_THEY_ARE = {"text_config", "high_res_vision_config"}
 TOWERS: dict[str, dict[str, Any]] = {
     "FastVlmForConditionalGeneration": {"hidden_size": 32},
     "Granite4VisionForConditionalGeneration": {"hidden_size": 64},
-    "Llama4ForConditionalGeneration": {"intermediate_size": 128},
+    "Llama4ForConditionalGeneration": {"intermediate_size": 128, "vision_output_dim": 32},
     "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
     "Qwen2VLForConditionalGeneration": {"hidden_size": 64},
