@@ -219,6 +219,37 @@ def save_internvl_chat(folder: Path) -> Any:
     return model
 
 
+def save_llama4(folder: Path) -> Any:
+    """Tiles of 16 x 16 pixels, 4 tokens each, in front of a decoder of mixtures with chunks."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    names = (
+        "<|endoftext|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>",
+        "<|tile_x_separator|>", "<|tile_y_separator|>",
+    )  # fmt: skip
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4, "projector_input_dim": 40, "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+        "no_rope_layers": [1, 0], "attention_chunk_size": 24, "interleave_moe_layer_step": 2,
+        "eos_token_id": end, "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Llama4Config(
+        vision_config=vision, text_config=text, image_token_index=ids["<|patch|>"],
+        boi_token_index=ids["<|image_start|>"], eoi_token_index=ids["<|image_end|>"],
+    )  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"height": 16, "width": 16}, "max_patches": 4})
+    )
+    return _finish(folder, Llama4ForConditionalGeneration(config), "<|image|>", end)
+
+
 def pixtral_images(**settings: Any) -> Any:
     """The library's image processor on Pillow."""
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil

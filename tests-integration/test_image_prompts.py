@@ -20,6 +20,7 @@ from image_checkpoints import (
     pixtral_images,
     save_gemma3,
     save_internvl_chat,
+    save_llama4,
     save_llava,
     save_pixtral,
     save_qwen2_vl,
@@ -123,11 +124,27 @@ def of_internvl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"pixel_values": made["pixel_values"], "items": items}
 
 
+def of_llama4(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_llama4 import library, whole
+
+    made = library(size={"height": 16, "width": 16}, max_patches=4)(
+        images=list(images), return_tensors="pt"
+    )
+    words = whole(library(), patch_size=4)
+    texts = [words.replace_image_token(made, index) for index in range(len(images))]
+    items = [token_ids(folder, text) for text in texts]
+    return {"pixel_values": made["pixel_values"].float(), "items": items}
+
+
 @pytest.fixture(
-    scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3", "internvl_chat"]
+    scope="module",
+    params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3", "internvl_chat", "llama4"],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "llama4":
+        mark = "<|image|>"
+        return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)
     if request.param == "internvl_chat":
         mark = "<IMG_CONTEXT>"
         return Seer(folder, save_internvl_chat(folder), mark, mark, of_internvl)
