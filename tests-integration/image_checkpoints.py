@@ -14,6 +14,7 @@ from PIL import Image
 from speech_checkpoints import save_tokenizer
 
 from headrace_testing.model.decoders import randomise
+from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
 from headrace_testing.model.published_internvl import publish
 
 CHAT = (
@@ -248,6 +249,33 @@ def save_llama4(folder: Path) -> Any:
         json.dumps({"size": {"height": 16, "width": 16}, "max_patches": 4})
     )
     return _finish(folder, Llama4ForConditionalGeneration(config), "<|image|>", end)
+
+
+def save_minicpmv(folder: Path) -> Any:
+    """Slices of about 32 x 32 pixels, 5 tokens each, behind the number of their image."""
+    names = (
+        "<|endoftext|>", "<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
+    )  # fmt: skip
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "image_size": 56, "patch_size": 8,
+    }  # fmt: skip
+    config = {
+        **TEXT, "hidden_size": 128, "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
+        "vision_config": vision, "query_num": 5, "drop_vision_last_layer": False, "image_token": ids["<unk>"],
+        "tie_word_embeddings": False, "eos_token_id": end, "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    settings = {
+        "patch_size": 8,
+        "scale_resolution": 32,
+        "max_slice_nums": 4,
+        "image_feature_size": 5,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    return _finish(folder, PlainMiniCPMV(config), "<unk>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -22,6 +22,7 @@ from image_checkpoints import (
     save_internvl_chat,
     save_llama4,
     save_llava,
+    save_minicpmv,
     save_pixtral,
     save_qwen2_vl,
     save_qwen3_vl,
@@ -136,12 +137,41 @@ def of_llama4(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"pixel_values": made["pixel_values"].float(), "items": items}
 
 
+def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_minicpmv import library, written
+
+    found, items = [], []
+    settings = {"patch_size": 8, "scale_resolution": 32, "max_slice_nums": 4}
+    for index, image in enumerate(images):
+        made = library(**settings)(images=image, return_tensors="np")
+        values = made["pixel_values"][0].reshape(3, 8, -1, 8).transpose(2, 0, 1, 3)
+        found.append(
+            {
+                "pixel_values": torch.tensor(values.reshape(len(values), -1)),
+                "tgt_sizes": torch.tensor(made["target_sizes"]),
+            }
+        )
+        items.append(token_ids(folder, written(made["grids"][0], index, 5)))
+    return {"images": found, "items": items}
+
+
 @pytest.fixture(
     scope="module",
-    params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3", "internvl_chat", "llama4"],
+    params=[
+        "llava",
+        "qwen2_vl",
+        "qwen3_vl",
+        "pixtral",
+        "gemma3",
+        "internvl_chat",
+        "llama4",
+        "minicpmv",
+    ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "minicpmv":
+        return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
     if request.param == "llama4":
         mark = "<|image|>"
         return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)

@@ -1,23 +1,20 @@
-"""MiniCPM-V 2.6, whose class transformers does not have: its tower and its language model are transformers'
-(Idefics 2's tower has the same places), its resampler is written here with torch's attention, by the paper
-(arXiv:2408.01800) and the published files' names."""
+"""MiniCPM-V 2.6 beside a plain reading of it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_vision_language import TEXT, drawn
-from torch import Tensor, nn
+from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
+from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
 
 SIZE, PATCH, QUERIES = 256, 4, 5
 VISION: dict[str, Any] = {
@@ -26,84 +23,17 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
-def waves(size: int, positions: Tensor) -> Tensor:
-    """[len(positions), size]: sines, then cosines."""
-    each = 1.0 / 10000 ** (torch.arange(size // 2) / (size / 2))
-    angles = torch.outer(positions.float(), each)
-    return torch.cat((angles.sin(), angles.cos()), dim=1)
-
-
-class Resampler(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Parameter(torch.zeros(QUERIES, SIZE))
-        self.kv_proj = nn.Linear(VISION["hidden_size"], SIZE, bias=False)
-        self.attn = nn.MultiheadAttention(SIZE, SIZE // 128)
-        self.ln_q, self.ln_kv, self.ln_post = (nn.LayerNorm(SIZE, eps=1e-6) for _ in range(3))
-        self.proj = nn.Parameter(torch.zeros(SIZE, SIZE))
-
-    def forward(self, states: Tensor, rows: int, columns: int) -> Tensor:
-        x = self.ln_kv(self.kv_proj(states))
-        across = waves(SIZE // 2, torch.arange(columns)).repeat(rows, 1)
-        down = waves(SIZE // 2, torch.arange(rows)).repeat_interleave(columns, dim=0)
-        placed = torch.cat((across, down), dim=1)
-        seen, _ = self.attn(self.ln_q(self.query), x + placed, x)
-        made: Tensor = self.ln_post(seen) @ self.proj
-        return made
-
-
-class Published(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        from transformers import Qwen2ForCausalLM
-        from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
-        from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
-
-        self.llm = Qwen2ForCausalLM(config)
-        self.vpm = Idefics2VisionTransformer(
-            Idefics2VisionConfig(**VISION, hidden_act="gelu_pytorch_tanh")
-        )
-        self.resampler = Resampler()
-
-    def embed(self, image: dict[str, Tensor]) -> Tensor:
-        """Slice by slice."""
-        found, flat = [], image["pixel_values"]
-        for rows, columns in image["tgt_sizes"].tolist():
-            patches = flat[: rows * columns].view(rows, columns, 3, PATCH, PATCH)
-            flat = flat[rows * columns :]
-            pixels = patches.permute(2, 0, 3, 1, 4).reshape(1, 3, rows * PATCH, columns * PATCH)
-            mask = torch.ones(1, rows, columns, dtype=torch.bool)
-            states = self.vpm(pixels, patch_attention_mask=mask).last_hidden_state[0]
-            found.append(self.resampler(states, rows, columns))
-        return torch.cat(found)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, images: Any = None) -> Any:
-        embeds = self.llm.get_input_embeddings()(input_ids).clone()
-        if images:
-            embeds[input_ids == IMAGE] = torch.cat([self.embed(image) for image in images])
-        logits = self.llm(inputs_embeds=embeds, attention_mask=attention_mask).logits
-        return SimpleNamespace(logits=logits)
-
-
 class TestMiniCPMV(VisionConformance):
     def hf_class(self) -> Any:
-        return Published
+        return PlainMiniCPMV
 
     def hf_config(self) -> Any:
-        from transformers import Qwen2Config
-
-        return Qwen2Config(**{**TEXT, "hidden_size": SIZE, "tie_word_embeddings": False})
-
-    def save(self, reference: Any, folder: Path) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in reference.state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        own = reference.llm.config.to_dict()
-        whole = {
+        return {
             "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
             "vision_config": {**VISION, "model_type": "siglip"}, "query_num": QUERIES,
             "drop_vision_last_layer": False, "slice_config": {"max_slice_nums": 9},
+            "image_token": IMAGE, **TEXT, "hidden_size": SIZE, "tie_word_embeddings": False,
         }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps({**own, **whole}))
 
     def images(self) -> Sequence[dict[str, Tensor]]:
         """Of three slices and of one, of several shapes."""

@@ -92,16 +92,15 @@ class Resampler(Layer):
         lengths = [rows * columns for rows, columns in grids]
         seen = [
             self._attend(query, *own)
-            for own in zip(key.split(lengths), value.split(lengths), strict=True)
+            for own in zip(torch.split(key, lengths), torch.split(value, lengths), strict=True)
         ]
         return self.last_norm(self.out(torch.cat(seen))) @ self.projection.vector
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [Q, E], key and value [patches, E] of an image -> [Q, E]. The ops' attention has as many
         keys as queries, so this is torch's."""
-        heads = (x.view(len(x), self.num_heads, -1).transpose(0, 1) for x in (query, key, value))
-        found = functional.scaled_dot_product_attention(*heads)
-        return found.transpose(0, 1).flatten(1)
+        q, k, v = (x.view(len(x), self.num_heads, -1).transpose(0, 1) for x in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
 
 
 def waves(size: int, rows: int, columns: int) -> Tensor:
