@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import test_relaid_families as relaid
 import torch
+from safetensors.torch import load_file, save_file
 from test_vision_internvl import TOWER, InternVLConformance
 
 from headrace_core.errors import UnsupportedModel
 from headrace_testing.model.published_internvl import publish
+
+_DECODER = "language_model."
 
 
 class Published(InternVLConformance):
@@ -96,3 +100,33 @@ class TestInternVLChatOfLlama(Published):
 
     text = "llama"
     settings: ClassVar = {"downsample_ratio": 0.25}
+
+
+class TestInternVLChatOfPhi3(Published):
+    text = "phi3"
+
+
+class TestInternVLChatOfQwen3Moe(Published):
+    text = "qwen3_moe"
+
+
+class TestInternVLChatOfGptOss(Published):
+    text = "gpt_oss"
+
+
+class TestInternVLChatOfInternLM2(Published):
+    """Whose decoder has names of its own."""
+
+    text = "llama"
+
+    def save(self, reference: Any, folder: Path) -> None:
+        super().save(reference, folder)
+        decoder = relaid.TestInternLM2()
+        tensors = load_file(folder / "model.safetensors")
+        own = {name: tensors.pop(name) for name in [*tensors] if name.startswith(_DECODER)}
+        own = decoder.tensors_of({name.removeprefix(_DECODER): t for name, t in own.items()})
+        tensors |= {f"{_DECODER}{name}": tensor.contiguous() for name, tensor in own.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        inner = {**decoder.config_of(config["llm_config"]), "model_type": "internlm2"}
+        (folder / "config.json").write_text(json.dumps({**config, "llm_config": inner}))
