@@ -174,6 +174,14 @@ class TestMiniCPMV(ProcessorConformance):
         [unk] = ids("<unk>")
         assert vectors == {at for at, token in enumerate(ids(expected)) if token == unk}
 
+    def test_a_chat_has_an_image_in_front_of_a_line(self, tmp_path: Path) -> None:
+        """Parts of a message are joined by line ends, as in the published class."""
+        processor = processor_for(self.architecture, self.config, tmp_path)
+        media = processor.process([item(picture(37, 61))], {})
+        text = "\n".join((processor.placeholder("image", 0), "the of"))
+        expected = written([0, 0], 0, 64) + "\nthe of"
+        assert processor.place(ids(text), media).token_ids == ids(expected)
+
     def test_text_alone_is_left(self, tmp_path: Path) -> None:
         tokens = ids(f"the {MARK} of")
         placed = processor_for(self.architecture, self.config, tmp_path).place(tokens, [])

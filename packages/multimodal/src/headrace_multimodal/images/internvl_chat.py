@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.multimodal import MediaPlacement, ProcessedMedia
+from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.images.internvl import grid_of
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
@@ -90,7 +90,7 @@ class InternVLChatProcessor(ImageProcessor):
         """The size of as many tiles as options may ask for, side by side."""
         return self._side, self._side * self._most
 
-    def largest(self, modality: Any) -> ProcessedMedia:
+    def largest(self, modality: Modality) -> ProcessedMedia:
         """An image in that many tiles."""
         return self.one(np.zeros((*self.largest_size(), 3), np.uint8), {CUTS: True})
 

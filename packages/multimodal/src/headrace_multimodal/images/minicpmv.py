@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.multimodal import MediaPlacement, ProcessedMedia
+from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
 from headrace_multimodal.images.steps import HALVES, Float, Numbers, resized
@@ -44,7 +44,7 @@ class MiniCPMVProcessor(ImageProcessor):
     front of each image is its number in the prompt.
     """
 
-    text = "(<image>./</image>)"
+    written: ClassVar[str] = "(<image>./</image>)"
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -75,6 +75,10 @@ class MiniCPMVProcessor(ImageProcessor):
         """The token of a vector."""
         return special_token_id(self.path, self._name("unk"))
 
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """The token, which no text around it changes."""
+        return self._name("unk")
+
     def options(self) -> Sequence[str]:
         return (MOST,)
 
@@ -99,7 +103,7 @@ class MiniCPMVProcessor(ImageProcessor):
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Each item behind its number."""
         if media and self.placeholder_id not in token_ids:
-            token_ids = self._words.replaced(token_ids, self.text, self.placeholder_id)
+            token_ids = self._words.replaced(token_ids, self.written, self.placeholder_id)
         return super().place(self._counted(token_ids) if media else token_ids, media)
 
     def largest_size(self) -> tuple[int, int]:
