@@ -97,7 +97,7 @@ class TestMiniCPMV(ProcessorConformance):
             "norm_mean": [0.4] * 3,
             "norm_std": [0.3] * 3,
         },
-        {"slice_mode": False},
+        {"max_slice_nums": 1},
     )
     inputs = ("pixel_values", "tgt_sizes")
 
@@ -211,6 +211,7 @@ class TestMiniCPMV(ProcessorConformance):
             ({"max_slice_nums": 0}, "max_slice_nums = 0"),
             ({"slice_start": "<part>"}, "<part>"),
             ({"unk": ""}, "unk = ''"),
+            ({"slice_mode": False}, "slice_mode = False"),
             ({"norm_mean": 0.5}, "image_mean = 0.5"),
         ],
     )

@@ -57,7 +57,7 @@ class MiniCPMVProcessor(ImageProcessor):
             )
         self._most = _number(stated, MOST, 9, _MOST_SLICES)
         if not stated.get("slice_mode", True):
-            self._most = 1
+            raise UnsupportedModel("image processor: slice_mode = False: must be true")
         self._number = _number(stated, "image_feature_size", 64)
         if config.get("query_num", 64) != self._number:
             raise UnsupportedModel(
