@@ -14,6 +14,8 @@ from PIL import Image
 from speech_checkpoints import save_tokenizer
 
 from headrace_testing.model.decoders import randomise
+from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
+from headrace_testing.model.published_internvl import publish
 
 CHAT = (
     "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
@@ -231,6 +233,85 @@ def save_paligemma(folder: Path) -> Any:
     )  # fmt: skip
     SiglipImageProcessor(size={"height": 28, "width": 28}).save_pretrained(folder)
     return finish(folder, PaliGemmaForConditionalGeneration(config), "<image>", end)
+
+
+def save_internvl_chat(folder: Path) -> Any:
+    """As InternVL is published: tiles of 16 x 16 pixels, 4 tokens each; returns transformers' class of it."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    names = ("<|endoftext|>", "<img>", "</img>", "<IMG_CONTEXT>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = InternVLConfig(
+        vision_config=vision, text_config=text, image_token_id=ids[names[3]], tie_word_embeddings=False,
+    )  # fmt: skip
+    model = finish(folder, InternVLForConditionalGeneration(config), names[3], end)
+    publish(folder)
+    return model
+
+
+def save_llama4(folder: Path) -> Any:
+    """Tiles of 16 x 16 pixels, 4 tokens each, in front of a decoder of mixtures with chunks."""
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    names = (
+        "<|endoftext|>", "<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>",
+        "<|tile_x_separator|>", "<|tile_y_separator|>",
+    )  # fmt: skip
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4, "projector_input_dim": 40, "projector_output_dim": 40,
+        "vision_output_dim": 40,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+        "no_rope_layers": [1, 0], "attention_chunk_size": 24, "interleave_moe_layer_step": 2,
+        "eos_token_id": end, "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Llama4Config(
+        vision_config=vision, text_config=text, image_token_index=ids["<|patch|>"],
+        boi_token_index=ids["<|image_start|>"], eoi_token_index=ids["<|image_end|>"],
+    )  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"height": 16, "width": 16}, "max_patches": 4})
+    )
+    return finish(folder, Llama4ForConditionalGeneration(config), "<|image|>", end)
+
+
+def save_minicpmv(folder: Path) -> Any:
+    """Slices of about 32 x 32 pixels, 5 tokens each, behind the number of their image."""
+    names = (
+        "<|endoftext|>", "<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>",
+    )  # fmt: skip
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "image_size": 56, "patch_size": 8,
+    }  # fmt: skip
+    config = {
+        **TEXT, "hidden_size": 128, "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
+        "vision_config": vision, "query_num": 5, "drop_vision_last_layer": False, "image_token": ids["<unk>"],
+        "tie_word_embeddings": False, "eos_token_id": end, "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    settings = {
+        "patch_size": 8,
+        "scale_resolution": 32,
+        "max_slice_nums": 4,
+        "image_feature_size": 5,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    return finish(folder, PlainMiniCPMV(config), "<unk>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -92,6 +92,15 @@ class ProcessorConformance:
             (own,) = processor.process([item(picture(*size))], {})
             assert own.num_tokens <= most
 
+    def test_an_image_of_fewer_tokens(self, tmp_path: Path) -> None:
+        """For measuring: no more than asked for, or as few as any."""
+        self.library().save_pretrained(tmp_path)
+        processor = processor_for(self.architecture, self.config, tmp_path)
+        (least,) = processor.process([item(picture(8, 8))], {})
+        for most in (1, 100, 1000):
+            found = processor.largest("image", {"num_tokens": most})
+            assert found.num_tokens <= max(most, least.num_tokens)
+
 
 class TestLlava(ProcessorConformance):
     architecture = "LlavaForConditionalGeneration"

@@ -19,7 +19,10 @@ from image_checkpoints import (
     picture,
     pixtral_images,
     save_gemma3,
+    save_internvl_chat,
+    save_llama4,
     save_llava,
+    save_minicpmv,
     save_pixtral,
     save_qwen2_vl,
     save_qwen3_vl,
@@ -109,9 +112,72 @@ def of_gemma3(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"pixel_values": made["pixel_values"], "items": [item] * len(images)}
 
 
-@pytest.fixture(scope="module", params=["llava", "qwen2_vl", "qwen3_vl", "pixtral", "gemma3"])
+def of_internvl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers import GotOcr2ImageProcessorPil
+
+    library = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+    made = library(images=list(images), return_tensors="pt")
+    begin, mark, end = token_ids(folder, "<img><IMG_CONTEXT></img>")
+    items = [[begin, *[mark] * 4 * count, end] for count in made["num_patches"]]
+    return {"pixel_values": made["pixel_values"], "items": items}
+
+
+def of_llama4(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_llama4 import library, whole
+
+    made = library(size={"height": 16, "width": 16}, max_patches=4)(
+        images=list(images), return_tensors="pt"
+    )
+    words = whole(library(), patch_size=4)
+    texts = [words.replace_image_token(made, index) for index in range(len(images))]
+    items = [token_ids(folder, text) for text in texts]
+    return {"pixel_values": made["pixel_values"].float(), "items": items}
+
+
+def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_minicpmv import library, written
+
+    found, items = [], []
+    settings = {"patch_size": 8, "scale_resolution": 32, "max_slice_nums": 4}
+    for index, image in enumerate(images):
+        made = library(**settings)(images=image, return_tensors="np")
+        values = made["pixel_values"][0].reshape(3, 8, -1, 8).transpose(2, 0, 1, 3)
+        found.append(
+            {
+                "pixel_values": torch.tensor(values.reshape(len(values), -1)),
+                "tgt_sizes": torch.tensor(made["target_sizes"]),
+            }
+        )
+        items.append(token_ids(folder, written(made["grids"][0], index, 5)))
+    return {"images": found, "items": items}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llava",
+        "qwen2_vl",
+        "qwen3_vl",
+        "pixtral",
+        "gemma3",
+        "internvl_chat",
+        "llama4",
+        "minicpmv",
+    ],
+)
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "minicpmv":
+        return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
+    if request.param == "llama4":
+        mark = "<|image|>"
+        return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)
+    if request.param == "internvl_chat":
+        mark = "<IMG_CONTEXT>"
+        return Seer(folder, save_internvl_chat(folder), mark, mark, of_internvl)
     if request.param == "llava":
         return Seer(folder, save_llava(folder), "<image>", "<image>", of_llava)
     if request.param == "gemma3":

@@ -37,10 +37,36 @@ def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> No
     resolved: Any = SimpleNamespace(config=config, info=info, platform=platform)
     make = media.largest_media(resolved)
     assert make is not None
-    item, _ = make()
+    item = make()[0].item
     assert asked == [
         ("image", {"num_tokens": 50, "width": 7}),
         ("video", {"num_tokens": 40, "num_frames": 9, "height": 8}),
     ]
     assert item.num_tokens == 6
     assert item.num_vectors == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_large_item_is_reckoned_from_a_small_one_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    class Processor:
+        def modalities(self) -> tuple[str, ...]:
+            return ("image",)
+
+        def largest(self, modality: str, sizes: dict[str, int]) -> ProcessedMedia:
+            return ProcessedMedia({}, min(3000, sizes["num_tokens"]) // 200 * 200)
+
+    monkeypatch.setattr(media, "media_processor", lambda info: Processor())
+    config = SimpleNamespace(
+        model=SimpleNamespace(limit_mm_per_prompt={}),
+        scheduler=SimpleNamespace(max_num_batched_tokens=512), multimodal=MultiModalConfig(),
+    )  # fmt: skip
+    resolved: Any = SimpleNamespace(
+        config=config, info=SimpleNamespace(processor="x", max_model_len=1200),
+        platform=SimpleNamespace(device=device),
+    )  # fmt: skip
+    make = media.largest_media(resolved)
+    assert make is not None
+    [found] = make()
+    assert (found.item.num_tokens, found.factor) == ((200, 6.0) if device == "cpu" else (1200, 1.0))

@@ -106,6 +106,7 @@ LEFT_AS_THEY_ARE = {"text_config", "high_res_vision_config"}
 TOWERS: dict[str, dict[str, Any]] = {
     "FastVlmForConditionalGeneration": {"hidden_size": 32},
     "Granite4VisionForConditionalGeneration": {"hidden_size": 64},
+    "Llama4ForConditionalGeneration": {"intermediate_size": 128, "vision_output_dim": 32},
     "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
     "Qwen2VLForConditionalGeneration": {"hidden_size": 64},
@@ -128,7 +129,7 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM",
+    "Phi4MultimodalForCausalLM", "MiniCPMV",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
@@ -400,6 +401,9 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
     [
         ("InternVLChatModel", "qwen2", "llm_config", "mlp1.0", {}),
         ("InternVLChatModel", "qwen3", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "qwen3_moe", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "phi3", "llm_config", "vision_model", {}),
+        ("InternVLChatModel", "gpt_oss", "llm_config", "vision_model", {}),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),

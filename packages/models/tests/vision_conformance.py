@@ -66,8 +66,12 @@ class VisionConformance:
         torch.manual_seed(0)
         reference = cls().hf_class()(cls().hf_config()).eval()
         randomise(reference)
-        reference.save_pretrained(folder)
+        cls().save(reference, folder)
         return reference
+
+    def save(self, reference: Any, folder: Path) -> None:
+        """Write the checkpoint that is loaded."""
+        reference.save_pretrained(folder)
 
     def load(self, folder: Path, **settings: Any) -> Any:
         """The model, with its towers whether or not a package with processors is installed."""

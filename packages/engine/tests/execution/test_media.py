@@ -17,6 +17,7 @@ from headrace_core.model import INPUT_EMBEDS
 from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling.params import SamplingParams
+from headrace_engine.execution.largest import LargestItem
 from headrace_reference.attention import attend
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -164,11 +165,29 @@ def test_an_encoder_that_miscounts_is_named(tiny: Any, hearing: Any) -> None:
 
 
 def test_memory_is_measured_with_the_largest_item(tiny: Any, hearing: Any) -> None:
-    h = tiny.Harness(hearing(), largest_media=lambda: [item(40, 6)])
+    h = tiny.Harness(hearing(), largest_media=lambda: [LargestItem(item(40, 6))])
     h.model.encoded.clear()
     h.worker.profile()
     h.worker.warm_up()
     assert h.model.encoded == [[40]]
+
+
+def test_memory_is_reckoned_from_a_smaller_item(tiny: Any, hearing: Any) -> None:
+    class Growing(hearing):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[Tensor] = []
+
+        def encode(self, inputs: Sequence[Mapping[str, Tensor]]) -> Tensor:
+            self.kept.append(torch.ones(8 << 20))  # 32 MB
+            return super().encode(inputs)
+
+    def activations(factor: float) -> int:
+        h = tiny.Harness(Growing(), largest_media=lambda: [LargestItem(item(40, 6), factor)])
+        return int(h.worker.profile().activations)
+
+    assert activations(4.0) > 3 * (32 << 20)
+    assert activations(1.0) < 3 * (32 << 20)
 
 
 @pytest.fixture

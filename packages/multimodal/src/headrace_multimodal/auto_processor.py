@@ -11,6 +11,7 @@ No code of the checkpoint runs. It is the entry ``transformers`` of ``headrace.m
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -96,7 +97,9 @@ class AutoMediaProcessor:
         stated = {"height", "width"} <= sizes.keys()
         tried = [(sizes["height"], sizes["width"])] if stated else _LARGE
         made = [self._one(Image.new("RGB", (width, height)), {}) for height, width in tried]
-        return max(made, key=lambda item: (item.num_tokens, _size(item)))
+        most = sizes.get("num_tokens", sys.maxsize)
+        fitting = [item for item in made if item.num_tokens <= most] or made[:1]
+        return max(fitting, key=lambda item: (item.num_tokens, _size(item)))
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self._text

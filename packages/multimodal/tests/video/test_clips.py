@@ -15,6 +15,8 @@ from headrace_multimodal.video.limits import VideoLimits
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (3, 4, 6, 3), np.uint8)
 PICTURES = [Image.fromarray(frame) for frame in FRAMES]
+
+
 class Tensor:
     """As torch's: numpy reads it by its protocol."""
 

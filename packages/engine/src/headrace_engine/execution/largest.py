@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from headrace_core.multimodal import MediaInput
 from headrace_engine.execution.dummy import DummySteps
@@ -12,6 +13,14 @@ from headrace_engine.execution.measure import MemoryMeter
 MEASURED_TOKENS, MEASURED_SEQS = 256, 16
 """On a CPU the largest step is measured whole up to these sizes, beyond them from steps of these
 sizes: prompts of so many tokens cost each token the same, and seconds of a start are saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargestItem:
+    """An item of a kind that takes as much as any, or so many times less."""
+
+    item: MediaInput
+    factor: float = 1.0
 
 
 class LargestStep:
@@ -49,23 +58,24 @@ class LargestStep:
         bytes_, seconds = (p * by_token + s * by_row for p, s in zip(prompt, sampled))
         return int(bytes_), seconds
 
-    def measure_media(self, items: Iterable[MediaInput]) -> tuple[int, float]:
+    def measure_media(self, items: Iterable[LargestItem]) -> tuple[int, float]:
         """Bytes and seconds of encoding or embedding as many items as one step may hold.
 
         The largest item is measured alone: several take so many times as much.
 
         Args:
-            items: one of each kind that takes as much as any.
+            items: of each kind one.
         """
         bytes_, seconds = 0, 0.0
-        for item in items:
+        for largest in items:
             begin = time.perf_counter()
             with self._meter.peak() as peak:
-                self._steps.run_media(item)
+                self._steps.run_media(largest.item)
             # A step begins no further item once it holds its budget's worth, and may cut one.
-            count = 1 + self._tokens // max(1, item.num_tokens)
-            bytes_ = max(bytes_, count * peak.bytes)
-            seconds = max(seconds, count * (time.perf_counter() - begin))
+            count = 1 + self._tokens // max(1, int(largest.item.num_tokens * largest.factor))
+            times = count * largest.factor
+            bytes_ = max(bytes_, int(times * peak.bytes))
+            seconds = max(seconds, times * (time.perf_counter() - begin))
         return bytes_, seconds
 
     def _measure(self, num_tokens: int, num_seqs: int) -> tuple[int, float]:

@@ -20,7 +20,6 @@ from headrace_core.model import (
     SupportsRecurrence,
     takes_prompt_embeds,
 )
-from headrace_core.multimodal import MediaInput
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
 from headrace_core.sampling.logits_processor import LogitsProcessor
@@ -44,7 +43,7 @@ from headrace_engine.execution.kv_scales import (
     measuring_batch,
     one_byte_layers,
 )
-from headrace_engine.execution.largest import LargestStep
+from headrace_engine.execution.largest import LargestItem, LargestStep
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.memory import readable
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows
@@ -90,7 +89,7 @@ class ModelWorker:
         prompt_embeds: whether prompts may be embeddings, which the model must support then.
         profiler: what :meth:`start_profile` records; None: nothing.
         max_media_vectors: vectors of media that are kept for items that come again.
-        largest_media: makes an item of each kind that takes as much as any; None: requests bring
+        largest_media: makes an item of each kind to measure with; None: requests bring
             none.
         pooling: what the model pools, which it must support then; None: it generates.
         rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
@@ -119,7 +118,7 @@ class ModelWorker:
         make_processors: Callable[[torch.device], Sequence[LogitsProcessor]] | None = None,
         prompt_embeds: bool = False,
         profiler: ProfilerConfig | None = None,
-        largest_media: Callable[[], Sequence[MediaInput]] | None = None,
+        largest_media: Callable[[], Sequence[LargestItem]] | None = None,
         max_media_vectors: int = 0,
         pooling: PoolingInfo | None = None,
         rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,

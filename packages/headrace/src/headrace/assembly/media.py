@@ -13,7 +13,8 @@ from headrace_core.multimodal import MediaInput, media_limit
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.model import ModelInfo
-    from headrace_core.multimodal import MediaProcessor
+    from headrace_core.multimodal import MediaProcessor, Modality
+    from headrace_engine.execution.largest import LargestItem
     from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.input_processing.media_items import AudioDecode
 
@@ -66,24 +67,38 @@ def media_reader(
     )
 
 
-def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[MediaInput]] | None:
-    """Makes the largest item of each modality that prompts may bring, for measuring memory."""
+def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem]] | None:
+    """Makes an item of each modality that prompts may bring, for measuring memory: on a GPU the largest; on
+    a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes."""
     limits, info = resolved.config.model.limit_mm_per_prompt, resolved.info
     if not info.processor:
         return None
 
-    def make() -> list[MediaInput]:
+    def make() -> list[LargestItem]:
         processor = media_processor(info)
         assert processor is not None
-        found = []
-        for modality in processor.modalities():
-            if media_limit(limits, modality):
-                item = processor.largest(modality, _sizes(modality, resolved))
-                inputs = dict(item.inputs)
-                found.append(MediaInput(modality, inputs, "", item.num_tokens, runs=item.runs))
-        return found
+        return [
+            _largest(processor, modality, resolved)
+            for modality in processor.modalities()
+            if media_limit(limits, modality)
+        ]
 
     return make
+
+
+def _largest(
+    processor: MediaProcessor, modality: Modality, resolved: ResolvedConfig
+) -> LargestItem:
+    from headrace_engine.execution.largest import MEASURED_TOKENS, LargestItem
+
+    sizes = _sizes(modality, resolved)
+    item = processor.largest(modality, sizes)
+    factor, whole = 1.0, item.num_tokens
+    if resolved.platform.device == "cpu" and whole > MEASURED_TOKENS:
+        item = processor.largest(modality, {**sizes, "num_tokens": MEASURED_TOKENS})
+        factor = max(1.0, whole / item.num_tokens)
+    inputs = dict(item.inputs)
+    return LargestItem(MediaInput(modality, inputs, "", item.num_tokens, runs=item.runs), factor)
 
 
 def _sizes(modality: str, resolved: ResolvedConfig) -> dict[str, int]:

@@ -16,7 +16,8 @@ class Wrapper:
     name: str
     """The class, as ``architectures`` in ``config.json`` spells it."""
     texts: Mapping[str, str]
-    """``model_type`` of the language model's config -> the architecture that serves it."""
+    """``model_type`` of the language model's config (or :attr:`text_key`) -> the architecture that serves
+    it."""
     models: str
     """Name of the models, as people know them."""
     passed_over: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
@@ -28,6 +29,8 @@ class Wrapper:
     """Keys of the whole's config that mean a tower, though a language model's config has them too."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the language model that the class fixes, whatever ``config.json`` says of them."""
+    text_key: str = "model_type"
+    """The key of the config by which :attr:`texts` are told apart."""
     towers: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of ``vision_config`` ("": any) -> the class that joins towers of that kind with the
     language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
@@ -307,11 +310,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {
                 "qwen2": "Qwen2ForCausalLM",
                 "qwen3": "Qwen3ForCausalLM",
+                "qwen3_moe": "Qwen3MoeForCausalLM",
                 "llama": "LlamaForCausalLM",
                 "internlm2": "InternLM2ForCausalLM",
+                "phi3": "Phi3ForCausalLM",
+                "gpt_oss": "GptOssForCausalLM",
             },
             "InternVL 2 to 3.5",
             ("vision_model", "mlp1"),
+            towers={"intern_vit_6b": "internvl_chat:InternVLChat"},
         ),
         Wrapper(
             "InternVLForConditionalGeneration",
@@ -362,6 +369,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama4_text": "Llama4ForCausalLM"},
             "Llama 4 Scout, Maverick",
             ("vision_model", "multi_modal_projector"),
+            towers={"llama4_vision_model": "llama4:Llama4"},
         ),
         Wrapper(
             "LlavaForConditionalGeneration",
@@ -395,6 +403,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_5_text": "Qwen3_5ForCausalLM"},
             "MiniCPM-OCR",
             ("vision_tower", "merger"),
+        ),
+        Wrapper(
+            "MiniCPMV",
+            {"2.6": "Qwen2ForCausalLM"},
+            "MiniCPM-V 2.6",
+            ("vpm", "resampler"),
+            renames=((r"^llm\.", ""),),
+            text_key="version",
+            towers={"": "minicpmv:MiniCPMV"},
         ),
         Wrapper(
             "MiniCPMV4_6ForConditionalGeneration",
@@ -626,7 +643,7 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     if wrapper is None:
         return architecture
     inner = nested_settings(whole)
-    stated = whole.get("model_type") if inner is None else inner.get("model_type")
+    stated = (whole if inner is None else inner).get(wrapper.text_key)
     return wrapper.texts.get(str(stated), architecture)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace_core.errors import RequestError
-from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
+from headrace_core.multimodal import MediaPlacement, ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, token_id
 from headrace_multimodal.images.steps import BILINEAR, HALVES, Numbers, resized, two_sizes
@@ -83,11 +83,9 @@ class Gemma3Processor(ImageProcessor):
         most = max(2, int(self._settings[MOST]))
         return self._settings[LEAST], self._settings[LEAST] * most
 
-    def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
-        """An image in as many parts as options may ask for; one of a stated size in those of its own."""
-        height, width = self.largest_size()
-        size = sizes.get("height", height), sizes.get("width", width)
-        return self.one(np.zeros((*size, 3), np.uint8), {SPLITS: True})
+    def blank(self, height: int, width: int) -> ProcessedMedia:
+        """In as many parts as options may ask for."""
+        return self.one(np.zeros((height, width, 3), np.uint8), {SPLITS: True})
 
     def _expanded(self, crops: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Tokens of an image with so many parts beside it, and the runs that take vectors. The line ends

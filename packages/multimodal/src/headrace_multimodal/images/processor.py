@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +76,20 @@ class ImageProcessor(ABC):
         """Height and width of an image that takes as many tokens as any."""
 
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
-        """An image of the stated ``height`` and ``width``, or of :meth:`largest_size`."""
+        """An image of the stated ``height`` and ``width``, or of :meth:`largest_size`; where that takes more
+        than ``num_tokens``, a smaller square one, if the family makes fewer tokens of it."""
         height, width = self.largest_size()
-        size = sizes.get("height", height), sizes.get("width", width)
-        return self.one(np.zeros((*size, 3), np.uint8), {})
+        height, width = sizes.get("height", height), sizes.get("width", width)
+        item, side = self.blank(height, width), math.sqrt(height * width)
+        most = sizes.get("num_tokens", sys.maxsize)
+        while item.num_tokens > most and side > 1:
+            side = max(1.0, side * math.sqrt(most / item.num_tokens))
+            item = min(item, self.blank(int(side), int(side)), key=attrgetter("num_tokens"))
+        return item
+
+    def blank(self, height: int, width: int) -> ProcessedMedia:
+        """A black image, in the form that takes most."""
+        return self.one(np.zeros((height, width, 3), np.uint8), {})
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self.text

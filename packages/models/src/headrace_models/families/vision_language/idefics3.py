@@ -15,7 +15,8 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.clip import ClipTower, tower_rules
+from headrace_models.layers.vision.clip import tower_rules
+from headrace_models.layers.vision.fractional import FractionalTower
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.shuffle import joined
 
@@ -34,25 +35,6 @@ _VISION: Mapping[str, Any] = {
 
 _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Modality -> name of the model's input."""
-
-
-class FractionalTower(ClipTower):
-    """SigLIP's, for squares of any number of patches: a patch has the place of the table that lies at the
-    same fraction of the side (Dehghani et al. 2023, arXiv:2307.06304)."""
-
-    def placed(self, side: int) -> Tensor:
-        places = fractions(side, self.side)
-        rows = places[:, None] * self.side + places[None, :]
-        weight = self.positions.weight
-        return weight[rows.flatten().to(weight.device)]
-
-
-def fractions(number: int, size: int) -> Tensor:
-    """[number] int64: for ``number`` steps along a side, the one of ``size`` equal intervals that each lies
-    in. In single precision as models are trained, where a step may fall just below its own interval."""
-    bounds = torch.arange(1 / size, 1.0, 1 / size, dtype=torch.float32)
-    steps = torch.arange(number, dtype=torch.float32) * (1.0 / torch.tensor(number))
-    return torch.bucketize(steps.clamp(max=1.0 - 1e-6), bounds, right=True)
 
 
 class Idefics3(MediaDecoder):

@@ -45,6 +45,8 @@ class VisionAttention(ProjectedAttention):
         names: of the module's query, key and value and of its output, below ``name``; one name for the
             three that are stored together.
         head_norms: of query and key, before they turn.
+        interleaved: the pairs of numbers that turn together are neighbours; otherwise each number's
+            partner is half a head behind it.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class VisionAttention(ProjectedAttention):
         names: tuple[tuple[str, ...], str] = (("q_proj", "k_proj", "v_proj"), "out_proj"),
         out_bias: bool | None = None,
         head_norms: tuple[HeadsNorm, HeadsNorm] | None = None,
+        interleaved: bool = False,
     ) -> None:
         parts, out_name = names
         head_dim = hidden_size // num_heads
@@ -78,6 +81,7 @@ class VisionAttention(ProjectedAttention):
             key_norm=None if head_norms is None else head_norms[1],
             attention_type=_TYPE,
         )
+        self.interleaved = interleaved
         self.backend = context.encoder_attention(
             AttentionNeed(
                 head_dim=head_dim,
@@ -99,7 +103,7 @@ class VisionAttention(ProjectedAttention):
         query, key = self.normed(query, key)
         if rotary is not None:
             rows = torch.arange(x.shape[0], device=x.device)
-            self.ops.rotary(query, key, rows, rotary, interleaved=False)
+            self.ops.rotary(query, key, rows, rotary, interleaved=self.interleaved)
         found = self.backend.attend(
             self.spec, query, key, value, segments.cu_seqlens, segments.longest
         )

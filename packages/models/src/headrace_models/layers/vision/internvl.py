@@ -1,12 +1,14 @@
-"""The tower of InternVL as transformers has it: patches of tiles, learned positions, pre-norm blocks whose
-results are scaled.
+"""The tower of InternVL, as transformers has it and as it was published: patches of tiles, learned
+positions, pre-norm blocks whose results are scaled.
 
 Chen et al. 2023, arXiv:2312.14238 (InternViT); Zhu et al. 2025, arXiv:2504.10479 (InternVL3).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _HEAD_EPS = 1e-6
-_NAMES = (("q_proj", "k_proj", "v_proj"), "projection_layer")
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "num_channels": 3, "image_size": 448, "patch_size": 14, "hidden_act": "gelu",
@@ -36,26 +37,81 @@ _DEFAULTS: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
-def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names of a tower's tensors, and what else depends on who wrote the checkpoint. Plain data."""
+
+    first: str
+    positions: str
+    patches: str
+    """Below ``embeddings``: of the vector in front, the positions, and the kernel."""
+    blocks: str
+    """Of the list of blocks."""
+    norms: tuple[str, str]
+    """Below a block: of the norms of attention and MLP."""
+    attention: str
+    projections: tuple[tuple[str, ...], str]
+    """Below ``attention``: of query, key and value, or of the one tensor of the three; of the output."""
+    scales: tuple[str, str]
+    """Below a block: of what scales the results of attention and MLP."""
+    has_head_eps: bool
+    """The norms of queries and keys have an epsilon of their own, whatever the config says."""
+    key_of_layer: str
+    """In the config: of the layer that is read."""
+
+
+BY_TRANSFORMERS = Layout(
+    "cls_token",
+    "position_embeddings",
+    "patch_embeddings.projection",
+    "encoder.layer",
+    ("layernorm_before", "layernorm_after"),
+    "attention",
+    (("q_proj", "k_proj", "v_proj"), "projection_layer"),
+    ("lambda_1", "lambda_2"),
+    has_head_eps=True,
+    key_of_layer="vision_feature_layer",
+)
+PUBLISHED = Layout(
+    "class_embedding",
+    "position_embedding",
+    "patch_embedding",
+    "encoder.layers",
+    ("norm1", "norm2"),
+    "attn",
+    (("qkv",), "proj"),
+    ("ls1", "ls2"),
+    has_head_eps=False,
+    key_of_layer="select_layer",
+)
+
+
+def tower_rules(
+    source: str, target: str, layout: Layout = BY_TRANSFORMERS
+) -> tuple[WeightRule, ...]:
     """Rules of an :class:`InternVLTower`: its names in the checkpoint and in the model."""
-    block, own = f"{source}.encoder.layer.{{}}", f"{target}.layers.{{}}"
+    block, own = f"{source}.{layout.blocks}.{{}}", f"{target}.layers.{{}}"
+    inner, (parts, out) = f"{block}.{layout.attention}", layout.projections
+    joined = f"{own}.attention.qkv"
     return (
-        WeightRule(f"{source}.embeddings.cls_token", f"{target}.first.vector"),
-        WeightRule(f"{source}.embeddings.patch_embeddings.projection", f"{target}.patches"),
-        WeightRule(f"{source}.embeddings.position_embeddings", f"{target}.positions.vector"),
+        WeightRule(f"{source}.embeddings.{layout.first}", f"{target}.first.vector"),
+        WeightRule(f"{source}.embeddings.{layout.patches}", f"{target}.patches"),
+        WeightRule(f"{source}.embeddings.{layout.positions}", f"{target}.positions.vector"),
         WeightRule(f"{source}.layernorm", f"{target}.last_norm"),
-        WeightRule(f"{block}.layernorm_before", f"{own}.attention_norm"),
-        WeightRule(f"{block}.attention.q_proj", f"{own}.attention.qkv", part=0),
-        WeightRule(f"{block}.attention.k_proj", f"{own}.attention.qkv", part=1),
-        WeightRule(f"{block}.attention.v_proj", f"{own}.attention.qkv", part=2),
-        WeightRule(f"{block}.attention.q_norm", f"{own}.attention.query_norm"),
-        WeightRule(f"{block}.attention.k_norm", f"{own}.attention.key_norm"),
-        WeightRule(f"{block}.attention.projection_layer", f"{own}.attention.out"),
-        WeightRule(f"{block}.lambda_1", f"{own}.attention_scale.vector"),
-        WeightRule(f"{block}.layernorm_after", f"{own}.mlp_norm"),
+        WeightRule(f"{block}.{layout.norms[0]}", f"{own}.attention_norm"),
+        *(
+            [WeightRule(f"{inner}.{parts[0]}", joined, split=())]
+            if len(parts) == 1
+            else [WeightRule(f"{inner}.{part}", joined, part=i) for i, part in enumerate(parts)]
+        ),
+        WeightRule(f"{inner}.q_norm", f"{own}.attention.query_norm"),
+        WeightRule(f"{inner}.k_norm", f"{own}.attention.key_norm"),
+        WeightRule(f"{inner}.{out}", f"{own}.attention.out"),
+        WeightRule(f"{block}.{layout.scales[0]}", f"{own}.attention_scale.vector"),
+        WeightRule(f"{block}.{layout.norms[1]}", f"{own}.mlp_norm"),
         WeightRule(f"{block}.mlp.fc1", f"{own}.mlp.up"),
         WeightRule(f"{block}.mlp.fc2", f"{own}.mlp.down"),
-        WeightRule(f"{block}.lambda_2", f"{own}.mlp_scale.vector"),
+        WeightRule(f"{block}.{layout.scales[1]}", f"{own}.mlp_scale.vector"),
     )
 
 
@@ -67,13 +123,16 @@ class ScaledBlock(VisionBlock):
         name: as the checkpoint spells it.
     """
 
-    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, layout: Layout
+    ) -> None:
         hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-        eps, inner = settings.number("layer_norm_eps", 1e-6), f"{name}.attention"
+        eps, inner = settings.number("layer_norm_eps", 1e-6), f"{name}.{layout.attention}"
+        head_eps = _HEAD_EPS if layout.has_head_eps else eps
         kind = settings.choice("norm_type", ("layer_norm", "rms_norm"), "layer_norm")
         norm = LayerNorm if kind == "layer_norm" else RMSNorm
         norms = [
-            WholeRMSNorm(context, f"{inner}.{which}_norm", heads, hidden // heads, _HEAD_EPS)
+            WholeRMSNorm(context, f"{inner}.{which}_norm", heads, hidden // heads, head_eps)
             for which in ("q", "k")
             if settings.flag("use_qk_norm", False)
         ]
@@ -84,19 +143,19 @@ class ScaledBlock(VisionBlock):
             num_heads=heads,
             bias=settings.flag("attention_bias", False),
             out_bias=True,
-            names=_NAMES,
+            names=layout.projections,
             head_norms=(norms[0], norms[1]) if norms else None,
         )
         sizes = (hidden, settings.integer("intermediate_size"))
         mlp = vision_mlp(context, settings, f"{name}.mlp.fc1", f"{name}.mlp.fc2", sizes)
         super().__init__(
-            norm(context, f"{name}.layernorm_before", hidden, eps),
+            norm(context, f"{name}.{layout.norms[0]}", hidden, eps),
             attention,
-            norm(context, f"{name}.layernorm_after", hidden, eps),
+            norm(context, f"{name}.{layout.norms[1]}", hidden, eps),
             mlp,
         )
-        self.attention_scale = Vector(f"{name}.lambda_1", hidden)
-        self.mlp_scale = Vector(f"{name}.lambda_2", hidden)
+        self.attention_scale = Vector(f"{name}.{layout.scales[0]}", hidden)
+        self.mlp_scale = Vector(f"{name}.{layout.scales[1]}", hidden)
 
     def __call__(
         self,
@@ -123,29 +182,35 @@ class InternVLTower(Layer):
     """
 
     def __init__(
-        self, context: BuildContext, stated: Mapping[str, Any], name: str, *, last: int = -1
+        self,
+        context: BuildContext,
+        stated: Mapping[str, Any],
+        name: str,
+        *,
+        last: int = -1,
+        layout: Layout = BY_TRANSFORMERS,
     ) -> None:
         settings = Settings({**_DEFAULTS, **stated})
         settings.refuse("use_absolute_position_embeddings", True)
-        self.name, self.ops = name, context.ops
+        self.name, self.ops, self.layout = name, context.ops, layout
         self.size, self.patch = settings.integer("hidden_size"), _side(settings, "patch_size")
         self.side = _side(settings, "image_size") // self.patch
         self.num_layers = settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
         wanted = last if last >= 0 else self.num_layers + 1 + last
         if not 0 <= wanted <= self.num_layers:
             raise UnsupportedModel(
-                f"config.json: vision_feature_layer = {last}: the tower has {self.num_layers} layers"
+                f"config.json: {layout.key_of_layer} = {last}: the tower has {self.num_layers} layers"
             )
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         inner, hidden = f"{name}.embeddings", self.size
         kernel = (settings.integer("num_channels"), self.patch, self.patch)
         self.patches = PatchEmbedding(
-            context, f"{inner}.patch_embeddings.projection", kernel, hidden, bias=True
+            context, f"{inner}.{layout.patches}", kernel, hidden, bias=True
         )
-        self.first = Vector(f"{inner}.cls_token", 1, 1, hidden)
-        self.positions = Vector(f"{inner}.position_embeddings", 1, self.side**2 + 1, hidden)
+        self.first = Vector(f"{inner}.{layout.first}", 1, 1, hidden)
+        self.positions = Vector(f"{inner}.{layout.positions}", 1, self.side**2 + 1, hidden)
         self.layers = [
-            ScaledBlock(context, settings, f"{name}.encoder.layer.{index}")
+            ScaledBlock(context, settings, f"{name}.{layout.blocks}.{index}", layout)
             for index in range(wanted)
         ]
         # With mean pooling the norm is the pooler's; and an inner layer's states are not normed.
@@ -159,7 +224,8 @@ class InternVLTower(Layer):
         """Names of tensors that are not read -> why."""
         why = "behind the layer of the tower that is read"
         layers = range(len(self.layers), self.num_layers)
-        found = {rf"{self.name}\.encoder\.layer\.{index}\..*": why for index in layers}
+        blocks = re.escape(f"{self.name}.{self.layout.blocks}")
+        found = {rf"{blocks}\.{index}\..*": why for index in layers}
         if self.last_norm is None:
             found[rf"{self.name}\.layernorm\..*"] = why
         return {

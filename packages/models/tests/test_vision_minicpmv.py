@@ -1,0 +1,89 @@
+"""MiniCPM-V 2.6 beside a plain reading of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_vision_language import TEXT, drawn
+from torch import Tensor
+from vision_conformance import IMAGE, VisionConformance
+
+from headrace_core.errors import UnsupportedModel
+from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
+
+SIZE, PATCH, QUERIES = 256, 4, 5
+VISION: dict[str, Any] = {
+    "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "image_size": 28, "patch_size": PATCH,
+}  # fmt: skip
+
+
+class TestMiniCPMV(VisionConformance):
+    def hf_class(self) -> Any:
+        return PlainMiniCPMV
+
+    def hf_config(self) -> Any:
+        return {
+            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
+            "vision_config": {**VISION, "model_type": "siglip"}, "query_num": QUERIES,
+            "drop_vision_last_layer": False, "slice_config": {"max_slice_nums": 9},
+            "image_token": IMAGE, **TEXT, "hidden_size": SIZE, "tie_word_embeddings": False,
+        }  # fmt: skip
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        """Of three slices and of one, of several shapes."""
+        grids = [[(3, 7), (6, 4), (6, 4)], [(5, 5)]]
+        return [
+            {
+                "pixel_values": drawn(len(own), sum(r * c for r, c in own), 3 * PATCH**2),
+                "tgt_sizes": torch.tensor(own),
+            }
+            for own in grids
+        ]
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        return {"images": images}
+
+    def test_other_pixels_are_another_image(self, model: Any) -> None:
+        """A slice of an image changes its own vectors, and no others."""
+        first = self.images()[0]
+        pixels = torch.cat((first["pixel_values"][:21].flip(1), first["pixel_values"][21:]))
+        own, other = self.embed(model, [first, {**first, "pixel_values": pixels}])
+        differs = (own - other).abs().amax(dim=1) > 1e-4
+        assert differs.tolist() == [True] * QUERIES + [False] * 2 * QUERIES
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"version": 2.5}, "MiniCPMV"),
+            ({"hidden_size": 192, "num_attention_heads": 4}, "hidden_size = 192"),
+            ({"query_num": 0}, "query_num = 0"),
+        ],
+    )  # fmt: skip
+    def test_refused(
+        self, reference: Any, folder: Path, tmp_path: Path, change: dict[str, Any], named: str
+    ) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        with pytest.raises(UnsupportedModel, match=named):
+            self.load(tmp_path)
+
+    def test_a_tower_without_its_last_layer(
+        self, reference: Any, model: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        """Which is what configs mean that do not say."""
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("drop_vision_last_layer")
+        config["vision_config"]["num_hidden_layers"] += 1
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        for own, found in zip(
+            self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
+        ):  # fmt: skip
+            torch.testing.assert_close(found, own)

@@ -1,0 +1,221 @@
+"""MiniCPM-V 2.6's image processor: slices and numbers beside the library's processor of the later 4.6, which
+differs in the multiples that sides must have; prompts beside the published formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from test_image_processors import ProcessorConformance, array, item, picture
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_multimodal import processor_for
+
+SPECIAL = (
+    "<unk>",
+    "<image>",
+    "</image>",
+    "<slice>",
+    "</slice>",
+    "<image_id>",
+    "</image_id>",
+    "<|im_start|>",
+)
+MARK = "(<image>./</image>)"
+SHAPES = [(40, 900), (700, 1009), (449, 447), (1500, 333), (896, 448), (2000, 2000), (3, 500)]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["the of (in) the\n(<image>./</image>)\n" for _ in range(9)], trainer)
+    made.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in SPECIAL])
+    return made
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return found
+
+
+def library(**settings: Any) -> Any:
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
+        MiniCPMV4_6ImageProcessorPil,
+    )
+
+    class WithoutMerge(MiniCPMV4_6ImageProcessorPil):
+        def find_best_resize(
+            self, image_size: Any, scale_resolution: int, patch_size: int, **rest: Any
+        ) -> tuple[int, int]:
+            # Of the four patches of a side that become one vector there, one.
+            height, width = super().find_best_resize(
+                image_size, scale_resolution, patch_size / 4, **rest
+            )
+            return int(height), int(width)
+
+        def save_pretrained(self, folder: Any, **kwargs: Any) -> Any:
+            Path(folder).mkdir(exist_ok=True)
+            tokenizer().save(str(Path(folder) / "tokenizer.json"))
+            return super().save_pretrained(folder, **kwargs)
+
+    return WithoutMerge(**settings)
+
+
+def written(grid: list[int], index: int, vectors: int) -> str:
+    """What the published processor puts in place of an image's mark.
+
+    Args:
+        grid: rows and columns of slices; [0, 0]: there are none.
+    """
+    rows, columns = grid
+    whole = f"<image_id>{index}</image_id><image>{'<unk>' * vectors}</image>"
+    one = f"<slice>{'<unk>' * vectors}</slice>"
+    return whole + "\n".join([one * columns] * rows)
+
+
+class TestMiniCPMV(ProcessorConformance):
+    architecture = "MiniCPMV"
+    config: ClassVar = {
+        "query_num": 64,
+        "vision_config": {"model_type": "siglip", "patch_size": 14},
+    }
+    settings: ClassVar = (
+        {},
+        {
+            "max_slice_nums": 4,
+            "scale_resolution": 70,
+            "norm_mean": [0.4] * 3,
+            "norm_std": [0.3] * 3,
+        },
+        {"max_slice_nums": 1},
+    )
+    inputs = ("pixel_values", "tgt_sizes")
+
+    @pytest.fixture
+    @classmethod
+    def tmp_path(cls, tmp_path: Path) -> Path:
+        tokenizer().save(str(tmp_path / "tokenizer.json"))
+        return tmp_path
+
+    def library(self, **settings: Any) -> Any:
+        """The published files have names of their own for means."""
+        own = {key.replace("norm_", "image_"): value for key, value in settings.items()}
+        return library(**{**settings, **own})
+
+    def theirs(self, made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+        if name == "tgt_sizes":
+            return np.asarray(made["target_sizes"])
+        values = np.asarray(made["pixel_values"])[0]
+        return values.reshape(3, 14, -1, 14).transpose(2, 0, 1, 3).reshape(-1, 3 * 14 * 14)
+
+    def num_tokens(self, made: Mapping[str, Any]) -> int:
+        return len(ids(written(made["grids"][0], 0, 64).partition("</image_id>")[2]))
+
+    def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
+        processor = processor_for(self.architecture, {}, tmp_path)
+        (own,) = processor.process([item(picture(700, 400))], {})
+        made = library()(images=picture(700, 400), return_tensors="np")
+        for name in self.inputs:
+            np.testing.assert_allclose(array(own, name), self.theirs(made, name), atol=1e-5)
+
+    @pytest.mark.parametrize("size", SHAPES)
+    def test_slices(self, size: tuple[int, int], tmp_path: Path) -> None:
+        processor = processor_for(self.architecture, self.config, tmp_path)
+        (own,) = processor.process([item(picture(*size))], {})
+        made = library()(images=picture(*size), return_tensors="np")
+        for name in self.inputs:
+            np.testing.assert_allclose(array(own, name), self.theirs(made, name), atol=1e-5)
+        assert own.num_tokens == self.num_tokens(made)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            f"{MARK}\nthe of",
+            f"the {MARK}in{MARK}",
+            f"<|im_start|>user\n{MARK}\n{MARK}\nthe",
+            MARK,
+            f"({MARK})",
+        ],
+    )
+    @pytest.mark.parametrize("counts", [True, False])
+    @pytest.mark.parametrize("as_token", [True, False])
+    def test_prompts_are_the_published_ones(
+        self, text: str, counts: bool, as_token: bool, tmp_path: Path
+    ) -> None:
+        theirs = library(use_image_id=counts)
+        theirs.save_pretrained(tmp_path)
+        processor = processor_for(self.architecture, self.config, tmp_path)
+        images = [picture(500, 900), picture(40, 90)][: text.count(MARK)]
+        media = processor.process([item(image) for image in images], {})
+        first, *others = text.split(MARK)
+        expected = first
+        for index, (image, other) in enumerate(zip(images, others, strict=True)):
+            made = theirs(images=image, return_tensors="np")
+            one = written(made["grids"][0], index, 64)
+            expected += (one if counts else one.partition("</image_id>")[2]) + other
+        placed = processor.place(ids(text.replace(MARK, "<unk>") if as_token else text), media)
+        assert placed.token_ids == ids(expected)
+        vectors = {
+            offset + first + at
+            for one, offset in zip(media, placed.offsets, strict=True)
+            for first, number in one.runs
+            for at in range(number)
+        }
+        [unk] = ids("<unk>")
+        assert vectors == {at for at, token in enumerate(ids(expected)) if token == unk}
+
+    def test_a_chat_has_an_image_in_front_of_a_line(self, tmp_path: Path) -> None:
+        """Parts of a message are joined by line ends, as in the published class."""
+        processor = processor_for(self.architecture, self.config, tmp_path)
+        media = processor.process([item(picture(37, 61))], {})
+        text = "\n".join((processor.placeholder("image", 0), "the of"))
+        expected = written([0, 0], 0, 64) + "\nthe of"
+        assert processor.place(ids(text), media).token_ids == ids(expected)
+
+    def test_text_alone_is_left(self, tmp_path: Path) -> None:
+        tokens = ids(f"the {MARK} of")
+        placed = processor_for(self.architecture, self.config, tmp_path).place(tokens, [])
+        assert placed.token_ids == tokens
+
+    def test_options(self, tmp_path: Path) -> None:
+        processor = processor_for(self.architecture, self.config, tmp_path)
+
+        def slices(image: Any = None, **options: Any) -> int:
+            (made,) = processor.process([item(image or picture(1300, 1300))], options)
+            return len(array(made, "tgt_sizes"))
+
+        assert slices() == 10
+        assert slices(max_slice_nums=4) == 5
+        assert slices(max_slice_nums=1) == 1
+        for value in (0, 10, "4", True):
+            with pytest.raises(RequestError, match=f"max_slice_nums = {value!r}"):
+                slices(max_slice_nums=value)
+        with pytest.raises(RequestError, match="image of 1 x 201"):
+            slices(picture(201, 1))
+
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"patch_size": 16}, "patch_size = 16"),
+            ({"image_feature_size": 32}, "image_feature_size = 32"),
+            ({"max_slice_nums": 0}, "max_slice_nums = 0"),
+            ({"slice_start": "<part>"}, "<part>"),
+            ({"unk": ""}, "unk = ''"),
+            ({"slice_mode": False}, "slice_mode = False"),
+            ({"norm_mean": 0.5}, "image_mean = 0.5"),
+        ],
+    )
+    def test_what_is_refused(self, settings: Any, named: str, tmp_path: Path) -> None:
+        library(**settings).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match=named):
+            processor_for(self.architecture, self.config, tmp_path)
