@@ -1,0 +1,223 @@
+"""Prompts of models that take images, videos or audio: the tables of the scripts beside this one.
+
+A row is for one kind of model, and has what one needs to ask it offline: how its prompt is written, and
+the settings that suit it. Models of the same kind in other sizes take the same prompts: give their folder
+or hub name with ``--model``. Aria, GLM, Llama 4 and PaddleOCR-VL are served by transformers' code, which
+needs ``pip install 'headrace-multimodal[transformers]'``. Numbers of devices are not in the rows: ``-tp``
+says over how many a model is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SYSTEM = "You are a helpful assistant."
+CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+CHATML_WITH_SYSTEM = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{CHATML}"
+COHERE = (
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{media}{question}<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+)
+MISTRAL = "<s>[INST]{question}\n{media}[/INST]"
+GLM = f"[gMASK]<sop><|system|>\n{SYSTEM}<|user|>\n{{media}}{{question}}<|assistant|>assistant\n"
+ASKED = "{media}{question}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one kind of model is asked about media.
+
+    Attributes:
+        checkpoint: hub name of a model of this kind.
+        prompt: text with places for ``{media}`` and ``{question}``; None: the checkpoint's chat template
+            writes it.
+        media: modality -> the text that stands for one item in the prompt, with a place for its
+            ``{number}`` from 1 where items are numbered. The keys are the modalities that the row takes.
+        between: text between items.
+        system: text of the system's turn where the chat template writes the prompt.
+        settings: engine settings by their names.
+        stop_token_ids: tokens that end an answer, besides those of the checkpoint's own settings.
+        with_metadata: a video comes with its rate and the indices of its frames.
+        most: largest number of items, None: no bound of the model's own.
+    """
+
+    checkpoint: str
+    prompt: str | None
+    media: Mapping[str, str]
+    between: str = ""
+    system: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stop_token_ids: tuple[int, ...] = ()
+    with_metadata: bool = False
+    most: int | None = None
+
+    def text(self, question: str, modality: str, count: int = 1) -> str:
+        """The prompt for ``count`` items of one modality.
+
+        Raises:
+            ValueError: the checkpoint's chat template writes the prompt.
+        """
+        if self.prompt is None:
+            raise ValueError(f"prompt of {self.checkpoint}: written by its chat template")
+        items = [self.media[modality].format(number=i) for i in range(1, count + 1)]
+        return self.prompt.format(media=self.between.join(items), question=question)
+
+
+def _sizes(length: int | None, seqs: int | None = None, **more: Any) -> dict[str, Any]:
+    """Engine settings; None: the default."""
+    sizes = {"max_model_len": length, "max_num_seqs": seqs}
+    return {**{name: size for name, size in sizes.items() if size is not None}, **more}
+
+
+def _by_template(checkpoint: str, settings: Mapping[str, Any], system: str = "") -> Row:
+    return Row(checkpoint, None, {"image": ""}, settings=settings, system=system)
+
+
+_ARIA_STOPS = (93532, 93653, 944, 93421, 1019, 93519)
+_QWEN = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+_QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
+_QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
+_QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
+_GLM_SIZES = _sizes(
+    4096,
+    2,
+    enforce_eager=True,
+    mm_processor_kwargs={"size": {"shortest_edge": 12544, "longest_edge": 47_040_000}},
+)
+_GLM_IMAGE = {"image": "<|begin_of_image|><|image|><|end_of_image|>"}
+_PADDLE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+_PADDLE_PROMPT = "<|begin_of_sentence|>User: {question}{media}\nAssistant: "
+_IDEFICS_PROMPT = "<|begin_of_text|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
+_SMOLVLM_PROMPT = "<|im_start|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
+_NUMBERED = "Image-{number}: <image>\n"
+_IMAGE = {"image": "<image>"}
+
+ONE_ITEM: Mapping[str, Row] = {
+    "aria": Row(
+        "rhymes-ai/Aria", CHATML.format(ASKED), {"image": "<fim_prefix><|img|><fim_suffix>"},
+        settings=_sizes(4096, 2, dtype="bfloat16"), stop_token_ids=_ARIA_STOPS,
+    ),
+    "aya_vision": Row(
+        "CohereLabs/aya-vision-8b", COHERE, _IMAGE,
+        settings=_sizes(2048, 2, mm_processor_kwargs={"crop_to_patches": True}),
+    ),
+    "command_a_vision": Row(
+        "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
+        settings=_sizes(32768),
+    ),
+    "gemma3": Row(
+        "google/gemma-3-4b-it",
+        "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
+        {"image": "<start_of_image>"},
+        settings=_sizes(2048, 2, mm_processor_kwargs={"do_pan_and_scan": True}),
+    ),
+    "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
+    "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
+    "idefics3": Row(
+        "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
+        settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+    "lightonocr": Row(
+        "lightonai/LightOnOCR-1B",
+        "<|im_start|>system<|im_end|>\n" + CHATML.format("{media}"),  # it reads, and is asked nothing
+        {"image": "<|image_pad|>"},
+    ),
+    "llama4": _by_template(
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(8192, 4, gpu_memory_utilization=0.4)
+    ),
+    "llava": Row(
+        "llava-hf/llava-1.5-7b-hf", "USER: {media}\n{question}\nASSISTANT:", _IMAGE,
+        settings=_sizes(4096),
+    ),
+    "llava-next": Row(
+        "llava-hf/llava-v1.6-mistral-7b-hf", "[INST] {media}\n{question} [/INST]", _IMAGE,
+        settings=_sizes(8192),
+    ),
+    "llava-onevision": Row(
+        "llava-hf/llava-onevision-qwen2-7b-ov-hf",
+        "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
+        {"image": "<image>", "video": "<video>"}, settings=_sizes(16384),
+    ),
+    "mistral3": Row(
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
+        settings=_sizes(8192, 2),
+    ),
+    "paddleocr_vl": Row(
+        "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
+    ),
+    "paligemma": Row("google/paligemma-3b-mix-224", "caption en", {"image": ""}),
+    "paligemma2": Row("google/paligemma2-3b-ft-docci-448", "caption en", {"image": ""}),
+    "pixtral_hf": Row(
+        "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
+    ),
+    "qwen2_vl": Row("Qwen/Qwen2-VL-7B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
+    "qwen2_5_vl": Row("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
+    "qwen3_vl": Row(
+        "Qwen/Qwen3-VL-4B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES, with_metadata=True
+    ),
+    "qwen3_vl_moe": Row(
+        "Qwen/Qwen3-VL-30B-A3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES,
+        with_metadata=True,
+    ),
+    "smolvlm": Row(
+        "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
+        settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+}  # fmt: skip
+"""Key -> how a model is asked about one image or one video."""
+
+_QWEN_SEVERAL = _sizes(32768, 5, mm_processor_kwargs={"max_pixels": 1024 * 28 * 28})
+
+SEVERAL_IMAGES: Mapping[str, Row] = {
+    "aria": Row(
+        "rhymes-ai/Aria", CHATML.format(ASKED), {"image": "<fim_prefix><|img|><fim_suffix>\n"},
+        settings=_sizes(None, None, dtype="bfloat16"), stop_token_ids=_ARIA_STOPS,
+    ),
+    "aya_vision": _by_template("CohereLabs/aya-vision-8b", _sizes(None, 2)),
+    "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
+    "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
+    "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
+    "idefics3": Row(
+        "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
+        between="\n", settings=_sizes(8192, 16, enforce_eager=True),
+    ),
+    "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
+    # It answers, but poorly: it was not trained on several images.
+    "llava": _by_template("llava-hf/llava-1.5-7b-hf", _sizes(None, 16)),
+    "llava-next": _by_template("llava-hf/llava-v1.6-mistral-7b-hf", _sizes(8192, 16)),
+    "llava-onevision": _by_template("llava-hf/llava-onevision-qwen2-7b-ov-hf", _sizes(16384, 16)),
+    "mistral3": Row(
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
+        settings=_sizes(8192, 2),
+    ),
+    "paddleocr_vl": Row(
+        "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(8192, 2)
+    ),
+    "pixtral_hf": Row(
+        "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(8192, 2)
+    ),
+    "qwen2_vl": _by_template("Qwen/Qwen2-VL-7B-Instruct", _QWEN_SEVERAL, SYSTEM),
+    "qwen2_5_vl": _by_template("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_SEVERAL, SYSTEM),
+    "smolvlm": Row(
+        "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "\n", {"image": _NUMBERED},
+        between="\n", settings=_sizes(8192, 16, enforce_eager=True),
+    ),
+}  # fmt: skip
+"""Key -> how a model is asked about several images in one prompt."""
+
+AUDIO: Mapping[str, Row] = {
+    "qwen2_audio": Row(
+        "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,
+        {"audio": "Audio {number}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"}, settings=_sizes(4096, 5),
+    ),
+    "whisper": Row(
+        "openai/whisper-large-v3-turbo", "<|startoftranscript|>", {"audio": ""},
+        settings=_sizes(448, 5), most=1,
+    ),
+}  # fmt: skip
+"""Key -> how a model is asked about recordings."""
