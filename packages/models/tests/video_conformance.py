@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance, packed
 
+from headrace_core import plugins
 from headrace_core.model import (
     INPUT_EMBEDS,
     MROPE_POSITIONS,
@@ -134,7 +135,15 @@ class VideoConformance(VisionConformance):
                 (alone,) = model.embed_media("video", [video])
                 torch.testing.assert_close(alone, together[index], atol=1e-5, rtol=1e-5)
 
-    def test_without_media_no_tower_is_loaded(self, reference: Any, folder: Any) -> None:
+    def test_without_media_no_tower_is_loaded(
+        self, reference: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A processor that takes both is as if installed."""
+        installed, group = plugins.installed, "headrace.multimodal_processors"
+        own = dict.fromkeys([self.hf_class().__name__])
+        monkeypatch.setattr(
+            plugins, "installed", lambda name: own if name == group else installed(name)
+        )
         for limits, has_tower in (({"image": 0}, True), ({"image": 0, "video": 0}, False)):
             model = self.load(folder, limit_mm_per_prompt=limits)
             assert isinstance(model, SupportsMultiModal) is has_tower
