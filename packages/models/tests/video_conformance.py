@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance, packed
