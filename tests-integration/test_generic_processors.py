@@ -262,7 +262,16 @@ def test_options_are_the_image_processors(tmp_path: Path) -> None:
             "mm_processor_kwargs.crops: no such option; this model's are .*do_normalize",
         ),
         ({"return_tensors": "np"}, "no such option"),
-        ({"size": "wide"}, "does not take an image of 56 x 40 pixels"),
+        ({"size": "wide"}, "size = 'wide': must be the checkpoint's own, {'shortest_edge': 28}"),
+        ({"size": {"shortest_edge": 100000}}, "must be the checkpoint's own"),
+        ({"size": {"shortest_edge": 14}}, "must be the checkpoint's own"),
+        ({"crop_size": 0}, "crop_size = 0: must be the checkpoint's own"),
+        ({"crop_size": {"height": 28, "width": 56}}, "must be the checkpoint's own"),
+        ({"do_center_crop": False}, "do_center_crop = False: must be the checkpoint's own, True"),
+        ({"do_pad": True, "pad_size": {"height": 64, "width": 64}}, "must be the checkpoint's own"),
+        ({"rescale_factor": 1e308}, "rescale_factor = 1e.308: must be the checkpoint's own"),
+        ({"image_mean": [1e308] * 3}, "three numbers from 0.001 to 1000"),
+        ({"do_normalize": 1}, "true or false"),
     ):
         with pytest.raises(RequestError, match=message):
             own.process([one], options)

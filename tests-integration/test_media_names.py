@@ -156,3 +156,34 @@ def test_options_of_the_processor_over_the_wire(server: RunningServer) -> None:
         with pytest.raises(openai.BadRequestError) as error:
             tokens(options)
         assert error.value.param == "mm_processor_kwargs"
+
+
+def test_two_items_of_one_name_are_the_first(folder: Path) -> None:
+    for cache in (4, 0):
+        with LLM(str(folder), **SETTINGS, mm_processor_cache_gb=cache) as model:
+
+            def say(images: list[Any], names: Any, model: LLM = model) -> list[int]:
+                [output] = model.generate(asked(images, names), PARAMS)
+                return list(output.outputs[0].token_ids)
+
+            first = say([picture(1), picture(1)], None)
+            assert first != say([picture(2), picture(2)], None)
+            assert say([picture(1), picture(2)], ["n", "n"]) == first
+            assert say([picture(1), None], ["m", "m"]) == first
+
+
+def test_what_no_request_may_do_to_a_server(server: RunningServer, folder: Path) -> None:
+    """More images than the context holds are refused at the first too many; odd hosts are a 400."""
+    client = openai.OpenAI(base_url=server.api, api_key="x", max_retries=0)
+    many = [part(number % 7) for number in range(60)]
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.chat.completions.create(
+            model="seer", messages=[{"role": "user", "content": many}], max_tokens=1
+        )
+    for host in ("a" * 70 + ".com", "a..b", ".example.com"):
+        url = {"type": "image_url", "image_url": {"url": f"http://{host}/x"}}
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(
+                model="seer", messages=[{"role": "user", "content": [url]}], max_tokens=1
+            )
+        assert error.value.param == "messages[0].content[0].image_url.url"

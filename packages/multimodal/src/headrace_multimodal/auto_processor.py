@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,25 @@ _TRIED = ((72, 100), (130, 60))
 """Height and width of the pictures that are tried together."""
 _LARGE = ((224, 224), (512, 512), (1024, 1024), (2048, 2048), (2048, 256), (256, 2048))
 """Sizes among which the largest item is looked for."""
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _are_colours(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 3
+        and all(type(number) in (int, float) and 1e-3 <= number <= 1e3 for number in value)
+    )
+
+
+_HARMLESS: Mapping[str, Callable[[object], bool]] = {
+    "do_normalize": _is_flag, "do_rescale": _is_flag, "do_convert_rgb": _is_flag,
+    "image_mean": _are_colours, "image_std": _are_colours,
+}  # fmt: skip
+"""Options that change numbers and no shape -> whether a value is good."""
 
 
 class _Made(NamedTuple):
@@ -89,6 +109,8 @@ class AutoMediaProcessor:
                 f"{', '.join(sorted(known)) or 'none'}",
                 param="mm_processor_kwargs",
             )
+        for name, value in options.items():
+            self._check_option(name, value)
         return [self._one(Image.fromarray(item.data), options) for item in items]
 
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
@@ -136,6 +158,24 @@ class AutoMediaProcessor:
         for kind in getattr(stated, "__mro__", (stated,)):
             found |= set(getattr(kind, "__annotations__", None) or ())
         return frozenset(found) - _OURS
+
+    def _check_option(self, name: str, value: object) -> None:
+        """No option may ask for more than the checkpoint's own value, nor for other steps: a tower takes what
+        it was made for, and clients choose no amount of memory.
+
+        Raises: RequestError: it does.
+        """
+        own = getattr(self._processor.image_processor, name, None)
+        good = _HARMLESS.get(name)
+        if _is_within(value, own) or (good is not None and good(value)):
+            return
+        accepted = f"the checkpoint's own, {_plain(own)!r:.100}, or whole numbers from 1 up to it"
+        if good is not None:
+            accepted = "true or false" if good is _is_flag else "three numbers from 0.001 to 1000"
+        raise RequestError(
+            f"mm_processor_kwargs.{name} = {value!r:.100}: must be {accepted}",
+            param="mm_processor_kwargs",
+        )
 
     def _one(self, picture: Image.Image, options: Mapping[str, Any]) -> ProcessedMedia:
         try:
@@ -237,6 +277,27 @@ def _load(path: Path) -> Any:
             f"{path}: transformers loads no processor of it (code of the checkpoint is never run): "
             f"{_told(error)}. {_WITHOUT}"
         ) from error
+
+
+def _is_within(value: object, own: object) -> bool:
+    """True if a setting is the own one, or numbers of pixels or of parts that are not above it."""
+    own = _plain(own)
+    if value == own and type(value) is type(own):
+        return True
+    if isinstance(value, Mapping) and isinstance(own, Mapping):
+        # A shortest edge alone, or height and width, are of towers that take images of one size.
+        return (
+            {"longest_edge"} <= value.keys() == own.keys()
+            and all(_is_within(value[key], own[key]) for key in own)
+        )  # fmt: skip
+    return type(value) is int and type(own) is int and 1 <= value <= own
+
+
+def _plain(own: object) -> object:
+    """A setting without the library's own class for sizes."""
+    if is_dataclass(own) and not isinstance(own, type):
+        return {key: size for key, size in asdict(own).items() if size is not None}
+    return own
 
 
 def _told(error: BaseException) -> str:

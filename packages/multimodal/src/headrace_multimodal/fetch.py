@@ -256,10 +256,13 @@ async def resolve_name(host: str, port: int) -> list[str]:
     """The system's addresses of a host.
 
     Raises:
-        OSError: there are none.
+        OSError: there are none, or it is no name.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty label, or one that is too long
+        raise OSError(f"not a host name: {error}") from error
     return [str(entry[4][0]) for entry in found]
 
 

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import base64
 import binascii
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.multimodal import MediaInput, MediaItem, MediaProcessor, Modality, media_limit
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.multimodal import (
+    MediaInput,
+    MediaItem,
+    MediaProcessor,
+    Modality,
+    ProcessedMedia,
+    media_limit,
+)
 from headrace_core.request import modality_of
 from headrace_core.speech.model import AudioClip
 from headrace_engine.input_processing.media_items import (
@@ -31,6 +42,10 @@ from headrace_engine.input_processing.processed_items import NotKept, ProcessedI
 
 _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_url": "url"}
 """Type of a message's part -> the key of its content, within an object of the type's name."""
+
+
+AT_ONCE = 8
+"""Items that are held as they were decoded, of all requests."""
 
 
 class PlacedMedia(NamedTuple):
@@ -65,6 +80,9 @@ class MediaReader:
         files: reads what is brought.
         options: of the processor, where a request says none of its own.
         max_kept_bytes: of processed items that are kept for whoever brings them again.
+        max_tokens: that the items of a prompt may take; a decoder's context.
+        max_step: tokens of a step, which must hold all that is computed together.
+        whole_items: each item is.
     """
 
     def __init__(
@@ -78,7 +96,13 @@ class MediaReader:
         files: FileReading = NO_FILES,
         options: Mapping[str, Any] | None = None,
         max_kept_bytes: int = 0,
+        max_tokens: int = sys.maxsize,
+        max_step: int = sys.maxsize,
+        whole_items: bool = False,
     ) -> None:
+        self._max_step, self._whole_items = max_step, whole_items
+        self._max_tokens = max_tokens
+        self._gate = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
         self.needs_media: bool = getattr(processor, "needs_media", False)
         self.is_encoder_decoder = is_encoder_decoder
@@ -118,17 +142,13 @@ class MediaReader:
             raise _refused("mm_processor_kwargs", options, "an object, or absent")
         chosen: Mapping[str, Any] = {**self._options, **(options or {})}
         brought = self._brought(data, names)
-        try:
-            items = self._read(brought, chosen, salt)
-            processed = self._processor.process(items, chosen)
-        except NotKept:  # they were, when it was looked at
-            items = self._read(brought, chosen, salt, anew=True)
-            processed = self._processor.process(items, chosen)
-        if self.is_encoder_decoder and len(items) != 1:
+        if self.is_encoder_decoder and len(brought) != 1:
             raise RequestError(
-                f"{FIELD}: {len(items)} items; must be exactly one, which the encoder reads",
+                f"{FIELD}: {len(brought)} items; must be exactly one, which the encoder reads",
                 param=FIELD,
             )
+        pairs = self._processed(brought, chosen, salt)
+        items, processed = [item for item, _ in pairs], [made for _, made in pairs]
         placed = self._processor.place(token_ids, processed)
         media = [
             MediaInput(
@@ -142,8 +162,23 @@ class MediaReader:
             for item, one, offset in zip(items, processed, placed.offsets, strict=True)
         ]
         media.sort(key=lambda item: item.offset)
+        self._check_spans(placed.whole_spans, media)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
         return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
+
+    def _check_spans(self, spans: Sequence[tuple[int, int]], media: Sequence[MediaInput]) -> None:
+        """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""
+        whole = list(spans)
+        if self._whole_items:
+            whole += [(item.offset, item.offset + item.num_tokens) for item in media]
+        for first, end in whole:
+            if end - first > self._max_step:
+                raise RequestError(
+                    f"{FIELD}: tokens {first} to {end - 1} of the prompt must be computed in one step, which "
+                    f"holds at most {self._max_step} tokens (--max-num-batched-tokens)",
+                    param=FIELD,
+                    value=end - first,
+                )
 
     def placeholder(self, modality: Modality, index: int) -> str:
         """See :meth:`headrace_core.multimodal.MediaProcessor.placeholder`."""
@@ -204,41 +239,62 @@ class MediaReader:
             for index, (given, name) in enumerate(zip(items, named[modality], strict=True))
         ]
 
-    def _read(
-        self,
-        brought: Sequence[_Brought],
-        options: Mapping[str, Any],
-        salt: str | None,
-        *,
-        anew: bool = False,
-    ) -> list[MediaItem]:
+    def _processed(
+        self, brought: Sequence[_Brought], options: Mapping[str, Any], salt: str | None
+    ) -> list[tuple[MediaItem, ProcessedMedia]]:
+        """One item after the other, so that of a prompt one is held as it was decoded, until they are more
+        than the context holds.
+
+        Raises:
+            PromptTooLong: they are.
+        """
+        found: list[tuple[MediaItem, ProcessedMedia]] = []
+        named: dict[str, tuple[MediaItem, ProcessedMedia]] = {}
+        total = 0
+        for one in brought:
+            known = content_name(one.modality, one.name, salt, options) if one.name else ""
+            pair = named.get(known)
+            if pair is None:
+                pair = self._one(one, known, options)
+            if known:
+                named[known] = pair
+            found.append(pair)
+            total += pair[1].num_tokens
+            if not self.is_encoder_decoder and total > self._max_tokens:
+                raise PromptTooLong(self._max_tokens, total, 1)
+        return found
+
+    def _one(
+        self, brought: _Brought, known: str, options: Mapping[str, Any]
+    ) -> tuple[MediaItem, ProcessedMedia]:
         """
         Args:
-            anew: also those whose processed form is kept.
+            known: stands for the hash of its content; "": it has no name.
         """
-        items = []
-        for modality, given, name, where in brought:
-            if name is None and given is None:
-                raise RequestError(
-                    f"{FIELD}.{where} = null: must be an item, as it has no name in {NAMES_FIELD}",
-                    param=f"{FIELD}.{modality}",
-                )
-            if name is None:
-                items.append(self._items.read(modality, given, options))
-                continue
-            known = content_name(modality, name, salt, options)
-            if not anew and self._processor.keeps(known):
-                items.append(MediaItem(modality, None, known, {}))
-                continue
-            if given is None:
-                raise RequestError(
-                    f"{NAMES_FIELD}.{where} = {name!r}: no item of that name is kept; send its content",
-                    param=f"{NAMES_FIELD}.{modality}",
-                    value=name,
-                )
-            read = self._items.read(modality, given, options)
-            items.append(MediaItem(modality, read.data, known, read.metadata))
-        return items
+        modality, given, name, where = brought
+        if known and self._processor.keeps(known):
+            item = MediaItem(modality, None, known, {})
+            with suppress(NotKept):  # it was, when it was looked at
+                return item, self._processor.process([item], options)[0]
+        if given is None and not known:
+            raise RequestError(
+                f"{FIELD}.{where} = null: must be an item, as it has no name in {NAMES_FIELD}",
+                param=f"{FIELD}.{modality}",
+            )
+        if given is None:
+            raise RequestError(
+                f"{NAMES_FIELD}.{where} = {name!r}: no item of that name is kept; send its content",
+                param=f"{NAMES_FIELD}.{modality}",
+                value=name,
+            )
+        if isinstance(given, Later):
+            given.fetch()  # before the gate: others do not wait for a slow host
+        with self._gate:
+            item = self._items.read(modality, given, options)
+            if known:
+                item = replace(item, content_hash=known)
+            [made] = self._processor.process([item], options)
+        return replace(item, data=None), made
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises: RequestError if a prompt brings too many items; names limit and modality."""
@@ -246,7 +302,7 @@ class MediaReader:
         if count > most:
             raise RequestError(
                 f"{FIELD}.{modality}: {count} items; at most {most} are taken "
-                f"(--limit-mm-per-prompt {modality}={most})",
+                f"(--limit-mm-per-prompt '{{\"{modality}\": {most}}}')",
                 param=f"{FIELD}.{modality}",
                 value=count,
             )
@@ -310,7 +366,9 @@ class ChatMedia:
         """The media as a prompt's ``multi_modal_data``: fetched and decoded when they are read."""
         found: dict[str, list[Any]] = {}
         for part in self._parts:
-            item = None if part.content is None else Later(partial(self._content, part))
+            item: Later | None = None
+            if part.content is not None:
+                item = Later(partial(self._fetched, part), partial(self._decoded, part))
             found.setdefault(part.modality, []).append(item)
         return found
 
@@ -321,23 +379,28 @@ class ChatMedia:
             found.setdefault(part.modality, []).append(part.name)
         return found
 
-    def _content(self, part: _Part) -> object:
+    def _fetched(self, part: _Part) -> object:
+        """A file's bytes, or the object that was given."""
         assert self._reader is not None
         if not isinstance(part.content, str):
             return part.content
         if part.kind == "input_audio":
-            data = _from_base64(part.content, part.where)
-        elif part.content.startswith("data:"):
-            head, _, text = part.content.partition(",")
-            if not head.endswith(";base64"):
-                raise RequestError(
-                    f"{part.where} = {head[:64]!r}: a data: URL must have base64 content",
-                    param=part.where,
-                )
-            data = _from_base64(text, part.where)
-        else:
-            data = self._reader.fetch(part.content, part.modality, part.where)
-        return self._reader.decode(part.modality, data, part.where)
+            return _from_base64(part.content, part.where)
+        if part.content[:5].lower() != "data:":
+            return self._reader.fetch(part.content, part.modality, part.where)
+        head, _, text = part.content.partition(",")
+        if not head.endswith(";base64"):
+            raise RequestError(
+                f"{part.where} = {head[:64]!r}: a data: URL must have base64 content",
+                param=part.where,
+            )
+        return _from_base64(text, part.where)
+
+    def _decoded(self, part: _Part, fetched: object) -> object:
+        assert self._reader is not None
+        if not isinstance(fetched, bytes):
+            return fetched
+        return self._reader.decode(part.modality, fetched, part.where)
 
 
 def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:

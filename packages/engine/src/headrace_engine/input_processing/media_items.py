@@ -48,20 +48,26 @@ NO_FILES = FileReading()
 
 
 class Later:
-    """An item that is fetched and decoded when its content is needed, once.
+    """An item that is fetched and decoded when its content is needed.
 
     Args:
-        read: gives it as ``multi_modal_data`` has it. Blocks; raises RequestError.
+        get: gives its file, or the object itself. Blocks; raises RequestError.
+        decode: makes of that what ``multi_modal_data`` has. Blocks; raises RequestError.
     """
 
-    def __init__(self, read: Callable[[], object]) -> None:
-        self._read = read
-        self._found: object = None
+    def __init__(self, get: Callable[[], object], decode: Callable[[object], object]) -> None:
+        self._get, self._decode = get, decode
+        self._fetched: object = None
+
+    def fetch(self) -> None:
+        """Have its file."""
+        if self._fetched is None:
+            self._fetched = self._get()
 
     def __call__(self) -> object:
-        if self._found is None:
-            self._found = self._read()
-        return self._found
+        """The item."""
+        self.fetch()
+        return self._decode(self._fetched)
 
 
 class ItemReader:

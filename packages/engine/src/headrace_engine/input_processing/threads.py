@@ -22,7 +22,7 @@ MAX_COMPILING = 256
 INPUT_THREADS = 2
 """Threads for larger prompts. The tokenizer releases the interpreter's lock."""
 
-MEDIA_THREADS = 8
+MEDIA_THREADS = 64
 """Threads for prompts with media, which wait for other machines and processes."""
 
 Result = TypeVar("Result")

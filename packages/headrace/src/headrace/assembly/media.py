@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from headrace.assembly.media_files import file_reading, frame_sampling
 from headrace.assembly.missing_packages import missing
 from headrace_core import plugins
-from headrace_core.multimodal import MediaInput, media_limit
+from headrace_core.errors import ConfigError, RequestError
+from headrace_core.multimodal import MediaInput, MediaItem, media_limit
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
@@ -55,6 +56,7 @@ def media_reader(
     start = info.generation_config.get(
         "decoder_start_token_id", info.config.get("decoder_start_token_id")
     )
+    _check_options(processor, config.multimodal.mm_processor_kwargs)
     return MediaReader(
         processor,
         content_hash,
@@ -63,8 +65,24 @@ def media_reader(
         max_kept_bytes=int(config.multimodal.mm_processor_cache_gb * (1 << 30)),
         is_encoder_decoder=info.is_encoder_decoder,
         decoder_start_token_id=start if isinstance(start, int) else None,
+        max_tokens=info.max_model_len,
+        max_step=config.scheduler.max_num_batched_tokens or info.max_model_len,
+        whole_items=config.scheduler.disable_chunked_mm_input,
         files=file_reading(config.multimodal, decode_audio, tuple(processor.modalities())),
     )
+
+
+def _check_options(processor: MediaProcessor, options: Mapping[str, Any]) -> None:
+    """Raises: ConfigError: the processor does not take the operator's options."""
+    if not options or "image" not in processor.modalities():
+        return
+    import numpy as np
+
+    blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
+    try:
+        processor.process([blank], options)
+    except RequestError as error:
+        raise ConfigError(f"multimodal.{error}", field="multimodal.mm_processor_kwargs") from error
 
 
 def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem]] | None:

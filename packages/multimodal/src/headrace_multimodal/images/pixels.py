@@ -57,16 +57,17 @@ def decode_image(
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # The limit is ours, which is checked before anything is decoded.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_size(image, limits, param)
                 pixels = np.asarray(upright_rgb(image, background), dtype=np.uint8)
-    except (
-        UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning,
-    ) as error:  # fmt: skip
+    except Image.DecompressionBombError as error:
         raise RequestError(
-            f"image is not one of {', '.join(FORMATS)}, or too large", param=param
+            f"image has too many pixels: at most {limits.pixels} are accepted", param=param
         ) from error
+    except UnidentifiedImageError as error:
+        raise RequestError(f"image is not one of {', '.join(FORMATS)}", param=param) from error
     except (OSError, SyntaxError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
