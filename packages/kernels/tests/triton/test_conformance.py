@@ -10,9 +10,15 @@ import torch
 from headrace_core.ops import QUANT_ACTIVATIONS
 from headrace_kernels.triton.provider import PROVIDER, TritonProvider
 from headrace_testing.ops import OpConformance
+from headrace_testing.ops.last_keys import LastKeysConformance
 from headrace_testing.ops.quantized import QuantizedConformance
 
 HAS_GPU = torch.cuda.is_available()
+
+
+# Interpreted, every tile of keys takes milliseconds.
+SHORT = [(1, 70), (40, 130), (60, 60), (20, 200), (3, 35)]
+SHORT_SPANS = [(1, 95, 120), (2, 0, 5), (2, 5, 33), (2, 59, 60), (3, 185, 200)]
 
 
 def multiplies_fp8() -> bool:
@@ -28,6 +34,8 @@ class TestTriton(OpConformance):
     cache_dtypes = ()
     row_scaled_dtypes = ()
     logit_scale = False
+    SEEN_LENGTHS = LastKeysConformance.SEEN_LENGTHS if HAS_GPU else SHORT
+    SEEN_SPANS = LastKeysConformance.SEEN_SPANS if HAS_GPU else SHORT_SPANS
     quant_activations = QUANT_ACTIVATIONS if multiplies_fp8() else ("int8", "float")
 
     @pytest.fixture

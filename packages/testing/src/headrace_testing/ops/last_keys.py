@@ -18,9 +18,9 @@ from headrace_testing.ops.suite import OpSuite
 class LastKeysConformance(OpSuite):
     """``paged_attention`` with ``last_keys``."""
 
-    LENGTHS: ClassVar = [(1, 70), (40, 130), (60, 60), (90, 700), (3, 35)]
+    SEEN_LENGTHS: ClassVar = [(1, 70), (40, 130), (60, 60), (90, 700), (3, 35)]
     """(new tokens, context)."""
-    SPANS: ClassVar = [(1, 95, 120), (2, 0, 5), (2, 5, 33), (2, 59, 60), (3, 620, 700)]
+    SEEN_SPANS: ClassVar = [(1, 95, 120), (2, 0, 5), (2, 5, 33), (2, 59, 60), (3, 620, 700)]
     """(request, first, end): tokens that all see each other."""
 
     @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ class LastKeysConformance(OpSuite):
         attention, case = op("paged_attention"), self._case(dtype)
         out, plain = case.run(attention), self._without(case).run(attention)
         inside = torch.zeros(out.shape[0], dtype=torch.bool)
-        for b, first, end in self.SPANS:
+        for b, first, end in self.SEEN_SPANS:
             start = int(case.cu_seqlens_q[b])
             context = int(case.seq_lens[b]) - (int(case.cu_seqlens_q[b + 1]) - start)
             rows = slice(start + first - context, start + end - context)
@@ -93,7 +93,7 @@ class LastKeysConformance(OpSuite):
 
     def _case(self, dtype: str, **options: Any) -> PagedCase:
         return paged_case(
-            self.LENGTHS, dtype=dtype, device=self.device, spans=self.SPANS, **options
+            self.SEEN_LENGTHS, dtype=dtype, device=self.device, spans=self.SEEN_SPANS, **options
         )
 
     @staticmethod
