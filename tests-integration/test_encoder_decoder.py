@@ -170,7 +170,7 @@ def test_what_is_refused_by_name(whisper):
     cases = [
         (TEXT, RequestError, "multi_modal_data: must be given"),
         ({"prompt": TEXT, "multi_modal_data": {"audio": [silence] * 2}}, RequestError,
-         r"2 items; at most 1 are taken \(--limit-mm-per-prompt audio=1\)"),
+         r"2 items; at most 1 are taken \(--limit-mm-per-prompt '\{\"audio\": 1\}'\)"),
         ({"prompt": TEXT, "multi_modal_data": {"image": silence}}, UnsupportedFeature,
          "multi_modal_data.image: this model takes audio only"),
         ({"prompt": TEXT, "multi_modal_data": {"audio": silence.astype(int)}}, RequestError,
