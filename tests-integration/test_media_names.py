@@ -14,7 +14,7 @@ from servers import RunningServer, serving
 from test_image_prompts import PARAMS, SETTINGS
 
 from headrace import LLM
-from headrace_core.errors import RequestError
+from headrace_core.errors import ConfigError, RequestError
 from headrace_multimodal import processor_for
 
 MARK = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -187,3 +187,9 @@ def test_what_no_request_may_do_to_a_server(server: RunningServer, folder: Path)
                 model="seer", messages=[{"role": "user", "content": [url]}], max_tokens=1
             )
         assert error.value.param == "messages[0].content[0].image_url.url"
+
+
+def test_options_of_the_operator_that_no_image_can_have_end_the_start(folder: Path) -> None:
+    for options in ({"bogus": 1}, {"max_pixels": 99_999_999}):
+        with pytest.raises(ConfigError, match=f"mm_processor_kwargs.{next(iter(options))}"):
+            LLM(str(folder), **SETTINGS, mm_processor_kwargs=options)
