@@ -206,7 +206,9 @@ class Environment:
         self.tree(*map(_path, BASE))
         self.tree(*(_path(package, extra) for package in packages))
 
-    def pytest(self, *words: str, keep: int | None = None, processes: int = 2) -> None:
+    def pytest(
+        self, *words: str, keep: int | None = None, processes: int = 2, dist: str = "loadfile"
+    ) -> None:
         """Run pytest in two processes of one thread each: what two cores can carry; more where tests wait
         for servers and clocks most of their time.
 
@@ -215,7 +217,7 @@ class Environment:
         of more than ``keep`` where it is given.
         """
         sampled = {"HEADRACE_TEST_KEEP": str(keep)} if keep else {}
-        self.run("pytest", "-n", str(processes), "--dist", "loadfile", *words, *self.session.posargs,
+        self.run("pytest", "-n", str(processes), "--dist", dist, *words, *self.session.posargs,
                  env={"OMP_NUM_THREADS": "1", "CI": "true", "HEADRACE_TESTS": TESTS, **sampled})  # fmt: skip
 
 
@@ -320,7 +322,9 @@ def tests(session: nox.Session, package: str) -> None:
         environment.torch(triton=package in WITH_TRITON)
     base = ["core", "testing"] if package in WITHOUT_TORCH else ["core", "reference", "testing"]
     environment.tree(*map(_path, base), _path(package, "test"), more=(XDIST,))
-    environment.pytest(f"packages/{package}/tests", keep=KEEP.get(package))
+    # Two files of the kernels' suite are most of it, and their tests share no fixture.
+    dist = "worksteal" if package == "kernels" else "loadfile"
+    environment.pytest(f"packages/{package}/tests", keep=KEEP.get(package), dist=dist)
 
 
 @nox.session(venv_backend="none")
