@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,8 +22,8 @@ from headrace_core.request import ChatPrompt, CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.speech.model import AudioClip
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.input_processing.media import MediaReader
-from headrace_engine.input_processing.media_items import FileReading
+from headrace_engine.input_processing.media import AT_ONCE, MediaReader
+from headrace_engine.input_processing.media_items import FileReading, Later
 
 MARK = ord("~")
 ONE = np.array([0.5, -0.5, 0.25, 0.0], np.float32)
@@ -324,3 +326,28 @@ def test_media_of_pooled_prompts_are_not_cut() -> None:
     windows = pooling_input_processor(enable_chunked_processing=True, native_len=3).pooling
     with pytest.raises(PromptTooLong, match=r"length is 3 tokens.*with media is not cut"):
         windows.read(heard("a~b", ONE), PoolingParams(), "r", task="embed")
+
+
+def test_a_slow_host_keeps_no_other_item_waiting() -> None:
+    """However many items are being fetched, one that is there is read."""
+    reader = MediaReader(PairsOfSamples(), content_hash)
+    answered, begun = threading.Event(), threading.Semaphore(0)
+
+    def fetch() -> object:
+        begun.release()
+        assert answered.wait(60)
+        return ONE
+
+    with ThreadPoolExecutor(2 * AT_ONCE) as pool:
+        slow = [
+            pool.submit(reader.place, [MARK], {"audio": Later(fetch, lambda got: got)}, None)
+            for _ in range(2 * AT_ONCE)
+        ]
+        for _ in slow:
+            assert begun.acquire(timeout=60)
+        try:
+            assert reader.place([MARK], {"audio": OTHER}, None).token_ids == [MARK]
+            assert not any(future.done() for future in slow)
+        finally:
+            answered.set()
+        assert [future.result(60).token_ids for future in slow] == [[MARK, MARK]] * len(slow)

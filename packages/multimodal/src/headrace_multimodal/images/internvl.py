@@ -67,12 +67,12 @@ class InternVLProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an option is not a number of tiles, or allows more of them than the model's
         settings."""
-        most = _option(options, "max_patches", self._most, self._most)
-        least = _option(options, "min_patches", min(self._least, most), most)
+        most = tile_option(options, "max_patches", self._most, self._most)
+        least = tile_option(options, "min_patches", min(self._least, most), most)
         # The class of the checkpoints cuts whatever the image processor's own settings say.
         cut = options.get("crop_to_patches", True)
         if type(cut) is not bool:
-            raise _wrong("crop_to_patches", cut, "true or false")
+            raise wrong_option("crop_to_patches", cut, "true or false")
         grid = grid_of(pixels.shape[:2], self._tile, least, most) if cut and most > 1 else (1, 1)
         x = np.stack([self._numbers(tile) for tile in self._tiles(pixels, grid)])
         count = len(x) * self._per_tile
@@ -145,14 +145,20 @@ def _tiles(stated: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
+def tile_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
+    """A number of tiles that a request asks for.
+
+    Raises:
+        RequestError: it is no whole number from 1 to ``most``.
+    """
     value = options.get(name, default)
     if type(value) is not int or not 0 < value <= most:
-        raise _wrong(name, value, f"a number of tiles from 1 to {most}")
+        raise wrong_option(name, value, f"a number of tiles from 1 to {most}")
     return value
 
 
-def _wrong(name: str, value: object, accepted: str) -> RequestError:
+def wrong_option(name: str, value: object, accepted: str) -> RequestError:
+    """The error for a value of ``mm_processor_kwargs`` that is not accepted."""
     return RequestError(
         f"mm_processor_kwargs.{name} = {value!r}: must be {accepted}", param="mm_processor_kwargs"
     )

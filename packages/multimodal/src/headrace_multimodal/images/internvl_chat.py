@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import MediaPlacement, ProcessedMedia
-from headrace_multimodal.images.internvl import grid_of
+from headrace_multimodal.images.internvl import grid_of, tile_option, wrong_option
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
 from headrace_multimodal.images.steps import Numbers, cut, resized
@@ -98,9 +98,9 @@ class InternVLChatProcessor(ImageProcessor):
         """Columns and rows of tiles."""
         cuts = options.get(CUTS, self._cuts)
         if type(cuts) is not bool:
-            raise _wrong(CUTS, cuts, "true or false")
-        most = _option(options, MOST, self._most, self._most)
-        least = _option(options, LEAST, min(self._least, most), most)
+            raise wrong_option(CUTS, cuts, "true or false")
+        most = tile_option(options, MOST, self._most, self._most)
+        least = tile_option(options, LEAST, min(self._least, most), most)
         return grid_of(pixels.shape[:2], (self._side, self._side), least, most) if cuts else (1, 1)
 
     def _tiles(self, pixels: Pixels, grid: tuple[int, int]) -> list[Pixels]:
@@ -127,16 +127,3 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     if type(value) is not bool:
         raise UnsupportedModel(f"config.json: {key} = {value!r}: must be true or false")
     return value
-
-
-def _option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    value = options.get(name, default)
-    if type(value) is not int or not 0 < value <= most:
-        raise _wrong(name, value, f"a number of tiles from 1 to {most}")
-    return value
-
-
-def _wrong(name: str, value: object, accepted: str) -> RequestError:
-    return RequestError(
-        f"mm_processor_kwargs.{name} = {value!r}: must be {accepted}", param="mm_processor_kwargs"
-    )
