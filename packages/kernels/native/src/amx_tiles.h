@@ -12,15 +12,6 @@
 
 #if defined(HR_AMX)
 
-// Tiles 0 to 3 hold sums, 4 and 5 lines, 6 and 7 weights. The compiler knows nothing of tiles.
-#define HR_TILE_LOAD(tile, at, stride) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(at), "r"(int64_t(stride)) : "memory")
-#define HR_TILE_STORE(tile, at, stride) \
-  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"(int64_t(stride)) : "memory")
-#define HR_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::: "memory")
-#define HR_TILE_DOT(sum, lines, weights) \
-  asm volatile("tdpbssd %%tmm" #weights ", %%tmm" #lines ", %%tmm" #sum ::: "memory")
-
 namespace headrace::HR_ISA {
 namespace {
 namespace quant {
@@ -32,26 +23,6 @@ constexpr int64_t LEAST_LINES = 24;        // fewer are multiplied as vectors
 
 // Lines of a tile: whole rows.
 constexpr int64_t tile_lines(int limbs) { return 16 / limbs * limbs; }
-
-// Sets the shapes of the tiles while it lives.
-class TileShapes {
- public:
-  TileShapes(int64_t lines, int64_t steps) {
-    struct alignas(64) {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t row_bytes[16];
-      uint8_t rows[16];
-    } config = {};
-    config.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = uint8_t(tile < 6 ? lines : steps);
-      config.row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? 4 * steps : 64);
-    }
-    asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
-  }
-  ~TileShapes() { asm volatile("tilerelease" ::: "memory"); }
-  TileShapes(const TileShapes&) = delete;
-};
 
 // Steps of a tile: as many as divide a group. A panel's last tile may be longer than what is left.
 inline int64_t tile_steps(const Panel& p) {

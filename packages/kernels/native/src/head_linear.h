@@ -1,5 +1,5 @@
-// A small linear layer for each head, over weights packed head by head as in linear.h, whose order of
-// sums it has: out[t][h] = weight[h] x[t][h].
+// A small linear layer for each head, over weights packed head by head as in linear.h, multiplied by
+// panel_product.h on every instruction set: out[t][h] = weight[h] x[t][h].
 
 namespace headrace::HR_ISA {
 namespace {

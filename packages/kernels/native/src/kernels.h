@@ -10,6 +10,9 @@
 #include "routing.h"
 #include "rotary_cache.h"
 #include "packing.h"
+#include "panel_product.h"
+#include "tiles.h"
+#include "linear_tiles.h"
 #include "linear.h"
 #include "quant_layout.h"
 #include "quant_tiles.h"
@@ -43,6 +46,11 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
     HR_ENTRY(quant_routed),
+    HR_ENTRY(linear),
+    HR_ENTRY(linear_activated),
+    HR_ENTRY(linear_gated),
+    HR_ENTRY(moe),
+    HR_ENTRY(expert_linear),
     {nullptr, nullptr, nullptr, nullptr},
 };
 #else

@@ -56,9 +56,9 @@ bool may_use_tiles() {
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 }
 bool has_avx512_amx() {
-  constexpr unsigned TILES = 1u << 24, BYTES = 1u << 25;
+  constexpr unsigned PAIRS = 1u << 22, TILES = 1u << 24, BYTES = 1u << 25;
   unsigned a, b, c, d;
-  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (TILES | BYTES)) != 0) return false;
+  if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (PAIRS | TILES | BYTES)) != 0) return false;
   static const bool may = may_use_tiles();
   return may;
 }

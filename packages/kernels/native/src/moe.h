@@ -13,6 +13,7 @@ struct Sorted {
   int32_t* begin;
   int32_t* expert;
   int64_t used;
+  int64_t entries() const { return begin[used]; }
 };
 
 // Entries of the `others` ids from `experts` on are left out.
@@ -44,30 +45,31 @@ inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts
 
 // f(expert, begin, many, p, sums) for every panel p < panels of every used expert and piece of its
 // sorted entries, on all threads; sums has SUMS floats for each of PANEL features of `many` rows.
-template <int SUMS, class F>
-inline void over_experts(const Sorted& sorted, int64_t panels, int64_t work, const F& f) {
+template <int SUMS, class WT, class F>
+inline void over_experts(const Sorted& sorted, int64_t K, int64_t panels, int64_t work, const F& f) {
+  const int64_t piece = Tiling<WT>::piece(K);
   parallel(sorted.used * panels, work, [&](int64_t task) {
     const int64_t i = task / panels, p = task % panels;
-    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * ROWS_PIECE * PANEL) * sizeof(float)));
-    for (int64_t begin = sorted.begin[i]; begin < sorted.begin[i + 1]; begin += ROWS_PIECE) {
-      f(int64_t(sorted.expert[i]), begin, min_of(ROWS_PIECE, sorted.begin[i + 1] - begin), p, sums);
+    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * piece * PANEL) * sizeof(float)));
+    for (int64_t begin = sorted.begin[i]; begin < sorted.begin[i + 1]; begin += piece) {
+      f(int64_t(sorted.expert[i]), begin, min_of(piece, sorted.begin[i + 1] - begin), p, sums);
     }
   });
 }
 
 // Behind the sorted entries: rows of x, of which `share` entries each have one.
-inline const int32_t* rows_of(const Sorted& sorted, int64_t entries, int64_t share) {
+inline Picked rows_of(const Sorted& sorted, int64_t entries, int64_t share) {
   int32_t* index = sorted.order + entries;
-  for (int64_t e = 0; e < sorted.begin[sorted.used]; ++e) index[e] = int32_t(sorted.order[e] / share);
-  return index;
+  for (int64_t e = 0; e < sorted.entries(); ++e) index[e] = int32_t(sorted.order[e] / share);
+  return {index, sorted.entries()};
 }
 
 // lines [entries][N]: line e = row index[e] of x times the weight of e's expert, plus its bias.
-template <class WT, class A, class T, class L>
-inline void experts_product(L* lines, const Rows<A>& x, const WT* weights, const T* biases,
+template <class WT, class X, class T, class L>
+inline void experts_product(L* lines, const X& x, const WT* weights, const T* biases,
                             const Sorted& sorted, int64_t entries, int64_t N, int64_t K) {
   const int64_t size = Packed<WT>::elements(N, K);
-  over_experts<1>(sorted, ceil_div(N, PANEL), entries * N * K / 32,
+  over_experts<1, WT>(sorted, K, ceil_div(N, PANEL), entries * N * K / 32,
                   [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
     const Packed<WT> packed{weights + expert * size, N, K};
     const int64_t at = p * PANEL;
@@ -84,17 +86,17 @@ inline void experts_product(L* lines, const Rows<A>& x, const WT* weights, const
 // hidden [entries][I] = act(x Wg + bg) * (x Wu + bu) by each entry's expert. A panel of gates and its
 // panel of ups are multiplied one after the other, so that neither goes through memory. I is a
 // multiple of PANEL.
-template <class WT, class A, class T>
-inline void experts_gated(A* hidden, const Rows<A>& x, const WT* weights, const T* biases,
+template <class WT, class A, class X, class T>
+inline void experts_gated(A* hidden, const X& x, const WT* weights, const T* biases,
                           const Sorted& sorted, int64_t entries, int64_t I, int64_t K, int32_t kind) {
   const int64_t size = Packed<WT>::elements(2 * I, K), panels = I / PANEL;
-  over_experts<2>(sorted, panels, entries * I * K / 16,
+  over_experts<2, WT>(sorted, K, panels, entries * I * K / 16,
                   [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
     const Packed<WT> packed{weights + expert * size, 2 * I, K};
     const WT *gate = packed.panel(p), *up = packed.panel(panels + p);
     const int64_t at = p * PANEL;
     const T* bias = biases == nullptr ? nullptr : biases + expert * 2 * I + at;
-    float* gates = sums + many * PANEL;
+    float* gates = sums + Tiling<WT>::room(many) * PANEL;
     const auto keep = [&](int64_t first, int64_t count, const float* from) {
       for (int64_t r = 0; r < count; ++r) finish_row(gates + (first + r) * PANEL, from + r * PANEL, bias, PANEL);
     };
@@ -156,8 +158,7 @@ inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const floa
   float* lines = static_cast<float*>(scratch(SCRATCH_C, size_t(wide + entries * I + 16) * sizeof(float)));
   A* hidden = reinterpret_cast<A*>(lines + wide);
 
-  Rows<A> a = readable<A>(x, rows, H, stride, SCRATCH_A);
-  a.index = rows_of(sorted, entries, k);
+  const auto a = readable<T>(x, rows, H, stride, SCRATCH_A, rows_of(sorted, entries, k));
   if (fused) {
     experts_gated(hidden, a, w.gate_up, w.gate_up_bias, sorted, entries, I, H, kind);
   } else {
@@ -169,7 +170,8 @@ inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const floa
       }
     });
   }
-  experts_product(lines, Rows<A>{hidden, I, sorted.order}, w.down, w.down_bias, sorted, entries, H, I);
+  const auto h = readable<T>(hidden, entries, I, I, SCRATCH_A, Picked{sorted.order, sorted.entries()});
+  experts_product(lines, h, w.down, w.down_bias, sorted, entries, H, I);
   sum_places(out, weights, rows, k, H, [&](int64_t e, int64_t j, int64_t left) {
     if (ids[e] < w.experts) return ld_upto(lines + e * H + j, left);
     return vmul(vset(same.scale), ld_upto(x + e / k * stride + j, left));
@@ -197,12 +199,10 @@ template <class T>
 inline int32_t run_expert_linear(T* out, const T* x, const T* weight, const float* weights, const int64_t* ids,
                                  int64_t rows, int64_t k, int64_t share, int64_t experts, int64_t N, int64_t K,
                                  int64_t stride) {
-  using A = typename ActivationTraits<T>::A;
   const int64_t entries = rows * k;
   Sorted sorted;
   if (sort_entries(ids, entries, experts, 0, sorted) != OK) return BAD_INDEX;
-  Rows<A> a = readable<A>(x, entries / share, K, stride, SCRATCH_A);
-  a.index = rows_of(sorted, entries, share);
+  const auto a = readable<T>(x, entries / share, K, stride, SCRATCH_A, rows_of(sorted, entries, share));
   const T* no_bias = nullptr;
   if (weights == nullptr) {
     experts_product(out, a, weight, no_bias, sorted, entries, N, K);

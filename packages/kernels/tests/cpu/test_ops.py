@@ -187,6 +187,13 @@ def test_mismatches_name_what_was_given(ops):
         mixed.run(ops["paged_attention"])
 
 
+def native_gate(level: str, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+    """silu(gates) * ups by the kernels of a level."""
+    return native_ops(library.load(level))["activation_and_mul"](
+        torch.cat([gates, ups], -1), "silu"
+    )
+
+
 def quantized(features: int, inputs: int, **options) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (features, inputs), generator=generator)
@@ -257,6 +264,47 @@ def test_rows_that_are_cut_in_pieces_stay_the_same(level, options, activations):
     exact = x.double() @ dequantized(QuantizedWeight(values, scales, **options)).double().T
     tolerance = {"int8": 0.02, "float": 0.005}[activations] * float(exact.abs().max())
     assert float((together.double() - exact).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+@pytest.mark.parametrize("inputs", [1, 31, 1000, 5003])
+def test_rows_of_a_linear_layer_stay_the_same_in_every_company(level, inputs, dtype):
+    """Alone, in a tile of rows, in several, in pieces of K, beside rows of other tasks: the same bits."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    linear, outputs = native_ops(library.load(level))["linear"], 150
+    x, weight = rand(401, inputs, dtype=dtype), rand(2 * outputs, inputs, dtype=dtype, seed=1)
+    bias = rand(2 * outputs, dtype=dtype, seed=2)
+    packed = linear.pack(weight)
+    together = linear(x, packed, bias)
+    for first, last in ((0, 1), (3, 19), (2, 19), (100, 133), (64, 129), (400, 401)):
+        assert bits_equal(linear(x[first:last], packed, bias), together[first:last])
+    exact = x.double() @ weight.double().T + bias.double()
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
+    torch.testing.assert_close(
+        together.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+    )
+    gates, ups = together[:, :outputs].contiguous(), together[:, outputs:].contiguous()
+    assert bits_equal(linear.gated(x, packed, "silu", bias), native_gate(level, gates, ups))
+
+
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+def test_rows_of_experts_stay_the_same_in_every_company(level):
+    """More rows of one expert than a task takes, a few of another, none of a third."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    moe = native_ops(library.load(level))["moe"]
+    packed = moe.pack(
+        rand(4, 2 * 128, 72, dtype="bfloat16"), rand(4, 72, 128, dtype="bfloat16", seed=1)
+    )
+    x, weights = rand(500, 72, dtype="bfloat16"), rand(500, 2).softmax(-1)
+    ids = torch.zeros(500, 2, dtype=torch.int64)
+    ids[:, 1], ids[::97, 0] = 3, 1
+    together = moe(x, packed, weights, ids, "silu")
+    for row in (0, 1, 97, 388, 499):
+        own = slice(row, row + 1)
+        assert bits_equal(moe(x[own], packed, weights[own], ids[own], "silu"), together[own])
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
