@@ -47,7 +47,7 @@ BARE = ("--without-pip",) if importlib.util.find_spec("pip") else ()
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "sampled")
 """``full`` or ``sampled``; ``nox -s full`` is known by its name, before any session begins."""
-RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.6"
+RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.8"
 STUBS = ("types-PyYAML", "types-tqdm")
 PACKAGES = (
     "core", "reference", "testing", "kernels", "attention", "quant", "models", "multimodal",
@@ -336,7 +336,11 @@ def everything(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
-    _together(session, XDIST, "schemathesis>=4.3").pytest("tests-integration", processes=3)
+    # In the order of their names, files that wait for servers run beside files that compute: those of
+    # few tests, which pytest-xdist would leave to the end, are the ones that wait.
+    _together(session, XDIST, "schemathesis>=4.3").pytest(
+        "tests-integration", "--no-loadscope-reorder", processes=3
+    )
 
 
 def _npm_install(session: nox.Session, folder: str) -> bool:

@@ -9,6 +9,7 @@ The process ends with whoever has the other end of the socket.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -23,6 +24,7 @@ import struct
 import sys
 import tempfile
 import termios
+import threading
 
 from headrace_core import failpoints
 
@@ -165,6 +167,25 @@ def _run(call: dict) -> None:
     runpy.run_module("headrace", run_name="__main__", alter_sys=True)
 
 
+def _leave(end: SystemExit) -> None:
+    """End a fork here, after all that its modules asked for at their end.
+
+    The interpreter would take every imported module apart first, 0.15 s of work. It does where the end is
+    not a number or where the output cannot be written: both change the status. Whether a command
+    survives being taken apart is seen by those in interpreters of their own.
+    """
+    if not isinstance(end.code, int | None):
+        return
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(end.code or 0)
+
+
 def main() -> None:
     """Import, then fork until the other end of the socket is closed."""
     commands = socket.socket(fileno=int(sys.argv[1]))
@@ -177,8 +198,13 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a fork that ends does not walk what it shares
     call = forked(commands)
-    if call is not None:
+    if call is None:
+        return
+    try:
         _run(call)
+    except SystemExit as end:
+        _leave(end)
+        raise
 
 
 if __name__ == "__main__":

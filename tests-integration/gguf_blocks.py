@@ -38,11 +38,23 @@ _HALVES: dict[str, tuple[tuple[int, float], ...]] = {
 }  # fmt: skip
 """Places of a block's float16 scales, and their sizes, which make the weights' mean zero; others: 0."""
 
+_ENCODED: dict[tuple[Type, tuple[int, ...], bytes], np.ndarray] = {}
+"""Blocks by what they were made of: a checkpoint needs them as bytes and as floats, and tests write it again
+and again."""
+
 
 def encode(array: np.ndarray, kind: Type) -> np.ndarray:
     """Rows [..., K] float32 as blocks, uint8 [..., bytes of a row]; a row's depend on the row alone."""
     if kind.name in _QUANTIZED:
         return gguf.quants.quantize(array, kind)
+    key = kind, array.shape, hashlib.sha256(array.tobytes()).digest()
+    if key not in _ENCODED:
+        _ENCODED[key] = _encode(array, kind)
+        _ENCODED[key].setflags(write=False)
+    return _ENCODED[key]
+
+
+def _encode(array: np.ndarray, kind: Type) -> np.ndarray:
     elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = array.reshape(-1, array.shape[-1])
     blocks = [_blocks(row, kind, row.size // elements).reshape(-1) for row in rows]

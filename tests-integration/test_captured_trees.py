@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
 
 import captured_trees
 import every_causal_lm
@@ -15,6 +17,13 @@ from headrace import LLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
 
+COMMON = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "gpt_neox", "gpt2", "phi3", "cohere2", "olmo2", "starcoder2", "deepseek_v3",
+)  # fmt: skip
+NUM_OTHERS = 30
+"""Models besides that are enough where long tails are sampled (headrace_testing/sampling.py)."""
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, str]:
@@ -25,6 +34,10 @@ def found(tmp_path_factory) -> dict[str, str]:
         for kind, outcome in every_causal_lm.stored().items()
         if outcome.result == SERVED and kind in known
     ]
+    if os.environ.get("HEADRACE_TESTS", "full") == "sampled":
+        others = [kind for kind in kinds if kind not in COMMON]
+        seen = random.Random(os.environ["HEADRACE_TEST_SEED"]).sample(others, NUM_OTHERS)
+        kinds = [*COMMON, *seen]
     return dict(captured_trees.outcomes(tmp_path_factory.mktemp("trees"), kinds))
 
 
@@ -37,17 +50,14 @@ def test_the_published_table_is_what_was_found(found):
     assert found == {kind: stored[kind] for kind in found}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
-     "gpt_neox", "gpt2", "phi3", "cohere2", "olmo2", "starcoder2", "deepseek_v3"],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", COMMON)
 def test_common_trees_are_captured(found, kind):
     assert found[kind] == CAPTURED
 
 
-def test_most_are_captured(found):
-    assert sum(why == CAPTURED for why in found.values()) >= 80
+def test_most_are_captured():
+    """As the table has it, which is what was found."""
+    assert sum(why == CAPTURED for why in every_causal_lm.stored_captures().values()) >= 80
 
 
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "ModernBertModel", "Qwen3Model"])

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import functools
 import gc
+import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import fastapi.dependencies.utils
 import fastapi.routing
 import httpx2
 import pytest
 
 from headrace_core.engine import EngineClient
 from headrace_server import ServerSettings, bind, create_app, serve
+from headrace_server.observability import fingerprint
 from headrace_server.run import bind_admin
 from headrace_server.state import ServerState
 from headrace_testing import waiting
@@ -37,7 +40,27 @@ def _fields_are_made_once() -> Iterator[None]:
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastapi.routing, "create_model_field", field)
+        patch.setattr(fastapi.dependencies.utils, "get_typed_signature", _read_once())
+        patch.setattr(fingerprint, "_version", functools.cache(fingerprint._version))
         yield
+
+
+def _read_once() -> Callable[[Callable[..., Any]], inspect.Signature]:
+    """FastAPI's signatures of routes, shared by those of one code with the same defaults and annotations."""
+    make = fastapi.dependencies.utils.get_typed_signature
+    made: dict[tuple[Any, ...], tuple[object, inspect.Signature]] = {}
+
+    def signature(call: Callable[..., Any]) -> inspect.Signature:
+        if not inspect.isfunction(call) or hasattr(call, "__wrapped__"):
+            return make(call)
+        values = (call.__kwdefaults__ or {}, call.__annotations__)
+        given = [*(call.__defaults__ or ()), *(v for each in values for v in each.values())]
+        key = call.__code__, *map(id, given)
+        if key not in made:
+            made[key] = given, make(call)  # what the ids are of is kept
+        return made[key][1]
+
+    return signature
 
 
 @pytest.fixture(autouse=True)
