@@ -50,8 +50,8 @@ def model_class(info: ModelInfo) -> type[Any]:
         if tower is None and wrapper.needs_media:
             raise UnsupportedModel(
                 f"model {info.name!r}: {info.architecture}: {wrapper.needs_media}, and it can bring none: "
-                "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, the model is to "
-                "pool, or its vision_config.model_type is not served"
+                "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, or its "
+                "vision_config.model_type is not served"
             )
         own = text_of(own, wrapper, tower)
     if info.convert == "none":
@@ -82,10 +82,17 @@ class PoolingDecoder(Decoder):
         WeightRule("lm_head.weight", f"{OUT}.table"),
     )
     """The last is for classifiers made of the language model's head."""
-    ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"(.*\.)?lm_head\..*": "the head of a language model; this one pools",
-        r"(score|classifier)\..*": "labels, of a checkpoint that is to embed",
-    }
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`: the family's own, and heads."""
+        head = "the head of a language model; this one pools"
+        return {
+            r"(.*\.)?lm_head\..*": head,
+            r"(score|classifier)\..*": "labels, of a checkpoint that is to embed",
+            **getattr(super(), "ignored_weights", {}),
+            rf"{re.escape(self.head_name)}\..*": head,
+        }
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
@@ -166,11 +173,6 @@ def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> ty
     name = generating.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "weight_rules": (*pooling_rules(generating), *adapter.head_rules),
-        "ignored_weights": {
-            **adapter.ignored_weights,
-            **getattr(generating, "ignored_weights", {}),
-            rf"{re.escape(generating.head_name)}\..*": "the head of a language model; this one pools",
-        },
         "__module__": generating.__module__,
         "__doc__": f"{generating.__name__}, made to pool.",
     }

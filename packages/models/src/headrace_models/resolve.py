@@ -127,7 +127,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     processor = (
         auto_processor_of(architecture, path, limits, pools=pools)
         if by_transformers
-        else processor_of(architecture, whole, limits, pools=pools)
+        else processor_of(architecture, whole, limits)
     )
     generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
     return ModelInfo(

@@ -83,6 +83,8 @@ class PooledPrompt:
     num_attended_tokens: int | None = None
     """See :attr:`FilledPrompt.num_attended_tokens`; None: all."""
     media: Sequence[MediaInput] = ()
+    whole_spans: Sequence[tuple[int, int]] = ()
+    """See :attr:`headrace_core.multimodal.MediaPlacement.whole_spans`."""
     window: int = 0
     """Tokens of the windows in which it must be computed; 0: whole."""
 
@@ -192,6 +194,7 @@ class PoolingInputProcessor:
             call=call or request_id,
             num_attended_tokens=tokens.num_attended_tokens,
             media=tokens.media,
+            whole_spans=tokens.whole_spans,
             window=window,
         )
 
@@ -263,6 +266,7 @@ class PoolingInputProcessor:
             token_type_ids=token_type_ids,
             num_attended_tokens=prompt.num_attended_tokens,
             media=list(prompt.media),
+            whole_spans=list(prompt.whole_spans),
         )
         return PreparedRequest(
             request_id=request_id,

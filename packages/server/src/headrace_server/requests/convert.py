@@ -403,7 +403,7 @@ def chat_prompt(
             f"chat_template_kwargs: {name!r} is set by another field or by the server",
             param="chat_template_kwargs",
         )
-    options = body.mm_processor_kwargs if isinstance(body, ChatRequest) else None
+    options = body.mm_processor_kwargs if isinstance(body, ChatRequest | ChatInput) else None
     if options and not state.engine.model.modalities:
         raise UnsupportedFeature(
             "mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs"
