@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,12 @@ def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Seer(folder, save(folder), mark, "<|image_pad|>", of_qwen)
 
 
-def states(seer: Seer, prompt: str, images: list[Any]) -> torch.Tensor:
-    """Transformers' last hidden states [tokens, H], behind the last norm."""
+def states(seer: Seer, prompt: str, images: list[Any], behind: Sequence[int] = ()) -> torch.Tensor:
+    """Transformers' last hidden states [tokens, H], behind the last norm.
+
+    Args:
+        behind: tokens behind the prompt's.
+    """
     ids = token_ids(seer.folder, prompt)
     [pad] = token_ids(seer.folder, seer.token)
     given: dict[str, Any] = {}
@@ -66,13 +70,13 @@ def states(seer: Seer, prompt: str, images: list[Any]) -> torch.Tensor:
         given = seer.inputs(seer.folder, images)
         items = iter(given.pop("items"))
         ids = [i for token in ids for i in (next(items) if token == pad else [token])]
-    tokens = torch.tensor([ids])
+    tokens = torch.tensor([[*ids, *behind]])
     if seer.token == "<start_of_image>":
         [soft] = token_ids(seer.folder, "<image_soft_token>")
         given["token_type_ids"] = (tokens == soft).int()
     if seer.token == "<|image_pad|>":
         given["mm_token_type_ids"] = (tokens == pad).int()
-    with torch.inference_mode():
+    with torch.no_grad():
         out = seer.oracle.model(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given
         )

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
@@ -22,6 +24,7 @@ from headrace_models.layers.decoder import Decoder
 from headrace_models.layers.embedding import Embedding
 from headrace_models.pooling.classifier import Classifier, HeadLinear
 from headrace_models.pooling.head_rows import HeadRows
+from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.pooling.pooler import make_pooler
 from headrace_models.reranker import TokenClassifier, token_classifier
 from headrace_models.text_part import text_of
@@ -59,6 +62,8 @@ def model_class(info: ModelInfo) -> type[Any]:
     assert info.pooling is not None
     if info.pooling.pooling_type == "STEP" and generates(info.architecture):
         return pooling_class(own, StepDecoder)
+    if info.architecture in PAIR_FORMS and info.convert == "classify":
+        return pooling_class(own, TwoLayerScorer)
     return pooling_class(own)
 
 
@@ -152,6 +157,23 @@ class StepDecoder(PoolingDecoder):
 
     def make_classifier(self, context: BuildContext, prefix: str) -> Classifier:
         return Classifier(self.make_rows(context, prefix, None))
+
+
+class TwoLayerScorer(PoolingDecoder):
+    """Scores by two layers with a ReLU between them, ``score.0`` and ``score.2`` (jina-reranker-m0)."""
+
+    head_rules: ClassVar[Sequence[WeightRule]] = (
+        WeightRule("score.0", "pooler.head.classifier.dense"),
+        WeightRule("score.2", OUT),
+    )
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier:
+        size = self.hidden_size()
+        return Classifier(
+            HeadLinear(context, f"{prefix}score.2", size, 1),
+            HeadLinear(context, f"{prefix}score.0", size, size),
+            torch.relu,
+        )
 
 
 def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> type[Any]:

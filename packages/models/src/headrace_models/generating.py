@@ -125,13 +125,14 @@ def processor_of(architecture: str, whole: Mapping[str, Any], limits: Mapping[st
     """
     installed = plugins.installed("headrace.multimodal_processors")
     wrapper = WRAPPERS.get(architecture)
-    if architecture not in installed:
+    name = architecture if wrapper is None else wrapper.processor or architecture
+    if name not in installed:
         return ""
     if wrapper is None:
-        return architecture
+        return name
     served = wrapper.tower_of(whole) is not None
     taken = any(media_limit(limits, modality) for modality in wrapper.media)
-    return architecture if served and taken else ""
+    return name if served and taken else ""
 
 
 AUTO_PROCESSOR = "transformers"

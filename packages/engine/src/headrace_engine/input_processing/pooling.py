@@ -25,6 +25,7 @@ from headrace_core.pooling import (
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_core.served_model import ServedModel
+from headrace_engine.input_processing.chat.template import Content
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.media import cuts_media
 from headrace_engine.input_processing.prepared import PreparedRequest
@@ -53,6 +54,16 @@ class PairPrompt(NamedTuple):
     cache_salt: str | None = None
 
 
+class PairParts(NamedTuple):
+    """A pair that a template makes one prompt, at least one side of which brings media."""
+
+    query: Content
+    document: Content
+    template: str | None
+    """The call's; None: the operator's, or the model's."""
+    cache_salt: str | None = None
+
+
 class FilledPrompt(NamedTuple):
     """Tokens whose last ones attend to the others, and nothing to them."""
 
@@ -61,7 +72,7 @@ class FilledPrompt(NamedTuple):
     """At least 1."""
 
 
-PoolingPrompt = Prompt | PairPrompt | FilledPrompt | RenderedPrompt
+PoolingPrompt = Prompt | PairPrompt | PairParts | FilledPrompt | RenderedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +246,8 @@ class PoolingInputProcessor:
         if isinstance(prompt, PairPrompt):
             read = self._prompts.read_pair(prompt.first, prompt.second, fit)
             return read._replace(cache_salt=prompt.cache_salt)
-        if isinstance(prompt, RenderedPrompt):
-            return self._prompts.read_rendered(prompt, add_special_tokens, fit)
+        if isinstance(prompt, RenderedPrompt | PairParts):
+            return self._templated(prompt, add_special_tokens, fit)
         if isinstance(prompt, FilledPrompt):
             return _filled(prompt, fit.max_length)
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
@@ -244,6 +255,23 @@ class PoolingInputProcessor:
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
             )
         return self._prompts.read(prompt, add_special_tokens, fit)
+
+    def _templated(
+        self, prompt: RenderedPrompt | PairParts, add_special_tokens: bool | None, fit: Fit
+    ) -> PromptTokens:
+        """A pair's tokens, with the one that the model wants behind them."""
+        info = self._model().pooling
+        end = None if info is None else info.pair_end_id
+        if end is not None and fit.max_length is not None:
+            fit = fit._replace(max_length=max(1, fit.max_length - 1))
+        if isinstance(prompt, RenderedPrompt):
+            tokens = self._prompts.read_rendered(prompt, add_special_tokens, fit)
+        else:
+            query, document, template, salt = prompt
+            tokens = self._prompts.read_parts(
+                query, document, template, salt, add_special_tokens, fit
+            )
+        return tokens if end is None else tokens._replace(ids=[*tokens.ids, end])
 
     def _prepared(
         self,

@@ -13,7 +13,7 @@ from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
 from headrace_core.served_model import ServedModel
 from headrace_core.text import GuardableTokenizer, Tokenizer
 from headrace_engine.freed_memory import trimmed_after
-from headrace_engine.input_processing.chat.template import ChatRenderer, PromptTemplates
+from headrace_engine.input_processing.chat.template import ChatRenderer, Content, PromptTemplates
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.embeds import EmbedsDecoder
 from headrace_engine.input_processing.media import (
@@ -224,6 +224,40 @@ class PromptReader:
         if source is None:
             return None
         return self._chat_renderer().render_pair(query, document, source)
+
+    def read_parts(
+        self,
+        query: Content,
+        document: Content,
+        template: str | None,
+        salt: str | None,
+        add_special_tokens: bool | None,
+        fit: Fit,
+    ) -> PromptTokens:
+        """Tokens and media of a pair, at least one side of which brings some.
+
+        Args:
+            template: see :meth:`render_pair`.
+            salt: the prompt's ``cache_salt``.
+
+        Raises:
+            RequestError: there is no template, it failed, or an item cannot be read.
+        """
+        source = template or self._score_template
+        if source is None:
+            raise RequestError(
+                "text_1: a pair with media needs a template, of messages with the roles 'query' and "
+                "'document' (--chat-template, chat_template=)",
+                param="text_1",
+            )
+        media = ChatMedia(self._media)
+        rendered = self._chat_renderer().render_parts(query, document, source, media)
+        tokens = self.read_rendered(
+            rendered._replace(cache_salt=_salt(salt)),
+            add_special_tokens,
+            fit._replace(max_length=None),
+        )
+        return self._placed(tokens, media.data(), None, media.names())
 
     def _mapping_tokens(
         self,

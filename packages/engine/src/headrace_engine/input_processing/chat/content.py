@@ -42,6 +42,14 @@ def normalize_messages(
     return [_message(m, f"messages[{i}]", content_format, media) for i, m in enumerate(messages)]
 
 
+def pair_messages(
+    messages: Sequence[Mapping[str, Any]], content_format: str, media: ChatMedia
+) -> list[dict[str, Any]]:
+    """The same for the sides of a pair, which callers know as ``text_1`` and ``text_2``."""
+    names = {"query": "text_1", "document": "text_2"}
+    return [_message(m, names[m["role"]], content_format, media) for m in messages]
+
+
 def _message(
     message: Mapping[str, Any], path: str, content_format: str, media: ChatMedia
 ) -> dict[str, Any]:
