@@ -136,6 +136,16 @@ def test_the_cosine_of_a_text_and_a_picture(seer: Seer, model: LLM) -> None:
     assert score.outputs.score == pytest.approx(wanted, abs=1e-6)
 
 
+def test_objects_with_content_are_scored_as_messages(seer: Seer, model: LLM) -> None:
+    images = pictures("ac")
+    parts = [{"type": "image_pil", "image_pil": image} for image in images]
+    scores = [out.outputs.score for out in model.score("in the race", {"content": parts})]
+    text = unit(states(seer, "in the race", []))[-1]
+    for score, image in zip(scores, images, strict=True):
+        rows = unit(states(seer, f"user: {seer.mark}assistant:", [image]))
+        assert score == pytest.approx(float(text @ rows[-1]), abs=NEAR)
+
+
 def test_what_is_refused_by_name(seer: Seer, model: LLM) -> None:
     prompt = asked(seer, "the water MARK runs", "a")
     with pytest.raises(RequestError, match="truncate_prompt_tokens"):

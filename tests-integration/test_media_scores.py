@@ -19,7 +19,7 @@ from speech_checkpoints import token_ids
 from test_image_prompts import SETTINGS, Seer, of_qwen
 from test_media_pooling import states
 
-from headrace import LLM
+from headrace import LLM, PoolingParams
 from headrace_core.errors import RequestError
 
 NEAR = 1e-4
@@ -159,6 +159,16 @@ def test_pictures_on_both_sides(reranker: Reranker, scores: Scores) -> None:
     wanted = reranker.score(MARK, MARK, given)
     found = scores({"content": pil(query)}, {"content": pil(document)})
     assert found == pytest.approx([wanted], abs=NEAR)
+
+
+def test_the_token_behind_a_pair_stays_when_texts_are_cut(reranker: Reranker, model: LLM) -> None:
+    if reranker.template is not None:
+        pytest.skip("nothing is behind its prompts")
+    for side in ("left", "right"):
+        params = PoolingParams(truncate_prompt_tokens=6, truncation_side=side)
+        [output] = model.score(QUERY, "the long race over the water", pooling_params=params)
+        assert len(output.prompt_token_ids) == 6
+        assert output.prompt_token_ids[-1] == 100
 
 
 def test_what_is_refused_by_name(scores: Scores) -> None:
