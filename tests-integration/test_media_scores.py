@@ -231,11 +231,15 @@ def test_reranking_over_the_wire(server: RunningServer, expected: list[float]) -
     assert shown[2] == {"text": TEXT["text"]}
 
 
-def test_what_cannot_be_read_is_a_400(server: RunningServer) -> None:
+def test_what_cannot_be_read_is_a_400(reranker: Reranker, server: RunningServer) -> None:
     body = {
         "query": QUERY,
-        "documents": {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        "documents": {"content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]},
     }
     answer = httpx2.post(f"{server.url}/rerank", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
-    assert "image_url" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    if '"JinaVL' in (reranker.folder / "config.json").read_text() or reranker.template:
+        assert error["param"] == "documents[1].content[0].image_url.url"
+        assert error["message"].startswith(error["param"])
+    assert "image_url" in error["message"]

@@ -25,11 +25,10 @@ from headrace_core.pooling import (
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_core.served_model import ServedModel
-from headrace_engine.input_processing.chat.template import Content
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.media import cuts_media
 from headrace_engine.input_processing.prepared import PreparedRequest
-from headrace_engine.input_processing.prompts import Fit, PromptReader, PromptTokens
+from headrace_engine.input_processing.prompts import Fit, PairParts, PromptReader, PromptTokens
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +50,6 @@ class PairPrompt(NamedTuple):
 
     first: str
     second: str
-    cache_salt: str | None = None
-
-
-class PairParts(NamedTuple):
-    """A pair that a template makes one prompt, at least one side of which brings media."""
-
-    query: Content
-    document: Content
-    template: str | None
-    """The call's; None: the operator's, or the model's."""
     cache_salt: str | None = None
 
 
@@ -267,10 +256,7 @@ class PoolingInputProcessor:
         if isinstance(prompt, RenderedPrompt):
             tokens = self._prompts.read_rendered(prompt, add_special_tokens, fit)
         else:
-            query, document, template, salt = prompt
-            tokens = self._prompts.read_parts(
-                query, document, template, salt, add_special_tokens, fit
-            )
+            tokens = self._prompts.read_parts(prompt, add_special_tokens, fit)
         return tokens if end is None else tokens._replace(ids=[*tokens.ids, end])
 
     def _prepared(

@@ -23,15 +23,11 @@ from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
 from headrace_core.pooling.scoring import ScoreInput, check_activation, pair_up
 from headrace_core.request import ChatPrompt, Prompt, brings_media, modality_of
 from headrace_core.served_model import ServedModel
-from headrace_engine.input_processing.chat.template import Content
+from headrace_engine.input_processing.chat.content import PairSides
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.late_interaction import MarkedTexts
-from headrace_engine.input_processing.pooling import (
-    PairParts,
-    PairPrompt,
-    PoolingPrompt,
-    check_task,
-)
+from headrace_engine.input_processing.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.input_processing.prompts import PairParts
 from headrace_engine.input_processing.tokens import need_tokenizer
 from headrace_engine.output_processing.pooled import PooledOutput
 from headrace_engine.pooling.jobs import PoolingJob
@@ -44,6 +40,10 @@ RenderPair = Callable[[str, str, str | None], RenderedPrompt | None]
 _TEXT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 AT_ONCE = 256
 """Prompts of one call that are under way together on an asynchronous engine."""
+
+
+Content = str | Sequence[Mapping[str, Any]]
+"""Text, or parts as in a chat message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class ScorePlanner:
 
         if info.scoring == "cross":
             jobs = [
-                job(self._pair_prompt(*pair, chat_template, info), "score", index)
+                job(self._pair_prompt(index, pair, chat_template, info), "score", index)
                 for index, pair in enumerate(pairs)
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
@@ -175,8 +175,13 @@ class ScorePlanner:
         return info
 
     def _pair_prompt(
-        self, first: ScoreInput, second: ScoreInput, template: str | None, info: PoolingInfo
+        self,
+        index: int,
+        pair: tuple[ScoreInput, ScoreInput],
+        template: str | None,
+        info: PoolingInfo,
     ) -> PoolingPrompt:
+        first, second = pair
         modalities = self._model().modalities
         query = _content_of(first, "text_1", modalities)
         document = _content_of(second, "text_2", modalities)
@@ -186,7 +191,8 @@ class ScorePlanner:
                 info.pair_chat, introduction, query, document, _salt(first, second)
             )
         if not (isinstance(query, str) and isinstance(document, str)):
-            return PairParts(query, document, template, _salt(first, second))
+            sides = PairSides(query, document, document_name=f"text_2[{index}]")
+            return PairParts(sides, template, _salt(first, second))
         rendered, salt = self._render(query, document, template), _salt(first, second)
         if rendered is None:
             return PairPrompt(query, document, salt)

@@ -150,7 +150,8 @@ def said_by_files(
         )
     if sentence.score_tokens and not generates(architecture) and architecture not in WRAPPERS:
         raise UnsupportedModel(
-            f"LogitScore of {architecture}: must be that of a language model (...ForCausalLM), or of one with towers"
+            f"LogitScore of {architecture}: must be that of a language model (...ForCausalLM), or of one "
+            "with towers"
         )
     if not sentence.multi_vector:
         return traits

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling.scoring import ScoreInput, pair_up
-from headrace_server.http.routing import JsonAnswer
+from headrace_server.http.routing import JsonAnswer, respell
 from headrace_server.pooling.call import PARALLEL, PoolingCall
 from headrace_server.pooling.inputs import document_text, query_of, sides_of
 from headrace_server.protocols.openai.bodies.pooling import (
@@ -43,14 +43,26 @@ class _Scoring(PoolingCall):
         self, data_1: Sequence[ScoreInput], data_2: Sequence[ScoreInput]
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The results of all pairs, in order."""
-        return await self.state.engine.score(
-            data_1,
-            data_2,
-            self.params,
-            convert.engine_id(self.id, 0),
-            priority=self._priority,
-            chat_template=self._template,
-        )
+        try:
+            return await self.state.engine.score(
+                data_1,
+                data_2,
+                self.params,
+                convert.engine_id(self.id, 0),
+                priority=self._priority,
+                chat_template=self._template,
+            )
+        except RequestError as error:
+            _respell_part(error, self.spelling)
+            raise
+
+
+def _respell_part(error: RequestError, spelling: Mapping[str, str]) -> None:
+    """Name a part of a side (``text_2[1].content[0].image_url.url``) as the client spells the side."""
+    ours = error.param or ""
+    for side in ("text_1", "text_2"):
+        if ours.startswith((f"{side}.", f"{side}[")):
+            respell(error, {ours: spelling.get(side, side) + ours.removeprefix(side)})
 
 
 class Score(_Scoring):

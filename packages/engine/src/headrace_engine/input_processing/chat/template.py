@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from headrace_core.errors import PromptTooLong, RequestError
@@ -11,8 +11,8 @@ from headrace_core.request import ChatPrompt
 from headrace_core.text import GuardableTokenizer, Tokenizer
 from headrace_engine.input_processing.chat.content import (
     CONTENT_FORMATS,
+    PairSides,
     normalize_messages,
-    pair_messages,
 )
 from headrace_engine.input_processing.chat.content_format import detect_content_format
 from headrace_engine.input_processing.chat.render_worker import (
@@ -70,8 +70,6 @@ PromptTemplates = Literal["refused", "isolated", "trusted"]
 """Treatment of a template that comes with a prompt: an error; a client's, rendered in a process that is
 killed after a second; or the operator's own."""
 
-Content = str | Sequence[Mapping[str, Any]]
-"""Text, or parts as in a chat message."""
 _HELLO = {"role": "user", "content": "Hello"}
 
 
@@ -149,26 +147,23 @@ class ChatRenderer:
             text = _cut_after_final_message(text, messages[-1])
         return self._settle(text, guard)
 
-    def render_parts(
-        self, query: Content, document: Content, template: str, media: ChatMedia
-    ) -> RenderedPrompt:
+    def render_parts(self, sides: PairSides, template: str, media: ChatMedia) -> RenderedPrompt:
         """As :meth:`render_pair`, of sides that are texts or lists of parts.
 
         Args:
             media: gets what the sides bring besides text, in the order in which the prompt has it.
         """
-        sides = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        chat, guard = self._protect(ChatPrompt(sides), template, isolated=False)
+        chat, guard = self._protect(ChatPrompt(sides.messages()), template, isolated=False)
         content_format = detect_content_format(template)
         step = -1 if self._begins_with_document(template, content_format) else 1
-        messages = pair_messages(chat.messages[::step], content_format, media)[::step]
+        messages = sides.normalize(chat.messages[::step], content_format, media)[::step]
         return self._settle(self._render_sides(template, messages), guard)
 
     def _begins_with_document(self, template: str, content_format: str) -> bool:
         """True if a template writes the document before the query."""
-        query, document = "\ue000", "\ue001"  # of no script
-        sides = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        messages = pair_messages(sides, content_format, ChatMedia(None))
+        query, document = "\ue000", "\ue001"  # characters of no script
+        marks = PairSides(query, document)
+        messages = marks.normalize(marks.messages(), content_format, ChatMedia(None))
         text = self._render_sides(template, messages)
         return -1 < text.find(document) < text.find(query)
 
@@ -189,8 +184,8 @@ class ChatRenderer:
         guard = ""
         if self._guard is not None:
             (query, document), guard = self._guard.protect_text(query, document)
-        sides = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return self._settle(self._render_sides(template, sides), guard)
+        messages = PairSides(query, document).messages()
+        return self._settle(self._render_sides(template, messages), guard)
 
     def close(self) -> None:
         """End the worker process, if there is one."""
