@@ -29,6 +29,12 @@ QWEN3 = (
 )
 TEMPLATES = {
     "qwen3_reranker": QWEN3,
+    "qwen3_vl_reranker": (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+        'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n<Instruct>: Given a search query, retrieve relevant candidates that answer "
+        "the query.<Query>:{query}\n<Document>:{document}<|im_end|>\n<|im_start|>assistant\n"
+    ),
     "bge_reranker_v2_gemma": (
         "A: {query}\nB: {document}\nGiven a query A and a passage B, determine whether the passage "
         "contains an answer to the query by providing a prediction of either 'Yes' or 'No'."

@@ -44,9 +44,8 @@ def test_a_class_of_another_distribution_is_asked(monkeypatch):
     plugins.forget()
     try:
         traits = generating_traits("EarsForAll")
-        assert processor_of("EarsForAll", {}, {}, pools=False) == "EarsForAll"
-        assert processor_of("EarsForAll", {}, {}, pools=True) == "EarsForAll"
-        assert processor_of("Other", {}, {}, pools=False) == ""
+        assert processor_of("EarsForAll", {}, {}) == "EarsForAll"
+        assert processor_of("Other", {}, {}) == ""
     finally:
         monkeypatch.undo()
         plugins.forget()
@@ -85,15 +84,14 @@ def test_images_are_taken_by_towers_of_known_kinds_unless_none_are_allowed(
     plugins.forget()
     clip = {"vision_config": {"model_type": "clip_vision_model"}}
     try:
-        assert processor_of(name, clip, {}, pools=False) == name
-        assert processor_of(name, clip, {"image": 2}, pools=False) == name
-        for whole, limits, pools in (
-            (clip, {"image": 0}, False),
-            (clip, {}, True),
-            ({"vision_config": {"model_type": "another"}}, {}, False),
-            ({}, {}, False),
+        assert processor_of(name, clip, {}) == name
+        assert processor_of(name, clip, {"image": 2}) == name
+        for whole, limits in (
+            (clip, {"image": 0}),
+            ({"vision_config": {"model_type": "another"}}, {}),
+            ({}, {}),
         ):
-            assert processor_of(name, whole, limits, pools=pools) == ""
+            assert processor_of(name, whole, limits) == ""
     finally:
         monkeypatch.undo()
         plugins.forget()

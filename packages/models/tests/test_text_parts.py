@@ -140,7 +140,7 @@ REMOTE_KINDS = {"kimi_k2"}
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
-    if not wrapper.needs_media
+    if not wrapper.needs_media and not wrapper.processor  # which is another class, with labels
     for kind in wrapper.texts
     if kind not in OF_FLAT_CONFIGS | REMOTE_KINDS and name not in BY_HAND
 ]

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
@@ -22,6 +24,7 @@ from headrace_models.layers.decoder import Decoder
 from headrace_models.layers.embedding import Embedding
 from headrace_models.pooling.classifier import Classifier, HeadLinear
 from headrace_models.pooling.head_rows import HeadRows
+from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.pooling.pooler import make_pooler
 from headrace_models.reranker import TokenClassifier, token_classifier
 from headrace_models.text_part import text_of
@@ -50,8 +53,8 @@ def model_class(info: ModelInfo) -> type[Any]:
         if tower is None and wrapper.needs_media:
             raise UnsupportedModel(
                 f"model {info.name!r}: {info.architecture}: {wrapper.needs_media}, and it can bring none: "
-                "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, the model is to "
-                "pool, or its vision_config.model_type is not served"
+                "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, or its "
+                "vision_config.model_type is not served"
             )
         own = text_of(own, wrapper, tower)
     if info.convert == "none":
@@ -59,6 +62,8 @@ def model_class(info: ModelInfo) -> type[Any]:
     assert info.pooling is not None
     if info.pooling.pooling_type == "STEP" and generates(info.architecture):
         return pooling_class(own, StepDecoder)
+    if info.architecture in PAIR_FORMS and info.convert == "classify":
+        return pooling_class(own, TwoLayerScorer)
     return pooling_class(own)
 
 
@@ -82,10 +87,17 @@ class PoolingDecoder(Decoder):
         WeightRule("lm_head.weight", f"{OUT}.table"),
     )
     """The last is for classifiers made of the language model's head."""
-    ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"(.*\.)?lm_head\..*": "the head of a language model; this one pools",
-        r"(score|classifier)\..*": "labels, of a checkpoint that is to embed",
-    }
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`: the family's own, and heads."""
+        head = "the head of a language model; this one pools"
+        return {
+            r"(.*\.)?lm_head\..*": head,
+            r"(score|classifier)\..*": "labels, of a checkpoint that is to embed",
+            **getattr(super(), "ignored_weights", {}),
+            rf"{re.escape(self.head_name)}\..*": head,
+        }
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
@@ -147,6 +159,23 @@ class StepDecoder(PoolingDecoder):
         return Classifier(self.make_rows(context, prefix, None))
 
 
+class TwoLayerScorer(PoolingDecoder):
+    """Scores by two layers with a ReLU between them, ``score.0`` and ``score.2`` (jina-reranker-m0)."""
+
+    head_rules: ClassVar[Sequence[WeightRule]] = (
+        WeightRule("score.0", "pooler.head.classifier.dense"),
+        WeightRule("score.2", OUT),
+    )
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier:
+        size = self.hidden_size()
+        return Classifier(
+            HeadLinear(context, f"{prefix}score.2", size, 1),
+            HeadLinear(context, f"{prefix}score.0", size, size),
+            torch.relu,
+        )
+
+
 def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> type[Any]:
     """The class that pools as ``generating`` would generate.
 
@@ -166,11 +195,6 @@ def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> ty
     name = generating.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "weight_rules": (*pooling_rules(generating), *adapter.head_rules),
-        "ignored_weights": {
-            **adapter.ignored_weights,
-            **getattr(generating, "ignored_weights", {}),
-            rf"{re.escape(generating.head_name)}\..*": "the head of a language model; this one pools",
-        },
         "__module__": generating.__module__,
         "__doc__": f"{generating.__name__}, made to pool.",
     }

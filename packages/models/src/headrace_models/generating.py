@@ -115,26 +115,24 @@ def _names_heads(generation: Mapping[str, Any], config: Mapping[str, Any]) -> bo
         return False
 
 
-def processor_of(
-    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any], *, pools: bool
-) -> str:
+def processor_of(architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> str:
     """The entry of ``headrace.multimodal_processors`` for a checkpoint; "" if it takes no media: there is
     none, its tower is of another kind, or the operator limits all of its modalities to 0.
 
     Args:
         whole: ``config.json``.
         limits: ``model.limit_mm_per_prompt``.
-        pools: the model is run for that.
     """
     installed = plugins.installed("headrace.multimodal_processors")
     wrapper = WRAPPERS.get(architecture)
-    if architecture not in installed:
+    name = architecture if wrapper is None else wrapper.processor or architecture
+    if name not in installed:
         return ""
     if wrapper is None:
-        return architecture
-    served = wrapper.tower_of(whole) is not None and not pools
+        return name
+    served = wrapper.tower_of(whole) is not None
     taken = any(media_limit(limits, modality) for modality in wrapper.media)
-    return architecture if served and taken else ""
+    return name if served and taken else ""
 
 
 AUTO_PROCESSOR = "transformers"

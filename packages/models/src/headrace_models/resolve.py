@@ -56,6 +56,7 @@ from headrace_models.implementation import (
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
+from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.reranker import scored_by
@@ -121,13 +122,14 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     if traits is not None:
         late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
-            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
-        )
+            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late,
+            pair=PAIR_FORMS.get(architecture),
+        )  # fmt: skip
     limits, pools = config.limit_mm_per_prompt, pooling is not None
     processor = (
         auto_processor_of(architecture, path, limits, pools=pools)
         if by_transformers
-        else processor_of(architecture, whole, limits, pools=pools)
+        else processor_of(architecture, whole, limits)
     )
     generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
     return ModelInfo(
@@ -242,9 +244,9 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     if inner is None:
         return dict(config)
     outer = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        outer["quantization_config"] = quantization
+    for key in ("quantization_config", "id2label"):
+        if isinstance(config.get(key), Mapping):
+            outer[key] = config[key]
     return {**outer, **inner}
 
 

@@ -33,6 +33,7 @@ _SUFFIXES = {
     "ForRewardModeling": Run("pooling", "embed"),
     "RewardModel": Run("pooling", "embed"),
     "ForSequenceClassification": Run("pooling", "classify"),
+    "ForRanking": Run("pooling", "classify"),
     "ForTokenClassification": Run("pooling", "classify"),
     "ForImageClassification": Run("pooling", "classify"),
     "ForAudioClassification": Run("pooling", "classify"),

@@ -133,6 +133,8 @@ class PoolingInfo:
     ``late_interaction`` (of token embeddings); "" = not at all."""
     score_template: str | None = None
     """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
+    pair_end_id: int | None = None
+    """Token behind each pair's prompt, where the model wants one that no text spells."""
     pair_chat: PairChat | None = None
     """None: pairs are two texts."""
     sparse: bool = False

@@ -28,7 +28,7 @@ from headrace_core.served_model import ServedModel
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.media import cuts_media
 from headrace_engine.input_processing.prepared import PreparedRequest
-from headrace_engine.input_processing.prompts import Fit, PromptReader, PromptTokens
+from headrace_engine.input_processing.prompts import Fit, PairParts, PromptReader, PromptTokens
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FilledPrompt(NamedTuple):
     """At least 1."""
 
 
-PoolingPrompt = Prompt | PairPrompt | FilledPrompt | RenderedPrompt
+PoolingPrompt = Prompt | PairPrompt | PairParts | FilledPrompt | RenderedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class PooledPrompt:
     num_attended_tokens: int | None = None
     """See :attr:`FilledPrompt.num_attended_tokens`; None: all."""
     media: Sequence[MediaInput] = ()
+    whole_spans: Sequence[tuple[int, int]] = ()
+    """See :attr:`headrace_core.multimodal.MediaPlacement.whole_spans`."""
     window: int = 0
     """Tokens of the windows in which it must be computed; 0: whole."""
 
@@ -192,6 +194,7 @@ class PoolingInputProcessor:
             call=call or request_id,
             num_attended_tokens=tokens.num_attended_tokens,
             media=tokens.media,
+            whole_spans=tokens.whole_spans,
             window=window,
         )
 
@@ -232,8 +235,8 @@ class PoolingInputProcessor:
         if isinstance(prompt, PairPrompt):
             read = self._prompts.read_pair(prompt.first, prompt.second, fit)
             return read._replace(cache_salt=prompt.cache_salt)
-        if isinstance(prompt, RenderedPrompt):
-            return self._prompts.read_rendered(prompt, add_special_tokens, fit)
+        if isinstance(prompt, RenderedPrompt | PairParts):
+            return self._templated(prompt, add_special_tokens, fit)
         if isinstance(prompt, FilledPrompt):
             return _filled(prompt, fit.max_length)
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
@@ -241,6 +244,20 @@ class PoolingInputProcessor:
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
             )
         return self._prompts.read(prompt, add_special_tokens, fit)
+
+    def _templated(
+        self, prompt: RenderedPrompt | PairParts, add_special_tokens: bool | None, fit: Fit
+    ) -> PromptTokens:
+        """A pair's tokens, with the one that the model wants behind them."""
+        info = self._model().pooling
+        end = None if info is None else info.pair_end_id
+        if end is not None and fit.max_length is not None:
+            fit = fit._replace(max_length=max(1, fit.max_length - 1))
+        if isinstance(prompt, RenderedPrompt):
+            tokens = self._prompts.read_rendered(prompt, add_special_tokens, fit)
+        else:
+            tokens = self._prompts.read_parts(prompt, add_special_tokens, fit)
+        return tokens if end is None else tokens._replace(ids=[*tokens.ids, end])
 
     def _prepared(
         self,
@@ -263,6 +280,7 @@ class PoolingInputProcessor:
             token_type_ids=token_type_ids,
             num_attended_tokens=prompt.num_attended_tokens,
             media=list(prompt.media),
+            whole_spans=list(prompt.whole_spans),
         )
         return PreparedRequest(
             request_id=request_id,

@@ -13,6 +13,7 @@ from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
 from headrace_core.served_model import ServedModel
 from headrace_core.text import GuardableTokenizer, Tokenizer
 from headrace_engine.freed_memory import trimmed_after
+from headrace_engine.input_processing.chat.content import PairSides
 from headrace_engine.input_processing.chat.template import ChatRenderer, PromptTemplates
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.embeds import EmbedsDecoder
@@ -70,6 +71,15 @@ class Fit(NamedTuple):
 
 
 AS_IT_IS = Fit()
+
+
+class PairParts(NamedTuple):
+    """A pair that a template makes one prompt, at least one side of which brings media."""
+
+    sides: PairSides
+    template: str | None
+    """The call's; None: the operator's, or the model's."""
+    cache_salt: str | None = None
 
 
 class PromptReader:
@@ -224,6 +234,30 @@ class PromptReader:
         if source is None:
             return None
         return self._chat_renderer().render_pair(query, document, source)
+
+    def read_parts(
+        self, pair: PairParts, add_special_tokens: bool | None, fit: Fit = AS_IT_IS
+    ) -> PromptTokens:
+        """Tokens and media of a pair; media are not shortened.
+
+        Raises:
+            RequestError: there is no template, it failed, or an item cannot be read.
+        """
+        source = pair.template or self._score_template
+        if source is None:
+            raise RequestError(
+                "text_1: a pair with media needs a template, of messages with the roles 'query' and "
+                "'document' (--chat-template, chat_template=)",
+                param="text_1",
+            )
+        media = ChatMedia(self._media)
+        rendered = self._chat_renderer().render_parts(pair.sides, source, media)
+        tokens = self.read_rendered(
+            rendered._replace(cache_salt=_salt(pair.cache_salt)),
+            add_special_tokens,
+            fit._replace(max_length=None),
+        )
+        return self._placed(tokens, media.data(), None, media.names())
 
     def _mapping_tokens(
         self,

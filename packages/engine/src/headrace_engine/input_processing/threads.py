@@ -12,7 +12,12 @@ from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.input_processing.pooling import FilledPrompt, PairPrompt, PoolingPrompt
+from headrace_engine.input_processing.pooling import (
+    FilledPrompt,
+    PairParts,
+    PairPrompt,
+    PoolingPrompt,
+)
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
@@ -56,8 +61,9 @@ class InputThreads:
         Raises:
             EngineDead: closed before its turn came.
         """
-        if not isinstance(prompt, PairPrompt | FilledPrompt | RenderedPrompt) and brings_media(
-            prompt
+        if isinstance(prompt, PairParts) or (
+            not isinstance(prompt, PairPrompt | FilledPrompt | RenderedPrompt)
+            and brings_media(prompt)
         ):
             return await self._in(self._media_pool, work)
         return await self.run_sized(_size(prompt), work)

@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
 from headrace_core.pooling.scoring import ScoreInput, check_activation, pair_up
-from headrace_core.request import ChatPrompt, Prompt, brings_media
+from headrace_core.request import ChatPrompt, Prompt, brings_media, modality_of
 from headrace_core.served_model import ServedModel
+from headrace_engine.input_processing.chat.content import PairSides
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.late_interaction import MarkedTexts
 from headrace_engine.input_processing.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.input_processing.prompts import PairParts
 from headrace_engine.input_processing.tokens import need_tokenizer
 from headrace_engine.output_processing.pooled import PooledOutput
 from headrace_engine.pooling.jobs import PoolingJob
@@ -37,6 +40,10 @@ RenderPair = Callable[[str, str, str | None], RenderedPrompt | None]
 _TEXT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 AT_ONCE = 256
 """Prompts of one call that are under way together on an asynchronous engine."""
+
+
+Content = str | Sequence[Mapping[str, Any]]
+"""Text, or parts as in a chat message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ class ScorePlanner:
 
         if info.scoring == "cross":
             jobs = [
-                job(self._pair_prompt(*pair, chat_template, info), "score", index)
+                job(self._pair_prompt(index, pair, chat_template, info), "score", index)
                 for index, pair in enumerate(pairs)
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
@@ -150,7 +157,9 @@ class ScorePlanner:
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
-        texts = _Distinct(_prompt_of, _prompt_of)
+        modalities = self._model().modalities
+        embedded = partial(_prompt_of, modalities=modalities)
+        texts = _Distinct(embedded, embedded)
         indices = [texts.pair(*pair) for pair in pairs]
         jobs = [job(p, "embed", i) for i, p in enumerate(texts.prompts)]
         return ScorePlan(jobs, indices, _cosine, request_id)
@@ -166,14 +175,24 @@ class ScorePlanner:
         return info
 
     def _pair_prompt(
-        self, first: ScoreInput, second: ScoreInput, template: str | None, info: PoolingInfo
+        self,
+        index: int,
+        pair: tuple[ScoreInput, ScoreInput],
+        template: str | None,
+        info: PoolingInfo,
     ) -> PoolingPrompt:
-        query, document = text_of(first, "text_1"), text_of(second, "text_2")
+        first, second = pair
+        modalities = self._model().modalities
+        query = _content_of(first, "text_1", modalities)
+        document = _content_of(second, "text_2", modalities)
         if info.pair_chat is not None and template is None:
             introduction = info.prompt_text(None)
             return _conversation(
                 info.pair_chat, introduction, query, document, _salt(first, second)
             )
+        if not (isinstance(query, str) and isinstance(document, str)):
+            sides = PairSides(query, document, document_name=f"text_2[{index}]")
+            return PairParts(sides, template, _salt(first, second))
         rendered, salt = self._render(query, document, template), _salt(first, second)
         if rendered is None:
             return PairPrompt(query, document, salt)
@@ -262,8 +281,11 @@ def text_of(value: ScoreInput, param: str) -> str:
     given: object = value
     if isinstance(given, Mapping):
         if brings_media(value):  # type: ignore[arg-type]
-            raise UnsupportedFeature(f"{param}: media cannot be scored; the model reads text",
-                                     param=param)  # fmt: skip
+            raise UnsupportedFeature(
+                f"{param}: media beside a prompt cannot be scored; give {{'content': [parts]}} to a model "
+                "that takes media",
+                param=param,
+            )
         given = given.get("content") if given.get("prompt") is None else given["prompt"]
         if isinstance(given, list | tuple):
             return "\n".join(_part_text(part, param) for part in given)
@@ -275,8 +297,22 @@ def text_of(value: ScoreInput, param: str) -> str:
     )
 
 
+def _parts_of(value: ScoreInput, modalities: Sequence[str]) -> Sequence[Any] | None:
+    """The parts of one side of a pair; None: it brings no media that the model takes."""
+    parts = value.get("content") if isinstance(value, Mapping) else None
+    if not isinstance(parts, list | tuple):
+        return None
+    return list(parts) if any(modality_of(part) in modalities for part in parts) else None
+
+
+def _content_of(value: ScoreInput, param: str, modalities: Sequence[str]) -> Content:
+    """One side of a pair, as a message has it."""
+    parts = _parts_of(value, modalities)
+    return text_of(value, param) if parts is None else parts
+
+
 def _conversation(
-    chat: PairChat, introduction: str, query: str, document: str, salt: str | None
+    chat: PairChat, introduction: str, query: Content, document: Content, salt: str | None
 ) -> ChatPrompt:
     """A pair as a checkpoint takes it that was trained with a chat template."""
     contents = {"system": introduction, "query": query, "document": document}
@@ -312,8 +348,12 @@ def _part_text(part: object, param: str) -> str:
     )
 
 
-def _prompt_of(value: ScoreInput) -> Prompt:
-    """A text to be embedded, in whatever form it came."""
+def _prompt_of(value: ScoreInput, modalities: Sequence[str]) -> Prompt:
+    """A text to be embedded, in whatever form it came; parts with media are a user's message."""
+    parts = _parts_of(value, modalities)
+    if parts is not None:
+        message = {"role": "user", "content": parts}
+        return ChatPrompt([message], add_generation_prompt=False, cache_salt=_salt(value))
     if isinstance(value, Mapping) and "content" in value:
         return text_of(value, "text_1")
     return value  # type: ignore[return-value]

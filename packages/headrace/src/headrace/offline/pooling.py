@@ -21,7 +21,7 @@ from headrace_core.output import (
 from headrace_core.pooling import POOLING_TASKS, PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor
 from headrace_core.pooling.scoring import ScoreInput
-from headrace_core.request import Prompt
+from headrace_core.request import Prompt, modality_of
 from headrace_engine.pooling.plugin_task import as_prompts as plugin_prompts
 from headrace_engine.pooling.plugin_task import plugin_params
 
@@ -283,7 +283,7 @@ def _refused_tokenizing(name: str, value: object, accepted: str) -> RequestError
 
 
 def score_inputs(data: ScoreInput | Sequence[ScoreInput], name: str = "data") -> list[ScoreInput]:
-    """One side of pairs as a list.
+    """One side of pairs as a list; each part of an object with parts is one input, if any is no text.
 
     Args:
         name: of the argument, for messages.
@@ -291,7 +291,12 @@ def score_inputs(data: ScoreInput | Sequence[ScoreInput], name: str = "data") ->
     Raises:
         RequestError: it is neither one nor several.
     """
-    if isinstance(data, (str, Mapping)):
+    if isinstance(data, Mapping):
+        parts = data.get("content")
+        if not isinstance(parts, list | tuple) or not any(map(modality_of, parts)):
+            return [data]
+        return [{**data, "content": [part]} for part in parts]
+    if isinstance(data, str):
         return [data]
     return listed(name, own_value(data))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -38,6 +38,8 @@ class Wrapper:
     """Why every prompt must bring an image; "": text alone is served, too."""
     takes_videos: bool = False
     """These towers take videos, too."""
+    processor: str = ""
+    """Entry of ``headrace.multimodal_processors``; "": the class's own name."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
@@ -620,6 +622,19 @@ WRAPPERS: Mapping[str, Wrapper] = {
     )
 }
 """Name of the class -> wrapper."""
+_SCORERS = (
+    ("JinaVLForRanking", "Qwen2VLForConditionalGeneration", "jina-reranker-m0"),
+    ("JinaVLForSequenceClassification", "Qwen2VLForConditionalGeneration", "jina-reranker-m0"),
+    ("Qwen3VLForSequenceClassification", "Qwen3VLForConditionalGeneration", "Qwen3-VL-Reranker"),
+)
+"""(class, the class that it is with labels for a head, models)."""
+WRAPPERS = {
+    **WRAPPERS,
+    **{
+        name: replace(WRAPPERS[base], name=name, models=models, processor=base)
+        for name, base, models in _SCORERS
+    },
+}
 
 
 _NEEDS_IMAGE = (

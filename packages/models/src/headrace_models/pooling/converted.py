@@ -10,6 +10,7 @@ from headrace_core.pooling import PoolerConfig, PoolingTraits
 from headrace_models.architectures import generates, is_bidirectional
 from headrace_models.config.settings import Settings
 from headrace_models.generating import generating_traits
+from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.reranker import token_classifier
 
 _WHOLE = ("LAST", "MEAN", "CLS", "ALL")
@@ -34,6 +35,10 @@ def converted_traits(
             field="model.runner",
         )
     causal = not is_bidirectional(architecture, config)
+    if architecture in PAIR_FORMS and convert == "classify":
+        return PoolingTraits(
+            "classify", "LAST", ("LAST",), causal=causal, num_labels=1, activation="sigmoid"
+        )
     if user.pooling_type == "STEP" and generates(architecture):
         vocab = Settings(config).integer("vocab_size")
         return PoolingTraits(

@@ -20,6 +20,7 @@ from headrace_core.pooling import (
 )
 from headrace_models.config.settings import Settings
 from headrace_models.pooling.labels import classification_activation, label_names, num_labels
+from headrace_models.pooling.pair_forms import PairForm
 from headrace_models.pooling.sentence_transformers import SentenceModules
 
 _SIZE_KEYS = ("hidden_size", "dim", "n_embd", "d_model")
@@ -34,6 +35,7 @@ def pooling_info(
     dtype: str,
     max_model_len: int,
     late: LateInteraction | None = None,
+    pair: PairForm | None = None,
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
 
@@ -42,6 +44,7 @@ def pooling_info(
         traits: of the class, or of its conversion.
         dtype, max_model_len: resolved.
         late: of a multi-vector model.
+        pair: of a reranker that has a form of its own.
 
     Raises:
         ConfigError: the user asks for what the class cannot do; names the field.
@@ -72,7 +75,7 @@ def pooling_info(
         activation=traits.activation
         or ("identity" if embeds else classification_activation(config, sentence.activation)),
         head_dtype=_head_dtype(config, dtype),
-        logit_bias=user.logit_bias,
+        logit_bias=pair.logit_bias if pair and user.logit_bias is None else user.logit_bias,
         step_tag_id=user.step_tag_id if kind != "STEP" else _step_tag(user, traits),
         returned_token_ids=user.returned_token_ids,
         dense=sentence.dense if embeds else (),
@@ -80,6 +83,8 @@ def pooling_info(
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
         scoring=_scoring(tasks, late),
+        score_template=pair.template if pair else None,
+        pair_end_id=pair.end_id if pair else None,
         prompts=sentence.prompts,
         default_prompt_name=sentence.default_prompt_name,
         include_prompt=sentence.include_prompt,

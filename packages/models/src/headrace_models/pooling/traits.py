@@ -10,6 +10,7 @@ from headrace_core import plugins
 from headrace_core.errors import PluginError, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import generates
+from headrace_models.catalogue.multimodal import WRAPPERS
 from headrace_models.pooling.sentence_transformers import SentenceModules
 
 _ENCODER = PoolingTraits("embed", "CLS", pooling_types=("CLS", "MEAN", "LAST", "ALL"))
@@ -147,9 +148,10 @@ def said_by_files(
             f"SpladePooling of {architecture}: must be that of BertForMaskedLM, "
             "DistilBertForMaskedLM or RobertaForMaskedLM"
         )
-    if sentence.score_tokens and not generates(architecture):
+    if sentence.score_tokens and not generates(architecture) and architecture not in WRAPPERS:
         raise UnsupportedModel(
-            f"LogitScore of {architecture}: must be that of a language model (...ForCausalLM)"
+            f"LogitScore of {architecture}: must be that of a language model (...ForCausalLM), or of one "
+            "with towers"
         )
     if not sentence.multi_vector:
         return traits

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError
+from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt, TextPrompt, TokensPrompt
 from headrace_server.chat.prompts import engine_prompt, need_template, special_tokens
 from headrace_server.protocols.base import check_size
@@ -16,7 +17,7 @@ from headrace_server.protocols.openai.bodies.pooling import (
     TextInput,
     TextObject,
 )
-from headrace_server.requests.convert import chat_prompt, text_part
+from headrace_server.requests.convert import chat_prompt, content_parts
 from headrace_server.state import ServerState
 
 
@@ -53,19 +54,40 @@ def _prompt(given: str | list[int]) -> Prompt:
     return TokensPrompt(prompt_token_ids=given)
 
 
-def texts_of(
-    field: str, given: str | TextObject | ContentObject | list[str | TextObject]
-) -> list[str]:
-    """The texts of a field; each part of a content object is one.
+def sides_of(
+    field: str,
+    given: str | TextObject | ContentObject | list[str | TextObject],
+    modalities: Sequence[str],
+) -> list[ScoreInput]:
+    """The texts and media of a field; each part of a content object is one.
+
+    Args:
+        modalities: that the model takes.
 
     Raises:
-        RequestError: a part is no text.
+        RequestError: a part is neither text nor such media.
     """
     if isinstance(given, ContentObject):
-        parts = enumerate(given.content)
-        return [text_part(f"{field}.content[{i}]", part)["text"] for i, part in parts]
+        return [
+            part["text"] if part["type"] == "text" else {"content": [part]}
+            for part in content_parts(field, given.content, modalities)
+        ]
     several = given if isinstance(given, list) else [given]
     return [one if isinstance(one, str) else one.text for one in several]
+
+
+def query_of(given: str | TextObject | ContentObject, modalities: Sequence[str]) -> ScoreInput:
+    """The one query of a rerank: text in parts is joined.
+
+    Raises:
+        RequestError: a part is neither text nor media that the model takes.
+    """
+    if not isinstance(given, ContentObject):
+        return given if isinstance(given, str) else given.text
+    parts = content_parts("query", given.content, modalities)
+    if any(part["type"] != "text" for part in parts):
+        return {"content": parts}
+    return "\n".join(part["text"] for part in parts)
 
 
 def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None) -> str:

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling.scoring import ScoreInput, pair_up
-from headrace_server.http.routing import JsonAnswer
+from headrace_server.http.routing import JsonAnswer, respell
 from headrace_server.pooling.call import PARALLEL, PoolingCall
-from headrace_server.pooling.inputs import document_text, texts_of
+from headrace_server.pooling.inputs import document_text, query_of, sides_of
 from headrace_server.protocols.openai.bodies.pooling import (
     PoolingBody,
     RerankRequest,
@@ -43,14 +43,26 @@ class _Scoring(PoolingCall):
         self, data_1: Sequence[ScoreInput], data_2: Sequence[ScoreInput]
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """The results of all pairs, in order."""
-        return await self.state.engine.score(
-            data_1,
-            data_2,
-            self.params,
-            convert.engine_id(self.id, 0),
-            priority=self._priority,
-            chat_template=self._template,
-        )
+        try:
+            return await self.state.engine.score(
+                data_1,
+                data_2,
+                self.params,
+                convert.engine_id(self.id, 0),
+                priority=self._priority,
+                chat_template=self._template,
+            )
+        except RequestError as error:
+            _respell_part(error, self.spelling)
+            raise
+
+
+def _respell_part(error: RequestError, spelling: Mapping[str, str]) -> None:
+    """Name a part of a side (``text_2[1].content[0].image_url.url``) as the client spells the side."""
+    ours = error.param or ""
+    for side in ("text_1", "text_2"):
+        if ours.startswith((f"{side}.", f"{side}[")):
+            respell(error, {ours: spelling.get(side, side) + ours.removeprefix(side)})
 
 
 class Score(_Scoring):
@@ -62,8 +74,9 @@ class Score(_Scoring):
 
     def __init__(self, body: ScoreRequest, request: Request, state: ServerState) -> None:
         super().__init__(body, request, state, "score-")
-        self._data_1, name_1 = _side(body, "text_1", "queries")
-        self._data_2, name_2 = _side(body, "text_2", "documents")
+        taken = self.model.modalities
+        self._data_1, name_1 = _side(body, taken, "text_1", "queries")
+        self._data_2, name_2 = _side(body, taken, "text_2", "documents")
         self.spelling: Mapping[str, str] = {
             "text_1": name_1, "text_2": name_2, "prompt": name_2, "prompt_token_ids": name_2,
         }  # fmt: skip
@@ -83,14 +96,16 @@ class Score(_Scoring):
             yield item | self.ids_of(output)
 
 
-def _side(body: ScoreRequest, *names: str) -> tuple[list[ScoreInput], str]:
-    """One side's texts, and the name under which they came."""
+def _side(
+    body: ScoreRequest, modalities: Sequence[str], *names: str
+) -> tuple[list[ScoreInput], str]:
+    """One side's texts and media, and the name under which they came."""
     given = [name for name in names if getattr(body, name) is not None]
     if len(given) != 1:
         raise RequestError(
             f"{names[0]}: exactly one of {' and '.join(names)} must be given", param=names[0]
         )
-    return list(texts_of(given[0], getattr(body, given[0]))), given[0]
+    return sides_of(given[0], getattr(body, given[0]), modalities), given[0]
 
 
 class Rerank(_Scoring):
@@ -107,22 +122,24 @@ class Rerank(_Scoring):
 
     def __init__(self, body: RerankRequest, request: Request, state: ServerState) -> None:
         super().__init__(body, request, state, "rerank-")
-        self._query = "\n".join(texts_of("query", body.query))
-        self._texts, self._given = _documents(body)
+        self._query = query_of(body.query, self.model.modalities)
+        self._documents, self._given = _documents(body, self.model.modalities)
         self._most_tokens = body.max_tokens_per_doc
         self._shown = body.return_documents is not False
-        self._top_n = body.top_n or len(self._texts)
+        self._top_n = body.top_n or len(self._documents)
 
     async def respond(self) -> Response:
-        texts = self._texts
+        documents: Sequence[ScoreInput] = self._documents
         if self._most_tokens is not None:
-            texts = await in_order(self._shortened, texts, PARALLEL)
-        outputs = await self.score([self._query], list(texts))
+            documents = await in_order(self._shortened, documents, PARALLEL)
+        outputs = await self.score([self._query], list(documents))
         return await self.state.off_loop(self.cost(outputs, len(outputs)), self._json, outputs)
 
-    async def _shortened(self, _: int, text: str) -> str:
+    async def _shortened(self, _: int, text: ScoreInput) -> ScoreInput:
         engine, most = self.state.engine, self._most_tokens
         assert most is not None
+        if not isinstance(text, str):  # media are read whole
+            return text
         if len(text.encode("utf-8", "surrogatepass")) <= most:
             return text
         ids = (await engine.tokenize(text, add_special_tokens=False)).token_ids
@@ -154,13 +171,18 @@ class Rerank(_Scoring):
             yield result | self.ids_of(outputs[index])
 
 
-def _documents(body: RerankRequest) -> tuple[list[str], list[dict[str, Any]]]:
-    """The texts of a body's documents, and the documents as they are given back."""
+def _documents(
+    body: RerankRequest, modalities: Sequence[str]
+) -> tuple[list[ScoreInput], list[dict[str, Any]]]:
+    """The texts and media of a body's documents, and the documents as they are given back."""
     given = body.documents
     if not isinstance(given, list):
-        texts = texts_of("documents", given)
-        return texts, [{"text": text} for text in texts]
-    texts, shown = [], []
+        sides = sides_of("documents", given, modalities)
+        return sides, [
+            {"text": side} if isinstance(side, str) else {"multi_modal": side} for side in sides
+        ]
+    texts: list[ScoreInput] = []
+    shown: list[dict[str, Any]] = []
     for index, document in enumerate(given):
         if isinstance(document, str):
             texts.append(document)

@@ -403,7 +403,7 @@ def chat_prompt(
             f"chat_template_kwargs: {name!r} is set by another field or by the server",
             param="chat_template_kwargs",
         )
-    options = body.mm_processor_kwargs if isinstance(body, ChatRequest) else None
+    options = body.mm_processor_kwargs if isinstance(body, ChatRequest | ChatInput) else None
     if options and not state.engine.model.modalities:
         raise UnsupportedFeature(
             "mm_processor_kwargs: this model takes text only", param="mm_processor_kwargs"
@@ -501,11 +501,26 @@ def _check_absent_content(where: str, message: ChatMessage) -> None:
 def _content(where: str, content: Any, modalities: Sequence[str]) -> Any:
     if content is None or isinstance(content, str):
         return content
+    return content_parts(where, content, modalities)
+
+
+def content_parts(
+    where: str, parts: Sequence[Any], modalities: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Parts of a message or of an object with ``content``: text in its one form, and media.
+
+    Args:
+        where: the object's place.
+        modalities: that the model takes.
+
+    Raises:
+        RequestError: a part is neither; names the place.
+    """
     return [
         part
         if modality_of(part) in modalities and part["type"] != "image_pil"
         else text_part(f"{where}.content[{i}]", part)
-        for i, part in enumerate(content)
+        for i, part in enumerate(parts)
     ]
 
 

@@ -42,6 +42,30 @@ def normalize_messages(
     return [_message(m, f"messages[{i}]", content_format, media) for i, m in enumerate(messages)]
 
 
+class PairSides(NamedTuple):
+    """The two sides of a pair: texts, or lists of parts as in a chat message."""
+
+    query: str | Sequence[Mapping[str, Any]]
+    document: str | Sequence[Mapping[str, Any]]
+    query_name: str = "text_1"
+    """As messages call it."""
+    document_name: str = "text_2"
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages that a template for pairs gets."""
+        return [
+            {"role": "query", "content": self.query},
+            {"role": "document", "content": self.document},
+        ]
+
+    def normalize(
+        self, messages: Sequence[Mapping[str, Any]], content_format: str, media: ChatMedia
+    ) -> list[dict[str, Any]]:
+        """:func:`normalize_messages` of :meth:`messages`, whose order may be another."""
+        names = {"query": self.query_name, "document": self.document_name}
+        return [_message(m, names[m["role"]], content_format, media) for m in messages]
+
+
 def _message(
     message: Mapping[str, Any], path: str, content_format: str, media: ChatMedia
 ) -> dict[str, Any]:

@@ -9,7 +9,11 @@ from typing import Any, Literal
 from headrace_core.errors import PromptTooLong, RequestError
 from headrace_core.request import ChatPrompt
 from headrace_core.text import GuardableTokenizer, Tokenizer
-from headrace_engine.input_processing.chat.content import CONTENT_FORMATS, normalize_messages
+from headrace_engine.input_processing.chat.content import (
+    CONTENT_FORMATS,
+    PairSides,
+    normalize_messages,
+)
 from headrace_engine.input_processing.chat.content_format import detect_content_format
 from headrace_engine.input_processing.chat.render_worker import (
     RenderFailed,
@@ -143,6 +147,30 @@ class ChatRenderer:
             text = _cut_after_final_message(text, messages[-1])
         return self._settle(text, guard)
 
+    def render_parts(self, sides: PairSides, template: str, media: ChatMedia) -> RenderedPrompt:
+        """As :meth:`render_pair`, of sides that are texts or lists of parts.
+
+        Args:
+            media: gets what the sides bring besides text, in the order in which the prompt has it.
+        """
+        chat, guard = self._protect(ChatPrompt(sides.messages()), template, isolated=False)
+        content_format = detect_content_format(template)
+        step = -1 if self._begins_with_document(template, content_format) else 1
+        messages = sides.normalize(chat.messages[::step], content_format, media)[::step]
+        return self._settle(self._render_sides(template, messages), guard)
+
+    def _begins_with_document(self, template: str, content_format: str) -> bool:
+        """True if a template writes the document before the query."""
+        query, document = "\ue000", "\ue001"  # characters of no script
+        marks = PairSides(query, document)
+        messages = marks.normalize(marks.messages(), content_format, ChatMedia(None))
+        text = self._render_sides(template, messages)
+        return -1 < text.find(document) < text.find(query)
+
+    def _render_sides(self, template: str, messages: list[dict[str, Any]]) -> str:
+        variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": False}
+        return self._render(template, variables, False, "prompt")
+
     def render_pair(self, query: str, document: str, template: str) -> RenderedPrompt:
         """A pair's prompt: the template gets two messages, of the roles ``query`` and ``document``.
 
@@ -156,16 +184,8 @@ class ChatRenderer:
         guard = ""
         if self._guard is not None:
             (query, document), guard = self._guard.protect_text(query, document)
-        variables: dict[str, Any] = {
-            **self._special_tokens,
-            "messages": [
-                {"role": "query", "content": query},
-                {"role": "document", "content": document},
-            ],
-            "add_generation_prompt": False,
-        }
-        text = self._render(template, variables, False, "prompt")
-        return self._settle(text, guard)
+        messages = PairSides(query, document).messages()
+        return self._settle(self._render_sides(template, messages), guard)
 
     def close(self) -> None:
         """End the worker process, if there is one."""

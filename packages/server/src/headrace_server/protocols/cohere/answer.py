@@ -14,9 +14,9 @@ from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import Prompt, TextPrompt
 from headrace_server.pooling.call import PoolingCall
-from headrace_server.pooling.inputs import texts_of
 from headrace_server.pooling.vectors import as_base64, as_bits, as_json
 from headrace_server.protocols.cohere.protocol import CohereEmbedRequest
+from headrace_server.requests.convert import content_parts
 from headrace_server.state import ServerState
 from headrace_server.streaming.json_parts import JsonParts, answer_of, json_parts
 
@@ -104,7 +104,8 @@ def _texts(body: CohereEmbedRequest) -> tuple[list[str], str]:
         return body.texts, "texts"
     found = []
     for index, given in enumerate(body.inputs or ()):
-        found.append("\n".join(texts_of(f"inputs[{index}]", given)))
+        parts = content_parts(f"inputs[{index}]", given.content, modalities=())
+        found.append("\n".join(part["text"] for part in parts))
     return found, "inputs"
 
 

@@ -54,7 +54,7 @@ class PoolingBody(RequestBody):
     """Fields of all requests for pooled results."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "mm_processor_kwargs": Refusal("media processors take no options over HTTP; leave it out", {}),
+        "mm_processor_kwargs": Refusal("media come with messages; leave it out", {}),
     }  # fmt: skip
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -91,10 +91,14 @@ class TextInput(PoolingBody):
 class ChatInput(PoolingBody):
     """A conversation, which the chat template makes one text."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {}
     tools: ClassVar[None] = None
     documents: ClassVar[None] = None
 
     messages: Messages
+    mm_processor_kwargs: FreeObject | None = Field(
+        None, description="Options of the model's media processor, for the media of the messages."
+    )
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     add_special_tokens: bool = False
