@@ -28,6 +28,7 @@ from headrace_core.multimodal import (
 )
 from headrace_core.request import modality_of
 from headrace_core.speech.model import AudioClip
+from headrace_engine.input_processing.abandonment import abandonment, check_wanted
 from headrace_engine.input_processing.media_items import (
     FIELD,
     NO_FILES,
@@ -46,6 +47,30 @@ _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_u
 
 AT_ONCE = 8
 """Items that are held as they were decoded, of all requests."""
+
+
+class _Place:
+    """One of the places for items that are held as they were decoded; given back at the end.
+
+    Args:
+        places: those that are free.
+    """
+
+    def __init__(self, places: threading.Semaphore) -> None:
+        self._places, self._taken = places, False
+
+    def __enter__(self) -> _Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._places.release()
+
+    def take(self) -> None:
+        """Wait for a place, unless there is one already."""
+        if not self._taken:
+            self._places.acquire()
+            self._taken = True
 
 
 class PlacedMedia(NamedTuple):
@@ -102,7 +127,7 @@ class MediaReader:
     ) -> None:
         self._max_step, self._whole_items = max_step, whole_items
         self._max_tokens = max_tokens
-        self._gate = threading.Semaphore(AT_ONCE)
+        self._places = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
         self.needs_media: bool = getattr(processor, "needs_media", False)
         self.is_encoder_decoder = is_encoder_decoder
@@ -252,6 +277,7 @@ class MediaReader:
         named: dict[str, tuple[MediaItem, ProcessedMedia]] = {}
         total = 0
         for one in brought:
+            check_wanted()
             known = content_name(one.modality, one.name, salt, options) if one.name else ""
             pair = named.get(known)
             if pair is None:
@@ -287,9 +313,12 @@ class MediaReader:
                 param=f"{NAMES_FIELD}.{modality}",
                 value=name,
             )
-        if isinstance(given, Later):
-            given.fetch()  # before the gate: others do not wait for a slow host
-        with self._gate:
+        with _Place(self._places) as place:
+            if isinstance(given, Later):
+                # Neither a slow host nor files that wait for a decoder keep places from others.
+                with self.files.during(abandonment(), place.take):
+                    given = self._items.decoded(modality, given)
+            place.take()
             item = self._items.read(modality, given, options)
             if known:
                 item = replace(item, content_hash=known)
