@@ -2,8 +2,8 @@
 
 Files wait in the order in which they came. A request reads its items one after the other, so that it
 waits with one of them and stands behind all others with the next. A file that takes longer than the
-quantum is a slow one; slow files have at most half of the decoders. Those beyond that are interrupted when another file
-waits, and begin again when one of that half is free.
+quantum is a slow one; slow files have at most half of the decoders. Those beyond that are interrupted
+when another file waits, and begin again when one of that half is free.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from headrace_engine.input_processing.media import (
     MediaReader,
     PlacedMedia,
     implicit_form,
+    named_at,
 )
 from headrace_engine.input_processing.media_items import FIELD as MEDIA_FIELD
 from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
@@ -166,7 +167,10 @@ class PromptReader:
             )
             if not media:
                 return tokens
-            return self._placed(tokens, media.data(), prompt.mm_processor_kwargs, media.names())
+            with named_at("messages"):
+                return self._placed(
+                    tokens, media.data(), prompt.mm_processor_kwargs, media.names(), media.places()
+                )
         if isinstance(prompt, Mapping):
             return self._mapping_tokens(prompt, add_special_tokens, fit)
         if isinstance(prompt, str):
@@ -286,10 +290,15 @@ class PromptReader:
         return self._placed(tokens, data, options, names)
 
     def _placed(
-        self, tokens: PromptTokens, data: object, options: object, names: object
+        self,
+        tokens: PromptTokens,
+        data: object,
+        options: object,
+        names: object,
+        places: Mapping[str, Sequence[str]] | None = None,
     ) -> PromptTokens:
         assert self._media is not None
-        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt)
+        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt, places)
         return tokens._replace(
             ids=placed.token_ids,
             media=placed.media,
