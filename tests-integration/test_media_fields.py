@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from image_checkpoints import data_url, encoded, picture, save_qwen2_vl
 from servers import RunningServer, serving
+
+from headrace import LLM, SamplingParams
+from headrace_core.errors import RequestError
 
 WORDS = (
     "--dtype", "float32", "--max-model-len", "256", "--block-size", "8", "--kv-cache-memory-bytes",
@@ -197,3 +201,30 @@ def test_what_is_said_of_an_image_is_looked_at(server: RunningServer) -> None:
     item = {"type": "input_image", "image_url": URL, "detail": "most"}
     said = told(sent(server, "responses", input=[{"role": "user", "content": [item]}]))
     assert "input[0].content[0].detail = 'most': must be one of auto, low, high" in said
+
+
+def test_options_of_a_chat_without_media_are_checked(server: RunningServer) -> None:
+    def asked(options: Any) -> httpx2.Response:
+        return chat(server, {"type": "text", "text": "x"}, mm_processor_kwargs=options)
+
+    assert "mm_processor_kwargs" in told(asked({"no_such": 1}))
+    assert "min_pixels" in told(asked({"min_pixels": -1}))
+    assert num_tokens(asked({"max_pixels": 4096})) > 1
+
+
+def test_offline_chats_have_options(tmp_path: Path) -> None:
+    save_qwen2_vl(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=1)
+    with LLM(
+        str(tmp_path), dtype="float32", max_model_len=256, block_size=8,
+        kv_cache_memory_bytes=16 << 20, use_tqdm_on_load=False,
+    ) as model:  # fmt: skip
+        part = {"type": "image_pil", "image_pil": picture(1, 112, 112)}
+        talk: Any = [{"role": "user", "content": [part]}]
+        [plain] = model.chat(talk, params)
+        [small] = model.chat(talk, params, mm_processor_kwargs={"max_pixels": 56 * 56})
+        assert len(small.prompt_token_ids) < len(plain.prompt_token_ids)
+        with pytest.raises(RequestError, match="no_such"):
+            model.chat(
+                [{"role": "user", "content": "x"}], params, mm_processor_kwargs={"no_such": 1}
+            )

@@ -149,6 +149,7 @@ class MediaReader:
         self.needs_media: bool = getattr(processor, "needs_media", False)
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
+        self._bare = processor
         self._processor = ProcessedItems(processor, max_kept_bytes)
         self._items = ItemReader(files, content_hash)
         self._limits = {m: media_limit(limits or {}, m) for m in processor.modalities()}
@@ -182,9 +183,7 @@ class MediaReader:
             RequestError: an item, an option, a name or the number of items is wrong; says what.
             UnsupportedFeature: the model does not take the modality.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise _refused("mm_processor_kwargs", options, "an object, or absent")
-        chosen: Mapping[str, Any] = {**self._options, **(options or {})}
+        chosen = self._chosen(options)
         brought = self._brought(data, names, places or {})
         if self.is_encoder_decoder and len(brought) != 1:
             raise RequestError(
@@ -209,6 +208,25 @@ class MediaReader:
         self._check_spans(placed.whole_spans, media)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
         return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
+
+    def _chosen(self, options: object) -> Mapping[str, Any]:
+        if options is not None and not isinstance(options, Mapping):
+            raise _refused("mm_processor_kwargs", options, "an object, or absent")
+        return {**self._options, **(options or {})}
+
+    def check_options(self, options: object) -> None:
+        """Check options of a prompt that brings nothing to be processed with them, on an empty image.
+
+        Raises: RequestError: a name is unknown or a value refused.
+        """
+        chosen = self._chosen(options)
+        if "image" not in self._limits:
+            self._bare.process([], chosen)
+            return
+        import numpy as np
+
+        blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
+        self._bare.process([blank], chosen)
 
     def _check_spans(self, spans: Sequence[tuple[int, int]], media: Sequence[MediaInput]) -> None:
         """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""

@@ -166,6 +166,7 @@ class PromptReader:
                 fit._replace(max_length=None) if media else fit,
             )
             if not media:
+                self._check_options(prompt.mm_processor_kwargs)
                 return tokens
             with named_at("messages"):
                 return self._placed(
@@ -306,6 +307,15 @@ class PromptReader:
             whole_spans=placed.whole_spans,
             cache_salt=_salted(tokens.cache_salt, placed),
         )
+
+    def _check_options(self, options: object) -> None:
+        """Raises: RequestError: a chat without media has options of the processor that it does not take."""
+        if not options:
+            return
+        if self._media is None:
+            name = "mm_processor_kwargs"
+            raise UnsupportedFeature(f"{name}: this model takes text only", param=name)
+        self._media.check_options(options)
 
     @property
     def needs_media(self) -> bool:
