@@ -279,7 +279,7 @@ def test_what_is_wrong_with_a_part_is_named(part: Any, message: str) -> None:
     "part",
     [
         {"type": "audio_url", "audio_url": "data:audio/wav;base64,+/8B"},
-        {"audio_url": {"url": "DATA:audio/wav;BASE64,-_8B"}},
+        {"type": "audio_url", "audio_url": {"url": "DATA:audio/wav;BASE64,-_8B"}},
         {"type": "input_audio", "input_audio": {"data": "-_8B"}},
     ],
 )

@@ -440,7 +440,6 @@ class ChatMedia:
         Raises:
             RequestError: its content is malformed.
         """
-        part = typed(part)
         kind, modality = part.get("type"), modality_of(part)
         if self._reader is None or modality is None or modality not in self._reader.modalities:
             return None
@@ -516,14 +515,6 @@ class ChatMedia:
         if not isinstance(fetched, bytes):
             return fetched
         return self._reader.decode(part.modality, fetched, part.where)
-
-
-def typed(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part with its type, which may be left out where a key of that name is there."""
-    if "type" in part:
-        return part
-    kind = next((kind for kind in MEDIA_PARTS if kind in part), None)
-    return part if kind is None else {"type": kind, **part}
 
 
 def _client_place(part: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_engine.input_processing.chat.arguments import MAX_ARGUMENTS, arguments_object
-from headrace_engine.input_processing.media import TEXT_PARTS, ChatMedia, typed
+from headrace_engine.input_processing.media import TEXT_PARTS, ChatMedia
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 
@@ -88,7 +88,7 @@ def _part(part: Any, path: str, media: ChatMedia) -> _ContentPart:
     if taken is not None:
         modality, placeholder = taken
         return _ContentPart(placeholder, modality)
-    kind = typed(part).get("type", "text" if "text" in part else None)
+    kind = part.get("type", "text" if "text" in part else None)
     if kind not in TEXT_PARTS:
         raise UnsupportedFeature(
             f"{path}.type = {kind!r:.100}: {media.accepted()}", param=f"{path}.type"
