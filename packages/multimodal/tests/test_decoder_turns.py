@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import GenerateError
-from headrace_multimodal.decoder_pool import DecoderPool
+from headrace_core.sandbox_process import ProcessEnded
+from headrace_multimodal.decoder_pool import GOOD, DecoderPool
 from headrace_multimodal.decoder_turns import DecodeJob, DecoderTurns
 from headrace_multimodal.reading import Reading, current, reading
 
@@ -160,6 +161,54 @@ def test_a_child_that_cannot_start_is_no_fault_of_the_file(
     assert "did not start" in caplog.text
     assert "no_such_module" in capfd.readouterr().err
     assert pool.turns.num_running == 0
+
+
+class InterruptedOnce(Child):
+    """A child that is interrupted at its first file, and answers the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.running = 0, True
+        self.began = threading.Event()
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, data: bytes, seconds: float) -> bytes:
+        self.asked += 1
+        if self.asked > 1:
+            return GOOD + data
+        self.began.set()
+        assert self.interrupted.acquire(timeout=60)
+        raise ProcessEnded
+
+
+def test_an_interrupted_file_holds_no_place_and_is_decoded_in_the_end() -> None:
+    decoders = Decoders(2)
+    pool = DecoderPool("none", what="image", max_bytes=9, seconds=9.0, processes=1)
+    child, spare = InterruptedOnce(), InterruptedOnce()
+    spare.asked = 1  # it answers at once
+    decoders.turns = DecoderTurns([spare, child], QUANTUM, clock=lambda: decoders.now)  # type: ignore[list-item]
+    pool.turns = decoders.turns
+    admitted: list[int] = []
+
+    def decode() -> bytes:
+        with reading(Future(), lambda: admitted.append(child.asked + spare.asked)):
+            return bytes(pool.decode(b"file", "messages[0]"))
+
+    decoded = decoders.pool.submit(decode)
+    assert child.began.wait(60)
+    beside, other = job(), job()
+    beside.slow = True
+    decoders.begin(beside).result(60)
+    served = decoders.begin(other)
+    decoders.advance(QUANTUM)  # both decoders have slow files now, and one is waited for
+    assert served.result(60) is child
+    assert admitted == []
+    decoders.turns.leave(beside)
+    decoders.turns.leave(other)
+    assert decoded.result(60) == b"file"
+    assert admitted == [3]
 
 
 def test_what_a_thread_reads_is_known_to_it_alone() -> None:

@@ -83,10 +83,11 @@ class DecoderPool:
         if process is None:
             raise QueueFull(f"too many {what}s wait to be decoded", retry_after=1.0)
         try:
-            job.reading.admit()
             self._start(process)
             self.turns.begin(job)
-            return process.ask(data, self._seconds)
+            answer = process.ask(data, self._seconds)
+            job.reading.admit()  # with the decoder in hand, so that no more are held than there are places
+            return answer
         except TookTooLong as error:
             raise RequestError(f"{where}: decoding the {what} {error}", param=where) from None
         except ProcessEnded:

@@ -15,7 +15,7 @@ class Reading(NamedTuple):
     abandoned: Future[None]
     """Done when nobody waits for the item any more."""
     admit: Callable[[], object] = lambda: None
-    """Called when the item's turn to be decoded has come; blocks while too many are held decoded."""
+    """Called when the item is decoded; blocks while too many are held so."""
 
     def check(self) -> None:
         """Raises: CancelledError: nobody waits for the item any more."""

@@ -31,7 +31,7 @@ Fetch = Callable[[str, str, str], bytes]
 ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
 During = Callable[["Future[None]", Callable[[], object]], AbstractContextManager[None]]
-"""(done once nobody waits for the item, called when it is about to be decoded) -> what holds while this
+"""(done once nobody waits for the item, called when it is decoded) -> what holds while this
 thread reads it. Readers end with CancelledError then."""
 FIELD = "multi_modal_data"
 
