@@ -131,7 +131,7 @@ def test_names_over_the_wire(server: RunningServer) -> None:
     assert say(part(None, "mine"), part(2)) == say(part(1), part(2))
     with pytest.raises(openai.BadRequestError) as error:
         say(part(None, "yours"))
-    assert error.value.param == "multi_modal_uuids.image"
+    assert error.value.param == "messages[0].content[1].uuid"
     assert "'yours': no item of that name is kept" in error.value.message
     with pytest.raises(openai.BadRequestError) as error:
         say(part(None))

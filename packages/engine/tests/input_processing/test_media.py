@@ -260,13 +260,37 @@ def test_templates_that_go_through_parts_see_the_modality() -> None:
         ({"type": "input_audio", "input_audio": "AAAA"}, r"content\[0\].input_audio.data: must be text"),
         ({"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}, "data: URL"),
         ({"type": "audio_url", "audio_url": {"url": "data:audio/wav,abc"}}, "data: URL"),
-        ({"type": "image_url", "image_url": {"url": "data:"}}, "takes text only"),
+        ({"type": "image_url", "image_url": {"url": "data:"}},
+         r"content\[0\].type = 'image_url': must be one of text, .*, audio_url$"),
+        ({"type": "audio_url", "audio_url": {"url": "UklGRg=="}}, "must begin with https:.*data:TYPE"),
+        ({"type": "audio_url"}, r"content\[0\].audio_url.url: must be text"),
         (audio_part(b"noise"), "no audio"),
+        (audio_part(b""), r"^messages\[0\].content\[0\].input_audio.data: an array of shape \[0\]"),
+        ({"type": "audio_url", "audio_url": None, "uuid": "a"},
+         r"^messages\[0\].content\[0\].uuid = 'a': no item of that name is kept"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_part_is_named(part: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         core(make(), ChatPrompt([{"role": "user", "content": [part]}]))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "audio_url", "audio_url": "data:audio/wav;base64,+/8B"},
+        {"type": "audio_url", "audio_url": {"url": "DATA:audio/wav;BASE64,-_8B"}},
+        {"type": "input_audio", "input_audio": {"data": "-_8B"}},
+    ],
+)
+def test_content_has_several_spellings(part: Any) -> None:
+    chat = ChatPrompt([{"role": "user", "content": [part]}], content_format="string")
+    [item] = core(make(), chat).media
+    assert item.inputs["samples"].tolist() == [x / 128 for x in (-5, -1, 1)]
+    short = {"type": "audio_url", "audio_url": "data:;base64,AQI"}  # without its padding
+    chat = ChatPrompt([{"role": "user", "content": [short]}], content_format="string")
+    [item] = core(make(), chat).media
+    assert item.inputs["samples"].tolist() == [x / 128 for x in (1, 2)]
 
 
 def test_chats_bring_no_files_where_nobody_decodes_or_the_operator_says_so() -> None:

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from headrace_core.errors import RequestError
 from headrace_multimodal.fetch import Fetcher, FetchError, FetchRules
+from headrace_multimodal.reading import current
 
 SECONDS: Mapping[str, float] = {"image": 5.0, "audio": 10.0, "video": 30.0}
 """Seconds of one transfer, by modality."""
@@ -41,19 +42,23 @@ class MediaFetcher:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._gate = asyncio.Semaphore(AT_ONCE)
+        self.num_under_way = 0
+        """Transfers that run, or wait for their turn."""
 
     def __call__(self, url: str, modality: str, where: str) -> bytes:
         """The bytes behind a URL.
 
         Raises:
             RequestError: the rules forbid it, or it failed; says which.
+            CancelledError: nobody waits for it any more.
         """
         most = self._max_bytes.get(modality, self._rules.max_bytes)
-        if url.startswith("file:"):
+        if url[:5].lower() == "file:":
             return self._local(url, where, most)
         seconds = self._seconds[modality]
         rules = self._rules.lasting(seconds, max_bytes=most)
         task = asyncio.run_coroutine_threadsafe(self._read(url, rules), self._started())
+        current().abandoned.add_done_callback(lambda _: task.cancel())
         try:
             return task.result(2 * seconds + 60.0)
         except FetchError as error:
@@ -63,8 +68,12 @@ class MediaFetcher:
             raise RequestError(f"{where}: too many files are fetched", param=where) from None
 
     async def _read(self, url: str, rules: FetchRules) -> bytes:
-        async with self._gate, Fetcher(rules) as fetcher:
-            return await fetcher.read(url)
+        self.num_under_way += 1
+        try:
+            async with self._gate, Fetcher(rules) as fetcher:
+                return await fetcher.read(url)
+        finally:
+            self.num_under_way -= 1
 
     def _local(self, url: str, where: str, most: int) -> bytes:
         if self._folder is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import struct
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from headrace_core.errors import RequestError
 from headrace_multimodal.video.decode_worker import HEAD, BadVideo, decode
@@ -120,6 +122,28 @@ def test_frames_that_are_not_shown_are_not_counted() -> None:
     assert (known["total_num_frames"], known["frames_indices"]) == (20, [0, 9, 19])
     for found, grey in zip(greys(answer, 3), (0, 100, 220), strict=True):
         assert abs(found - grey) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("count", "delay", "rate"),
+    [(1, None, 10.0), (5, None, 10.0), (1, 0, 10.0), (5, 0, 10.0), (1, 100, 10.0), (5, 50, 20.0)],
+)
+def test_frames_of_a_gif_without_delays_are_shown_as_browsers_do(
+    count: int, delay: int | None, rate: float
+) -> None:
+    pictures = [Image.fromarray(np.full((48, 64, 3), 40 * i, np.uint8)) for i in range(count)]
+    buffer = io.BytesIO()
+    pictures[0].save(
+        buffer, "GIF", save_all=True, append_images=pictures[1:], duration=delay or 100
+    )
+    data = buffer.getvalue()
+    if not delay:  # the extension that holds them (GIF89a, section 23): left out, or with zeros
+        shown = b"" if delay is None else b"\x21\xf9\x04\x00\x00\x00\x00\x00"
+        data = re.sub(rb"\x21\xf9\x04....\x00", shown, data, flags=re.DOTALL)
+    answer = decode(data, VideoLimits(), FOUR)
+    (length,) = HEAD.unpack_from(answer, 1)
+    known = json.loads(answer[1 + HEAD.size : 1 + HEAD.size + length])
+    assert (known["total_num_frames"], known["fps"]) == (count, rate)
 
 
 def test_sound_alone_is_no_video() -> None:

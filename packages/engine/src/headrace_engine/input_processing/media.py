@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -26,8 +27,9 @@ from headrace_core.multimodal import (
     ProcessedMedia,
     media_limit,
 )
-from headrace_core.request import modality_of
+from headrace_core.request import MEDIA_PARTS, modality_of
 from headrace_core.speech.model import AudioClip
+from headrace_engine.input_processing.abandonment import abandonment, check_wanted
 from headrace_engine.input_processing.media_items import (
     FIELD,
     NO_FILES,
@@ -40,12 +42,50 @@ from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
 from headrace_engine.input_processing.media_names import check_name, content_name, names_of
 from headrace_engine.input_processing.processed_items import NotKept, ProcessedItems
 
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Part type -> the key that holds its text."""
+DETAILS = ("auto", "low", "high")
+"""Values of an image's ``detail``; the model's own processor decides, whichever is given."""
+CLIENT_PLACE = "_place"
+"""Key of a part: where its content stands in a request of another protocol, for messages."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_URL_SAFE = str.maketrans("-_", "+/")
 _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_url": "url"}
 """Type of a message's part -> the key of its content, within an object of the type's name."""
 
 
 AT_ONCE = 8
 """Items that are held as they were decoded, of all requests."""
+
+
+class _Place:
+    """One of the places for items that are held as they were decoded; given back at the end.
+
+    Args:
+        places: those that are free.
+    """
+
+    def __init__(self, places: threading.Semaphore) -> None:
+        self._places, self._taken = places, False
+
+    def __enter__(self) -> _Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken:
+            self._places.release()
+
+    def take(self) -> None:
+        """Wait for a place, unless there is one already."""
+        if not self._taken:
+            self._places.acquire()
+            self._taken = True
 
 
 class PlacedMedia(NamedTuple):
@@ -66,6 +106,8 @@ class _Brought(NamedTuple):
     """None: it is known by its name."""
     name: str | None
     where: str
+    place: str | None = None
+    """Where a chat brings it; None: it is one of ``multi_modal_data``."""
 
 
 class MediaReader:
@@ -102,11 +144,12 @@ class MediaReader:
     ) -> None:
         self._max_step, self._whole_items = max_step, whole_items
         self._max_tokens = max_tokens
-        self._gate = threading.Semaphore(AT_ONCE)
+        self._places = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
         self.needs_media: bool = getattr(processor, "needs_media", False)
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
+        self._bare = processor
         self._processor = ProcessedItems(processor, max_kept_bytes)
         self._items = ItemReader(files, content_hash)
         self._limits = {m: media_limit(limits or {}, m) for m in processor.modalities()}
@@ -124,6 +167,7 @@ class MediaReader:
         options: object,
         names: object = None,
         salt: str | None = None,
+        places: Mapping[str, Sequence[str]] | None = None,
     ) -> PlacedMedia:
         """A prompt with its media.
 
@@ -133,15 +177,14 @@ class MediaReader:
             options: ``mm_processor_kwargs``; None: none.
             names: ``multi_modal_uuids``: modality -> one name or a list; None: none.
             salt: the prompt's ``cache_salt``.
+            places: modality -> where a chat brings its items, for messages.
 
         Raises:
             RequestError: an item, an option, a name or the number of items is wrong; says what.
             UnsupportedFeature: the model does not take the modality.
         """
-        if options is not None and not isinstance(options, Mapping):
-            raise _refused("mm_processor_kwargs", options, "an object, or absent")
-        chosen: Mapping[str, Any] = {**self._options, **(options or {})}
-        brought = self._brought(data, names)
+        chosen = self._chosen(options)
+        brought = self._brought(data, names, places or {})
         if self.is_encoder_decoder and len(brought) != 1:
             raise RequestError(
                 f"{FIELD}: {len(brought)} items; must be exactly one, which the encoder reads",
@@ -165,6 +208,25 @@ class MediaReader:
         self._check_spans(placed.whole_spans, media)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
         return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
+
+    def _chosen(self, options: object) -> Mapping[str, Any]:
+        if options is not None and not isinstance(options, Mapping):
+            raise _refused("mm_processor_kwargs", options, "an object, or absent")
+        return {**self._options, **(options or {})}
+
+    def check_options(self, options: object) -> None:
+        """Check options of a prompt that brings nothing to be processed with them, on an empty image.
+
+        Raises: RequestError: a name is unknown or a value refused.
+        """
+        chosen = self._chosen(options)
+        if "image" not in self._limits:
+            self._bare.process([], chosen)
+            return
+        import numpy as np
+
+        blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
+        self._bare.process([blank], chosen)
 
     def _check_spans(self, spans: Sequence[tuple[int, int]], media: Sequence[MediaInput]) -> None:
         """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""
@@ -219,7 +281,9 @@ class MediaReader:
         """End what reads files; it would be started anew."""
         self.files.close()
 
-    def _brought(self, data: object, names: object) -> list[_Brought]:
+    def _brought(
+        self, data: object, names: object, places: Mapping[str, Sequence[str]]
+    ) -> list[_Brought]:
         """The items that a prompt brings, unread."""
         if not isinstance(data, Mapping):
             raise _refused(FIELD, data, "a mapping of modalities to items")
@@ -234,7 +298,13 @@ class MediaReader:
             self.check_count(modality, len(found[modality]))
         named = names_of(names, {modality: len(items) for modality, items in found.items()})
         return [
-            _Brought(cast("Modality", modality), given, name, f"{modality}[{index}]")
+            _Brought(
+                cast("Modality", modality),
+                given,
+                name,
+                f"{modality}[{index}]",
+                places[modality][index] if modality in places else None,
+            )
             for modality, items in found.items()
             for index, (given, name) in enumerate(zip(items, named[modality], strict=True))
         ]
@@ -252,10 +322,12 @@ class MediaReader:
         named: dict[str, tuple[MediaItem, ProcessedMedia]] = {}
         total = 0
         for one in brought:
+            check_wanted()
             known = content_name(one.modality, one.name, salt, options) if one.name else ""
             pair = named.get(known)
             if pair is None:
-                pair = self._one(one, known, options)
+                with named_at(one.place):
+                    pair = self._one(one, known, options)
             if known:
                 named[known] = pair
             found.append(pair)
@@ -271,7 +343,7 @@ class MediaReader:
         Args:
             known: stands for the hash of its content; "": it has no name.
         """
-        modality, given, name, where = brought
+        modality, given, name, where, _ = brought
         if known and self._processor.keeps(known):
             item = MediaItem(modality, None, known, {})
             with suppress(NotKept):  # it was, when it was looked at
@@ -287,25 +359,48 @@ class MediaReader:
                 param=f"{NAMES_FIELD}.{modality}",
                 value=name,
             )
-        if isinstance(given, Later):
-            given.fetch()  # before the gate: others do not wait for a slow host
-        with self._gate:
+        with _Place(self._places) as place:
+            if isinstance(given, Later):
+                # Neither a slow host nor files that wait for a decoder keep places from others.
+                with self.files.during(abandonment(), place.take):
+                    given = self._items.decoded(modality, given)
+            place.take()
             item = self._items.read(modality, given, options)
             if known:
                 item = replace(item, content_hash=known)
             [made] = self._processor.process([item], options)
         return replace(item, data=None), made
 
-    def check_count(self, modality: str, count: int) -> None:
-        """Raises: RequestError if a prompt brings too many items; names limit and modality."""
+    def check_count(self, modality: str, count: int, where: str | None = None) -> None:
+        """Raises: RequestError if a prompt brings too many items; names limit and modality.
+
+        Args:
+            where: a chat brings the last of them; None: ``multi_modal_data`` does.
+        """
         most = self._limits[cast("Modality", modality)]
         if count > most:
+            where = where or f"{FIELD}.{modality}"
             raise RequestError(
-                f"{FIELD}.{modality}: {count} items; at most {most} are taken "
+                f"{where}: {count} items; at most {most} are taken "
                 f"(--limit-mm-per-prompt '{{\"{modality}\": {most}}}')",
-                param=f"{FIELD}.{modality}",
+                param=where,
                 value=count,
             )
+
+
+@contextmanager
+def named_at(place: str | None) -> Iterator[None]:
+    """Errors that name ``multi_modal_data`` or ``multi_modal_uuids`` name this place instead; None: they
+    stay."""
+    try:
+        yield
+    except RequestError as error:
+        if place is not None and (error.param or "").startswith((FIELD, NAMES_FIELD)):
+            told = str(error)
+            ours = re.match(rf"(?:{FIELD}|{NAMES_FIELD})[^ :]*", told)
+            error.param = place
+            error.args = (place + (told[ours.end() :] if ours else f": {told}"),)
+        raise
 
 
 class _Part(NamedTuple):
@@ -345,22 +440,28 @@ class ChatMedia:
         Raises:
             RequestError: its content is malformed.
         """
-        kind = part.get("type")
-        modality = modality_of(part)
+        kind, modality = part.get("type"), modality_of(part)
         if self._reader is None or modality is None or modality not in self._reader.modalities:
             return None
         assert kind is not None
-        content, where, key = part.get(kind), f"{path}.{kind}", _KEYS.get(kind)
+        content, where = part.get(kind), _client_place(part) or f"{path}.{kind}"
         name = check_name(part.get("uuid"), f"{path}.uuid")
-        if key is not None and not (name is not None and content is None):
-            where = f"{where}.{key}"
-            content = content.get(key) if isinstance(content, Mapping) else None
-            if not isinstance(content, str):
-                raise RequestError(f"{where}: must be text", param=where)
+        if name is not None and content is None:
+            where = f"{path}.uuid"
+        elif kind in _KEYS:
+            content, where = _text_in(part, kind, where)
         index = sum(other.modality == modality for other in self._parts)
         self._parts.append(_Part(modality, content, kind, where, name))
-        self._reader.check_count(modality, index + 1)
+        self._reader.check_count(modality, index + 1, where)
         return modality, self._reader.placeholder(modality, index)
+
+    def accepted(self) -> str:
+        """What parts of messages must be, for messages."""
+        taken = () if self._reader is None else self._reader.modalities
+        kinds = [kind for kind, modality in MEDIA_PARTS.items() if modality in taken]
+        if not kinds:
+            return f"this model takes text only, as one of {', '.join(TEXT_PARTS)}"
+        return f"must be one of {', '.join((*TEXT_PARTS, *kinds))}"
 
     def data(self) -> dict[str, list[Any]]:
         """The media as a prompt's ``multi_modal_data``: fetched and decoded when they are read."""
@@ -379,6 +480,13 @@ class ChatMedia:
             found.setdefault(part.modality, []).append(part.name)
         return found
 
+    def places(self) -> dict[str, list[str]]:
+        """Where the messages bring them."""
+        found: dict[str, list[str]] = {}
+        for part in self._parts:
+            found.setdefault(part.modality, []).append(part.where)
+        return found
+
     def _fetched(self, part: _Part) -> object:
         """A file's bytes, or the object that was given."""
         assert self._reader is not None
@@ -386,10 +494,16 @@ class ChatMedia:
             return part.content
         if part.kind == "input_audio":
             return _from_base64(part.content, part.where)
+        if not _SCHEME.match(part.content):
+            raise RequestError(
+                f"{part.where} = {part.content[:64]!r}: must begin with https:, http:, file: or data:; "
+                "base64 content is sent as 'data:TYPE;base64,CONTENT'",
+                param=part.where,
+            )
         if part.content[:5].lower() != "data:":
             return self._reader.fetch(part.content, part.modality, part.where)
         head, _, text = part.content.partition(",")
-        if not head.endswith(";base64"):
+        if not head.lower().endswith(";base64"):
             raise RequestError(
                 f"{part.where} = {head[:64]!r}: a data: URL must have base64 content",
                 param=part.where,
@@ -401,6 +515,32 @@ class ChatMedia:
         if not isinstance(fetched, bytes):
             return fetched
         return self._reader.decode(part.modality, fetched, part.where)
+
+
+def _client_place(part: Mapping[str, Any]) -> str | None:
+    place = part.get(CLIENT_PLACE)
+    return place if isinstance(place, str) else None
+
+
+def _text_in(part: Mapping[str, Any], kind: str, where: str) -> tuple[str, str]:
+    """A part's URL or base64, and where it stands: within an object, or alone if it is a URL.
+
+    Raises:
+        RequestError: it is no text, or the part's ``detail`` is none.
+    """
+    content = part.get(kind)
+    if isinstance(content, str) and kind != "input_audio":
+        return content, where
+    given = content if isinstance(content, Mapping) else {}
+    detail = given.get("detail") if kind == "image_url" else None
+    if detail is not None and detail not in DETAILS:
+        raise _refused(f"{where}.detail", detail, f"one of {', '.join(DETAILS)}, or absent")
+    if _client_place(part) is None:
+        where = f"{where}.{_KEYS[kind]}"
+    found = given.get(_KEYS[kind])
+    if not isinstance(found, str):
+        raise RequestError(f"{where}: must be text", param=where)
+    return found, where
 
 
 def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,8 +595,10 @@ def _check_fields(where: str, given: Mapping[str, Any], known: Iterable[str]) ->
 
 
 def _from_base64(text: str, where: str) -> bytes:
+    """Content of either alphabet (RFC 4648, sections 4 and 5), padded or not."""
     try:
-        return base64.b64decode(text, validate=True)
+        plain = text.translate(_URL_SAFE).rstrip("=")
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(f"{where}: must be base64", param=where) from None
 

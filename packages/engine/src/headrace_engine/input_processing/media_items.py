@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -28,6 +30,9 @@ Fetch = Callable[[str, str, str], bytes]
 """(URL, modality, where it stands) -> a file's bytes. Blocks; raises RequestError."""
 ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
+During = Callable[["Future[None]", Callable[[], object]], AbstractContextManager[None]]
+"""(done once nobody waits for the item, called when it is decoded) -> what holds while this
+thread reads it. Readers end with CancelledError then."""
 FIELD = "multi_modal_data"
 
 
@@ -40,6 +45,7 @@ class FileReading(NamedTuple):
     video: VideoDecode | None = None
     videos: Videos | None = None
     fetch: Fetch | None = None
+    during: During = lambda abandoned, admit: nullcontext()
     close: Callable[[], None] = lambda: None
     """Ends the processes and threads that they hold."""
 
@@ -94,20 +100,25 @@ class ItemReader:
             return [one if one is None else self._clips(one)[0] for one in listed]
         return self._clips(given)
 
+    def decoded(self, modality: str, given: Later) -> object:
+        """A file's content, as :meth:`read` takes it. Blocks.
+
+        Raises: RequestError: it cannot be fetched or decoded.
+        """
+        given.fetch()
+        found = given()
+        return self._clips(found)[0] if modality == "video" else found
+
     def read(self, modality: str, given: object, options: Mapping[str, Any]) -> MediaItem:
         """One item.
 
         Args:
-            given: of :meth:`split`.
+            given: of :meth:`split`, decoded.
             options: the processor's, which the hash covers.
 
         Raises:
             RequestError: it is none of the modality.
         """
-        if isinstance(given, Later):
-            given = given()
-            if modality == "video":
-                given = self._clips(given)[0]
         read = {"audio": self._audio, "image": self._image, "video": self._video}[modality]
         return read(given, options)
 

@@ -22,6 +22,7 @@ from headrace_engine.input_processing.media import (
     MediaReader,
     PlacedMedia,
     implicit_form,
+    named_at,
 )
 from headrace_engine.input_processing.media_items import FIELD as MEDIA_FIELD
 from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
@@ -175,8 +176,12 @@ class PromptReader:
                 fit._replace(max_length=None) if media else fit,
             )
             if not media:
+                self._check_options(prompt.mm_processor_kwargs)
                 return tokens
-            return self._placed(tokens, media.data(), prompt.mm_processor_kwargs, media.names())
+            with named_at("messages"):
+                return self._placed(
+                    tokens, media.data(), prompt.mm_processor_kwargs, media.names(), media.places()
+                )
         if isinstance(prompt, Mapping):
             return self._mapping_tokens(prompt, add_special_tokens, fit)
         if isinstance(prompt, str):
@@ -320,10 +325,15 @@ class PromptReader:
         return self._placed(tokens, data, options, names)
 
     def _placed(
-        self, tokens: PromptTokens, data: object, options: object, names: object
+        self,
+        tokens: PromptTokens,
+        data: object,
+        options: object,
+        names: object,
+        places: Mapping[str, Sequence[str]] | None = None,
     ) -> PromptTokens:
         assert self._media is not None
-        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt)
+        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt, places)
         return tokens._replace(
             ids=placed.token_ids,
             media=placed.media,
@@ -331,6 +341,15 @@ class PromptReader:
             whole_spans=placed.whole_spans,
             cache_salt=_salted(tokens.cache_salt, placed),
         )
+
+    def _check_options(self, options: object) -> None:
+        """Raises: RequestError: a chat without media has options of the processor that it does not take."""
+        if not options:
+            return
+        if self._media is None:
+            name = "mm_processor_kwargs"
+            raise UnsupportedFeature(f"{name}: this model takes text only", param=name)
+        self._media.check_options(options)
 
     @property
     def needs_media(self) -> bool:

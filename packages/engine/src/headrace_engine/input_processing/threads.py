@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling.params import SamplingParams
+from headrace_engine.input_processing.abandonment import read_until
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.input_processing.pooling import (
@@ -56,7 +57,7 @@ class InputThreads:
         self, prompt: PoolingPrompt | Sequence[int], work: Callable[[], Result]
     ) -> Result:
         """The result of ``work``, which looks at the whole of ``prompt``. Where that brings media, no
-        prompt without waits for it.
+        prompt without waits for it; if the caller is cancelled, its media are not read to the end.
 
         Raises:
             EngineDead: closed before its turn came.
@@ -65,8 +66,21 @@ class InputThreads:
             not isinstance(prompt, PairPrompt | FilledPrompt | RenderedPrompt)
             and brings_media(prompt)
         ):
-            return await self._in(self._media_pool, work)
+            return await self._reading_media(work)
         return await self.run_sized(_size(prompt), work)
+
+    async def _reading_media(self, work: Callable[[], Result]) -> Result:
+        abandoned: Future[None] = Future()
+
+        def read() -> Result:
+            with read_until(abandoned):
+                return work()
+
+        try:
+            return await self._in(self._media_pool, read)
+        except BaseException:
+            abandoned.set_result(None)
+            raise
 
     async def run_sized(self, size: int, work: Callable[[], Result]) -> Result:
         """The result of ``work``, which looks at so many characters or tokens.

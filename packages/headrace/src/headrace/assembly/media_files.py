@@ -29,9 +29,10 @@ def file_reading(
         ConfigError: the folder of local media is none, or a variable is malformed.
     """
     from headrace_engine.input_processing.media_items import NO_FILES
+    from headrace_multimodal.reading import reading as during
 
     fetch = _fetcher(config)
-    reading = NO_FILES._replace(audio=decode_audio, fetch=fetch)
+    reading = NO_FILES._replace(audio=decode_audio, fetch=fetch, during=during)
     closers: list[Callable[[], None]] = [fetch.close]
     if "image" in modalities:
         reading = _with_images(reading, config, closers)

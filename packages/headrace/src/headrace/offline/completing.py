@@ -89,8 +89,13 @@ class GenerationMixin(EngineMixin):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template.
+
+        Args:
+            mm_processor_kwargs: options of the model's processor of media, for this call; they win over
+                the engine's.
 
         Raises:
             RequestError: as :meth:`generate`; or the template is missing or fails.
@@ -105,6 +110,7 @@ class GenerationMixin(EngineMixin):
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._run(
             CheckedArguments(chats, self._params(sampling_params, len(chats)), None), use_tqdm

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from headrace_core.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.decoder_pool import DAMAGED, GOOD
 from headrace_multimodal.video.formats import CODECS, DEMUXERS, NAMES, recognised
+from headrace_multimodal.video.gif_delays import with_delays
 from headrace_multimodal.video.limits import VideoLimits
 from headrace_multimodal.video.sampling import FrameSampling
 
@@ -78,6 +79,8 @@ def decode(data: bytes, limits: VideoLimits, sampling: FrameSampling) -> bytearr
     kind = recognised(data)
     if kind is None:
         raise BadVideo(f"the video is not one of {NAMES}")
+    if kind == "gif":
+        data = with_delays(data)
     with _told_of_damage():
         with _opened(data, kind) as track:
             total, rate = _counted(track, limits)

@@ -11,7 +11,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
-from headrace_core.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt, modality_of
+from headrace_core.request import (
+    MEDIA_PARTS,
+    ChatPrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+    modality_of,
+)
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace_core.served_model import ServedModel
 from headrace_server.chat.tool_choice import check_tools
@@ -38,6 +45,9 @@ _MEDIA_KEYS = (
     "image_url", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds",
     "video_url", "input_image", "input_file", "file",
 )  # fmt: skip
+CLIENT_PLACE = "_place"
+"""Key of a part with media that another protocol's request becomes: where its content stands there. The
+engine names it in errors."""
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt",
      "continue_final_message"}
@@ -516,19 +526,26 @@ def content_parts(
     Raises:
         RequestError: a part is neither; names the place.
     """
-    return [
-        part
-        if modality_of(part) in modalities and part["type"] != "image_pil"
-        else text_part(f"{where}.content[{i}]", part)
-        for i, part in enumerate(parts)
-    ]
+    return [_part(f"{where}.content[{i}]", part, modalities) for i, part in enumerate(parts)]
 
 
-def text_part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
+def _part(where: str, part: Any, modalities: Sequence[str]) -> dict[str, Any]:
+    typed = part
+    if isinstance(part, dict) and "type" not in part:
+        kind = next((kind for kind in MEDIA_PARTS if kind in part), None)
+        typed = part if kind is None else {"type": kind, **part}
+    taken = modality_of(typed) in modalities and typed["type"] != "image_pil"
+    return typed if taken else text_part(where, part, modalities)
+
+
+def text_part(
+    where: str, part: str | dict[str, Any], modalities: Sequence[str] = ()
+) -> dict[str, str]:
     """A part of a message in its one form.
 
     Args:
         where: the part's place.
+        modalities: that parts may bring beside text, for messages.
 
     Raises:
         RequestError: it is no text; names the place.
@@ -538,9 +555,16 @@ def text_part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
     kind = part.get("type")
     if kind is None:
         kind = next((key for key in (*_TEXT_PARTS, *_MEDIA_KEYS) if key in part), None)
+    if kind in _MEDIA_KEYS and CLIENT_PLACE in part:
+        place = str(part[CLIENT_PLACE])
+        raise UnsupportedFeature(f"{place}: this model takes text only", param=place)
     if kind in _MEDIA_KEYS:
+        taken = [own for own, m in MEDIA_PARTS.items() if m in modalities and own != "image_pil"]
+        accepted = (
+            f"must be one of text, {', '.join(taken)}" if taken else "this model takes text only"
+        )
         raise UnsupportedFeature(
-            f"{where}: parts of type {kind!r} are not supported; this model takes text only",
+            f"{where}: parts of type {kind!r} are not supported; {accepted}",
             param=f"{where}.type" if "type" in part else where,
         )
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None

@@ -7,17 +7,9 @@ from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_engine.input_processing.chat.arguments import MAX_ARGUMENTS, arguments_object
-from headrace_engine.input_processing.media import ChatMedia
+from headrace_engine.input_processing.media import TEXT_PARTS, ChatMedia
 
 CONTENT_FORMATS = ("auto", "string", "openai")
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-"""Part type -> the key that holds its text."""
 
 
 def normalize_messages(
@@ -123,9 +115,7 @@ def _part(part: Any, path: str, media: ChatMedia) -> _ContentPart:
     kind = part.get("type", "text" if "text" in part else None)
     if kind not in TEXT_PARTS:
         raise UnsupportedFeature(
-            f"{path}.type = {kind!r:.100}: this model takes text only, as one of "
-            f"{', '.join(TEXT_PARTS)}",
-            param=f"{path}.type",
+            f"{path}.type = {kind!r:.100}: {media.accepted()}", param=f"{path}.type"
         )
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,15 @@ from headrace_server.protocols.base import check_size
 from headrace_server.protocols.openai.bodies.chat import ChatRequest
 from headrace_server.protocols.openai.bodies.sampling import CHAT_EXTENSIONS
 from headrace_server.requests.constraints import check_one_form, constrained_by, spelling_of
-from headrace_server.requests.convert import as_chat
+from headrace_server.requests.convert import CLIENT_PLACE, as_chat
 
 _COPIED = frozenset({*CHAT_EXTENSIONS, "stream", "temperature", "top_p"}) - {"chat_template_kwargs"}
 _LEAST_BUDGET = 1024
+_BEGINS: Mapping[str, str] = {
+    "image/jpeg": "/9j/", "image/png": "iVBORw0KGg", "image/gif": "R0lGOD",
+    "image/webp": "UklGR.{6}XRUJQ", "image/bmp": "Qk[0-3]",
+}  # fmt: skip
+"""Types of images -> how their content in base64 begins."""
 SPELLING: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -257,7 +263,7 @@ def _assistant(
             case kind if kind in _LEFT_OUT:
                 note(f"blocks of type {kind}")
             case _:
-                raise _refusal(place, block.type)
+                raise _refusal(place, block.type, "text, thinking and tool_use")
     made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         made["reasoning"] = "\n".join(thoughts)
@@ -300,7 +306,7 @@ def _user(where: str, message: InputMessage, names: Mapping[str, str]) -> list[d
             else:
                 made.append({"role": "user", "content": [part]})
         else:
-            raise _refusal(place, block.type)
+            raise _refusal(place, block.type, "text, image and tool_result")
     return [_simple(message) for message in made] or [{"role": "user", "content": ""}]
 
 
@@ -318,19 +324,35 @@ def _image(where: str, source: object) -> dict[str, Any]:
     match given.get("type"):
         case "base64":
             kind, data = given.get("media_type"), given.get("data")
-            if isinstance(kind, str) and isinstance(data, str):
-                return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-            raise RequestError(
-                f"{where}.source: must have media_type and data, both text", param="messages"
-            )
+            if not isinstance(kind, str) or not isinstance(data, str):
+                raise RequestError(
+                    f"{where}.source: must have media_type and data, both text", param="messages"
+                )
+            _check_media_type(where, kind, data)
+            url, place = f"data:{kind};base64,{data}", f"{where}.source.data"
         case "url":
-            if isinstance(given.get("url"), str):
-                return {"type": "image_url", "image_url": {"url": given["url"]}}
-            raise RequestError(f"{where}.source.url: must be text", param="messages")
-    raise UnsupportedFeature(
-        f"{where}.source: type = {str(given.get('type'))[:64]!r}: must be base64 or url",
-        param="messages",
-    )
+            place = f"{where}.source.url"
+            if not isinstance(given.get("url"), str):
+                raise RequestError(f"{place}: must be text", param="messages")
+            url = given["url"]
+        case other:
+            raise UnsupportedFeature(
+                f"{where}.source: type = {str(other)[:64]!r}: must be base64 or url",
+                param="messages",
+            )
+    return {"type": "image_url", "image_url": url, CLIENT_PLACE: place}
+
+
+def _check_media_type(where: str, kind: str, data: str) -> None:
+    """Raises: RequestError: the type is none of images, or the content begins as one of another does."""
+    place = f"{where}.source.media_type"
+    if kind not in _BEGINS:
+        raise RequestError(
+            f"{place} = {kind[:64]!r}: must be one of {', '.join(_BEGINS)}", param="messages"
+        )
+    found = next((own for own, begin in _BEGINS.items() if re.match(begin, data)), kind)
+    if found != kind:
+        raise RequestError(f"{place} = {kind!r}: the data are {found}", param="messages")
 
 
 def _result(where: str, block: ContentBlock, names: Mapping[str, str]) -> dict[str, Any]:
@@ -341,27 +363,34 @@ def _result(where: str, block: ContentBlock, names: Mapping[str, str]) -> dict[s
             f"{where}.tool_use_id = {call_id[:64]!r}: no tool_use of that id comes before",
             param="messages",
         )
-    texts = _result_texts(where, block.content)
+    parts = _result_parts(where, block.content)
     if block.is_error:  # no template has a place for it
-        texts[:1] = ["Error: " + "".join(texts[:1])]
-    parts = [{"type": "text", "text": text} for text in texts]
-    content = parts if len(texts) > 1 else "".join(texts)
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+        first = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
+        parts.insert(0, {"type": "text", "text": "Error: " + first})
+    message = {"role": "tool", "tool_call_id": call_id, "name": name, "content": parts}
+    return _simple(message) if parts else {**message, "content": ""}
 
 
-def _result_texts(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> list[str]:
+def _result_parts(
+    where: str, content: str | Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Texts and pictures that a tool gave."""
     if content is None or isinstance(content, str):
-        return [content or ""]
-    texts = []
+        return [{"type": "text", "text": content or ""}]
+    parts = []
     for index, part in enumerate(content):
         place = f"{where}.content[{index}]"
-        if part.get("type") != "text":
-            raise _refusal(place, part.get("type"))
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise RequestError(f"{place}.text: must be a string", param="messages")
-        texts.append(text)
-    return texts
+        match part.get("type"):
+            case "text":
+                text = part.get("text")
+                if not isinstance(text, str):
+                    raise RequestError(f"{place}.text: must be a string", param="messages")
+                parts.append({"type": "text", "text": text})
+            case "image":
+                parts.append(_image(place, part.get("source")))
+            case kind:
+                raise _refusal(place, kind, "text and image")
+    return parts
 
 
 def _text_of(where: str, content: str | Sequence[ContentBlock]) -> str:
@@ -370,7 +399,7 @@ def _text_of(where: str, content: str | Sequence[ContentBlock]) -> str:
     texts = []
     for index, block in enumerate(content):
         if block.type != "text":
-            raise _refusal(f"{where}[{index}]", block.type)
+            raise _refusal(f"{where}[{index}]", block.type, "text")
         texts.append(_required(f"{where}[{index}]", "text", block.text))
     return "\n\n".join(texts)
 
@@ -381,9 +410,9 @@ def _required(where: str, name: str, value: str | None) -> str:
     return value
 
 
-def _refusal(where: str, kind: Any) -> UnsupportedFeature:
-    media = ": this model takes text only" if kind in ("image", "document") else ""
+def _refusal(where: str, kind: Any, accepted: str) -> UnsupportedFeature:
     return UnsupportedFeature(
-        f"{where}: blocks of type {str(kind)[:64]!r} are not supported here{media}",
+        f"{where}: blocks of type {str(kind)[:64]!r} are not supported here; accepted are blocks of type "
+        f"{accepted}",
         param="messages",
     )

@@ -29,6 +29,7 @@ from headrace_server.protocols.responses.protocol import (
     ReasoningItem,
     WebSearchCallItem,
 )
+from headrace_server.requests.convert import CLIENT_PLACE
 
 AnyItem = (
     MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | McpCallItem
@@ -38,6 +39,10 @@ AnyItem = (
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
           "summary_text": "text", "reasoning_text": "text"}  # fmt: skip
 _MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
+_TAKEN = {"input_image": "image", "input_audio": "audio"}
+"""Type of a part -> the modality of a model that takes it."""
+_DETAILS = ("auto", "low", "high")
+_TEXT_ONLY = "this model takes text only"
 _LEADING = ("system", "developer")
 
 
@@ -64,7 +69,7 @@ class _Conversation:
     """Chat messages that grow by items."""
 
     def __init__(self, history: Sequence[dict[str, Any]], modalities: Sequence[str]) -> None:
-        self.messages, self.modalities = list(history), modalities
+        self.messages, self.modalities = [_from_before(m) for m in history], modalities
         self._turn: _Assistant | None = None
         self._names = {
             call["id"]: call["function"]["name"]
@@ -110,6 +115,17 @@ class _Conversation:
         )
 
 
+def _from_before(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of an earlier request, whose parts have no place in this one."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        {**part, CLIENT_PLACE: "previous_response_id"} if CLIENT_PLACE in part else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
 def to_messages(
     items: Sequence[AnyItem],
     history: Sequence[dict[str, Any]] = (),
@@ -147,9 +163,12 @@ def _add(
 ) -> None:
     match item:
         case MessageItem(role="assistant"):
+            _only_text(talk, where, item)
             talk.add_content(_joined(_content(where, item.content)))
         case MessageItem():
             talk.end_turn()
+            if item.role in _LEADING:
+                _only_text(talk, where, item)
             role = "system" if item.role == "developer" and not developer else item.role
             found = _content(where, item.content, modalities=talk.modalities)
             talk.messages.append({"role": role, "content": found})
@@ -162,7 +181,8 @@ def _add(
         case FunctionCallItem():
             talk.add_call(item.call_id, item.name, item.arguments)
         case FunctionCallOutputItem() | CustomToolCallOutputItem():
-            talk.add_result(where, item.call_id, _content(where, item.output, "output"))
+            output = _content(where, item.output, "output", talk.modalities)
+            talk.add_result(where, item.call_id, output)
         case CustomToolCallItem():
             talk.add_call(item.call_id, item.name, _custom_arguments(item.input))
         case LocalShellCallItem():
@@ -179,6 +199,21 @@ def _add(
             raise UnsupportedFeature(
                 f"{where}: items of type {str(item.type)[:64]!r} are not supported",
                 param=f"{where}.type",
+            )
+
+
+def _only_text(talk: _Conversation, where: str, item: MessageItem) -> None:
+    """Raises: UnsupportedFeature: a message brings media, and one of its role may not, though the model takes
+    some."""
+    if isinstance(item.content, str) or not talk.modalities:
+        return
+    for index, part in enumerate(item.content):
+        if part.get("type") in _MEDIA:
+            place = f"{where}.content[{index}]"
+            raise UnsupportedFeature(
+                f"{place}: parts of type {part['type']!r} are not supported in messages of role "
+                f"{item.role!r}, which take text only",
+                param=f"{place}.type",
             )
 
 
@@ -231,24 +266,35 @@ def _part(where: str, part: dict[str, Any], modalities: Sequence[str]) -> dict[s
     """A part of a chat's message."""
     kind = part.get("type")
     if kind == "input_image" and "image" in modalities:
-        url = part.get("image_url")
-        if not isinstance(url, str):
-            raise RequestError(
-                f"{where}.image_url: must be text: a URL, or a data: URL with base64 content; no files are "
-                "kept here",
-                param=f"{where}.image_url",
-            )
-        return {"type": "image_url", "image_url": {"url": url}}
+        return _image(where, part)
     if kind == "input_audio" and "audio" in modalities:
         return {"type": "input_audio", "input_audio": part.get("input_audio")}
-    return {"type": "text", "text": _text(where, part)}
+    return {"type": "text", "text": _text(where, part, modalities)}
 
 
-def _text(where: str, part: dict[str, Any]) -> str:
+def _image(where: str, part: dict[str, Any]) -> dict[str, Any]:
+    url, detail = part.get("image_url"), part.get("detail")
+    if not isinstance(url, str):
+        raise RequestError(
+            f"{where}.image_url: must be text: a URL, or a data: URL with base64 content; no files are "
+            "kept here",
+            param=f"{where}.image_url",
+        )
+    if detail not in (None, *_DETAILS):
+        raise RequestError(
+            f"{where}.detail = {detail!r:.100}: must be one of {', '.join(_DETAILS)}, or absent",
+            param=f"{where}.detail",
+        )
+    return {"type": "image_url", "image_url": url, CLIENT_PLACE: f"{where}.image_url"}
+
+
+def _text(where: str, part: dict[str, Any], modalities: Sequence[str]) -> str:
     kind = part.get("type")
     if kind in _MEDIA:
+        taken = [name for name, own in _TAKEN.items() if own in modalities]
+        accepted = f"must be one of input_text, {', '.join(taken)}" if taken else _TEXT_ONLY
         raise UnsupportedFeature(
-            f"{where}: parts of type {kind!r} are not supported; this model takes text only",
+            f"{where}: parts of type {kind!r} are not supported; {accepted}",
             param=f"{where}.type",
         )
     key = _TEXTS.get(kind) if isinstance(kind, str) else None
