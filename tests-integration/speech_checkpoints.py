@@ -145,6 +145,37 @@ def save_qwen2_audio(folder: Path) -> Any:
     return model
 
 
+def save_voxtral(folder: Path) -> Any:
+    """A decoder that takes recordings in pieces of two seconds, 25 tokens each; returns the oracle."""
+    from transformers import (
+        VoxtralConfig,
+        VoxtralForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "[AUDIO]"))
+    text = {
+        "model_type": "llama", "vocab_size": 302, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "eos_token_id": ids["<|endoftext|>"], "bos_token_id": None,
+    }  # fmt: skip
+    audio = {
+        "num_mel_bins": 16, "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "max_source_positions": SECONDS * 50,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = VoxtralForConditionalGeneration(
+        VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
+    ).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS).save_pretrained(folder)
+    chat = CHAT.replace("<|AUDIO|>", "[AUDIO]")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat}))
+    return model
+
+
 def wav(samples: np.ndarray) -> bytes:
     """A file of 16-bit samples."""
     file = io.BytesIO()

@@ -95,3 +95,20 @@ def test_images_are_taken_by_towers_of_known_kinds_unless_none_are_allowed(
     finally:
         monkeypatch.undo()
         plugins.forget()
+
+
+def test_recordings_are_taken_by_towers_of_known_kinds_unless_none_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "VoxtralForConditionalGeneration"
+    entry = EntryPoint(name, "somewhere:Processor", "headrace.multimodal_processors")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
+    plugins.forget()
+    whole = {"audio_config": {"model_type": "voxtral_encoder"}}
+    try:
+        assert processor_of(name, whole, {"image": 0}, pools=False) == name
+        assert processor_of(name, whole, {"audio": 0}, pools=False) == ""
+        assert processor_of(name, {"audio_config": {}}, {}, pools=False) == ""
+    finally:
+        monkeypatch.undo()
+        plugins.forget()

@@ -32,14 +32,17 @@ class Wrapper:
     text_key: str = "model_type"
     """The key of the config by which :attr:`texts` are told apart."""
     towers: Mapping[str, str] = field(default_factory=dict)
-    """``model_type`` of ``vision_config`` ("": any) -> the class that joins towers of that kind with the
-    language model, as ``module:Class`` below ``headrace_models.families.vision_language``."""
+    """``model_type`` of ``vision_config`` (or ``audio_config``; "": any) -> the class that joins towers of
+    that kind with the language model, as ``module:Class`` below ``headrace_models.families`` and
+    ``vision_language`` (or ``audio_language``)."""
     needs_media: str = ""
     """Why every prompt must bring an image; "": text alone is served, too."""
     takes_videos: bool = False
     """These towers take videos, too."""
     processor: str = ""
     """Entry of ``headrace.multimodal_processors``; "": the class's own name."""
+    takes_audio: bool = False
+    """These towers take audio, and nothing else."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
@@ -48,12 +51,14 @@ class Wrapper:
         """Modalities that prompts may bring, with towers of the kinds that are served."""
         if not self.towers:
             return ()
+        if self.takes_audio:
+            return ("audio",)
         return ("image", "video") if self.takes_videos else ("image",)
 
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
-        vision = whole.get("vision_config")
-        kind = vision.get("model_type", "") if isinstance(vision, Mapping) else ""
+        part = whole.get("audio_config" if self.takes_audio else "vision_config")
+        kind = part.get("model_type", "") if isinstance(part, Mapping) else ""
         return self.towers.get(kind, self.towers.get(""))
 
     def tower_name(self, tensor: str) -> str | None:
@@ -618,6 +623,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "Voxtral, by transformers",
             ("audio_tower", "multi_modal_projector"),
+            towers={"voxtral_encoder": "voxtral:Voxtral"},
+            takes_audio=True,
         ),
     )
 }
