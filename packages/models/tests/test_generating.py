@@ -106,9 +106,9 @@ def test_recordings_are_taken_by_towers_of_known_kinds_unless_none_are_allowed(
     plugins.forget()
     whole = {"audio_config": {"model_type": "voxtral_encoder"}}
     try:
-        assert processor_of(name, whole, {"image": 0}, pools=False) == name
-        assert processor_of(name, whole, {"audio": 0}, pools=False) == ""
-        assert processor_of(name, {"audio_config": {}}, {}, pools=False) == ""
+        assert processor_of(name, whole, {"image": 0}) == name
+        assert processor_of(name, whole, {"audio": 0}) == ""
+        assert processor_of(name, {"audio_config": {}}, {}) == ""
     finally:
         monkeypatch.undo()
         plugins.forget()

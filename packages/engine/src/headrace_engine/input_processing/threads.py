@@ -13,12 +13,8 @@ from headrace_core.sampling.params import SamplingParams
 from headrace_engine.input_processing.abandonment import read_until
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.input_processing.pooling import (
-    FilledPrompt,
-    PairParts,
-    PairPrompt,
-    PoolingPrompt,
-)
+from headrace_engine.input_processing.pooling import FilledPrompt, PairPrompt, PoolingPrompt
+from headrace_engine.input_processing.prompts import PairParts
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
