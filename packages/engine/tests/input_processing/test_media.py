@@ -15,7 +15,7 @@ import pytest
 from engine_fakes import CharTokenizer, served_model
 
 from headrace_core.arrays import PackedArray
-from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, QueueFull, RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import ChatPrompt, CoreRequest
@@ -324,6 +324,18 @@ def test_sequences_to_be_aligned() -> None:
         input_processor.alignment.prepare("abc", "r")
     with pytest.raises(RequestError, match="context length is"):
         input_processor.alignment.prepare(heard("a" * (model.max_model_len + 1), ONE), "r")  # type: ignore[arg-type]
+
+
+def test_a_wait_for_a_place_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody holds all places; the request is told to come again, and holds none afterwards."""
+    monkeypatch.setattr("headrace_engine.input_processing.media.AT_ONCE", 0)
+    monkeypatch.setattr("headrace_engine.input_processing.media.PLACE_SECONDS", 0.0)
+    with pytest.raises(QueueFull, match="too many media items wait"):
+        core(make(), heard("<~>", ONE))
+    monkeypatch.setattr("headrace_engine.input_processing.media.AT_ONCE", 1)
+    input_processor = make()
+    for _ in range(2):
+        core(input_processor, heard("<~>", ONE))
 
 
 def pooling_input_processor(**info: Any) -> InputProcessor:

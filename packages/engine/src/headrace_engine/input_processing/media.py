@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, QueueFull, RequestError, UnsupportedFeature
 from headrace_core.multimodal import (
     MediaInput,
     MediaItem,
@@ -62,6 +62,8 @@ _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_u
 
 AT_ONCE = 8
 """Items that are held as they were decoded, of all requests."""
+PLACE_SECONDS = 120.0
+"""Seconds that a decoded item waits until it may be processed."""
 
 
 class _Place:
@@ -82,10 +84,15 @@ class _Place:
             self._places.release()
 
     def take(self) -> None:
-        """Wait for a place, unless there is one already."""
-        if not self._taken:
-            self._places.acquire()
-            self._taken = True
+        """Wait for a place, unless there is one already.
+
+        Raises: QueueFull: none became free in :data:`PLACE_SECONDS`.
+        """
+        if self._taken:
+            return
+        if not self._places.acquire(timeout=PLACE_SECONDS):
+            raise QueueFull("too many media items wait to be processed", retry_after=1.0)
+        self._taken = True
 
 
 class PlacedMedia(NamedTuple):
