@@ -108,14 +108,22 @@ class _NoProcessor:
 
 
 def test_a_queued_decode_ends_with_its_caller() -> None:
-    turns = DecoderTurns([object()], 1.0)  # type: ignore[list-item]
-    busy = DecodeJob(current())
-    assert turns.wait(busy, 60) is not None
-    queued = threading.Event()
+    queued, left = threading.Event(), threading.Event()
+
+    def clock() -> float:
+        """Read by whoever waits, once it stands in the queue."""
+        if turns.num_waiting:
+            queued.set()
+        return 0.0
+
+    turns = DecoderTurns([object()], 1.0, clock=clock)  # type: ignore[list-item]
+    assert turns.wait(DecodeJob(current()), 60) is not None
 
     def decode(fetched: object) -> object:
-        queued.set()
-        return turns.wait(DecodeJob(current()), 600)
+        try:
+            return turns.wait(DecodeJob(current()), 600)
+        finally:
+            left.set()
 
     reader = MediaReader(
         _NoProcessor(), lambda *_: "", files=FileReading(during=reading)  # type: ignore[arg-type]
@@ -127,13 +135,11 @@ def test_a_queued_decode_ends_with_its_caller() -> None:
         threads = InputThreads(None, 1)  # type: ignore[arg-type]
         work = threads.run(prompt, lambda: reader.place([1], {"image": later}, None))
         task = asyncio.create_task(work)
-        await asyncio.to_thread(queued.wait, 60)
-        while not turns.num_waiting:
-            await asyncio.sleep(0)
+        queues = await asyncio.to_thread(queued.wait, 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while turns.num_waiting:
-            await asyncio.sleep(0)
+        assert queues
+        assert await asyncio.to_thread(left.wait, 60)
         threads.close()
 
     asyncio.run(asyncio.wait_for(leave(), 60))

@@ -66,7 +66,7 @@ def texts(count: int) -> bytes:
 
 
 def others() -> dict[str, bytes]:
-    """Files that are no damaged pictures; a second of compressing."""
+    """Files that are hostile without being damaged; they take a second to compress."""
     return {
         "bomb": bomb(60_000),
         "large": bomb(14_000),

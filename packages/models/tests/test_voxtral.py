@@ -29,7 +29,7 @@ def recording(pieces: int) -> dict[str, Tensor]:
 
 
 class TestVoxtral(VisionConformance):
-    """What the suite calls images are recordings."""
+    """Recordings, which stand for the suite's images."""
 
     names_of_towers: ClassVar = ("audio_tower.", "multi_modal_projector.")
 

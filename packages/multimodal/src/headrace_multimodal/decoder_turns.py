@@ -1,4 +1,4 @@
-"""Who decodes next, and who has decoded for too long: :class:`DecoderTurns`.
+"""Decoders are shared out in turns: :class:`DecoderTurns`.
 
 Files wait in the order in which they came. A request reads its items one after the other, so that it
 waits with one of them and stands behind all others with the next. A file that takes longer than the

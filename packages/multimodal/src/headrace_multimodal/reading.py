@@ -1,4 +1,4 @@
-"""What a thread that reads media does it for: :func:`reading`, :func:`current`."""
+"""A thread that reads media knows whether anybody still waits: :func:`reading`, :func:`current`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _thread = threading.local()
 
 @contextmanager
 def read_until(abandoned: Future[None]) -> Iterator[None]:
-    """What this thread reads meanwhile is for nobody once ``abandoned`` is done."""
+    """Tell what this thread reads meanwhile that nobody waits for it once ``abandoned`` is done."""
     _thread.abandoned = abandoned
     try:
         yield

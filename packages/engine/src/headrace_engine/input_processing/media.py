@@ -463,7 +463,7 @@ class ChatMedia:
         return modality, self._reader.placeholder(modality, index)
 
     def accepted(self) -> str:
-        """What parts of messages must be, for messages."""
+        """Types of parts that the model takes, as an error says them."""
         taken = () if self._reader is None else self._reader.modalities
         kinds = [kind for kind, modality in MEDIA_PARTS.items() if modality in taken]
         if not kinds:
@@ -533,7 +533,7 @@ def _text_in(part: Mapping[str, Any], kind: str, where: str) -> tuple[str, str]:
     """A part's URL or base64, and where it stands: within an object, or alone if it is a URL.
 
     Raises:
-        RequestError: it is no text, or the part's ``detail`` is none.
+        RequestError: the content is not text, or ``detail`` is not of :data:`DETAILS`.
     """
     content = part.get(kind)
     if isinstance(content, str) and kind != "input_audio":

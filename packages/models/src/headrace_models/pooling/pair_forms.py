@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class PairForm(NamedTuple):
-    """What a class makes of a pair."""
+    """The prompt and the score of a pair, as a class defines them."""
 
     template: str
     """Jinja template, which gets two messages of the roles ``query`` and ``document``."""
