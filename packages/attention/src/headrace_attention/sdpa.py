@@ -164,11 +164,6 @@ def _attend(
     return result[0].transpose(0, 1)
 
 
-def attend_alone(layer: AttentionLayerSpec, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One sequence in both directions, without a mask: [L, Hq, D], twice [L, Hk, D] -> [L, Hq, D]."""
-    return _attend(layer, query, key, value, None)
-
-
 def _mask_both_ways(
     layer: AttentionLayerSpec,
     length: int,

@@ -104,19 +104,14 @@ template <class F> inline void over_row_tiles(int64_t n, const F& f) {
   }
 }
 
-// A unit over a paired cache; D is a multiple of 16, the block size too.
-struct PairedUnit : UnitRows<bf16, Pair> {
+// Where a unit's keys and values are in a paired cache; the block size is a multiple of 16.
+struct PairedRows : UnitRows<bf16, Pair> {
   const float* key_groups[PART / W];                 // [D / 2][16] words each
   const float* value_groups[PART / W];               // [8][D] words each
   const float* value_rows[PART / 2 + ROWS_AHEAD];    // [D] words each
   const float* next_keys[GROUPS];                    // what the task reads after these values
-  float* spare;                                      // three rows: two edges, and zeros
 
-  PairedUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head)
-      : UnitRows(g, t, kv_head, last_head) {
-    spare = take_scratch(3 * g.dim);
-    __builtin_memset(spare + 2 * g.dim, 0, size_t(g.dim) * sizeof(float));
-  }
+  using UnitRows::UnitRows;
 
   const float* group_of(const Cache& cache, int64_t key, int64_t head) {
     const int64_t column = key / cache.block_size, offset = key % cache.block_size;
@@ -154,6 +149,29 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     }
   }
 
+  // What is fetched while a tile's keys are read: the next tile's, or the first values.
+  void find_ahead(int tile, Span seen, const float** ahead) const {
+    const bool last = (tile + 1) * KEYS >= seen.to;
+    const float* const* from = last ? value_groups : key_groups;
+    const int first = last ? seen.from / W : (tile + 1) * GROUPS;
+    for (int i = 0; i < GROUPS; ++i) {
+      ahead[i] = (first + i) * W < seen.to ? from[first + i] : key_groups[seen.from / W];
+    }
+  }
+};
+
+#if !defined(HR_AMX)
+
+// A unit over a paired cache; D is a multiple of 16, the block size too.
+struct PairedUnit : PairedRows {
+  float* spare;  // three rows: two edges, and zeros
+
+  PairedUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head)
+      : PairedRows(g, t, kv_head, last_head) {
+    spare = take_scratch(3 * g.dim);
+    __builtin_memset(spare + 2 * g.dim, 0, size_t(g.dim) * sizeof(float));
+  }
+
   const float* masked(const float* row, uint32_t mask, float* to) const {
     for (int64_t d = 0; d < g.dim; d += W) {
       _mm512_storeu_si512(to + d, _mm512_and_si512(_mm512_loadu_si512(row + d), _mm512_set1_epi32(int(mask))));
@@ -189,16 +207,6 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     }
     mend_edges(seen);
     return !Pair::any(bad);
-  }
-
-  // What is fetched while a tile's keys are read: the next tile's, or the first values.
-  void find_ahead(int tile, Span seen, const float** ahead) const {
-    const bool last = (tile + 1) * KEYS >= seen.to;
-    const float* const* from = last ? value_groups : key_groups;
-    const int first = last ? seen.from / W : (tile + 1) * GROUPS;
-    for (int i = 0; i < GROUPS; ++i) {
-      ahead[i] = (first + i) * W < seen.to ? from[first + i] : key_groups[seen.from / W];
-    }
   }
 
   template <bool AHEAD> void score(int64_t r, int64_t n, int tile, Span seen) {
@@ -263,6 +271,8 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     }
   }
 };
+
+#endif
 
 #endif
 

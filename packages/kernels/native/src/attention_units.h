@@ -6,6 +6,7 @@
 // Both products are small matrix products of rows with packed keys and with packed values: lanes
 // are 16 (8, 4) keys in the first and as many dimensions in the second. A word of four bytes is one
 // float, or a pair of bf16 where the machine multiplies those (weights are then rounded to bf16).
+// Where it has tiles for pairs, products of pairs are theirs (attention_tiles.h).
 //
 // The context is cut at multiples of PART keys, whatever the query. A partition gives each row a
 // maximum, a sum and an unscaled output; partitions are merged in ascending order (Milakov &
@@ -29,6 +30,7 @@ constexpr int PART = 512;        // keys of a partition; its border is part of t
 constexpr int KEYS = 64;         // keys of a tile, packed at a time
 constexpr int TASK_ROWS = 256;   // rows of a unit, if there are so many queries
 constexpr int BLOCK_ROWS = 12;   // rows whose scores stay in the first cache
+constexpr int TILED_ROWS = 32;   // where tiles multiply: two of them read the same keys
 constexpr int ROWS = 6;          // of a register tile
 #if defined(HR_AVX512)
 constexpr int VECTORS = 4;       // of a register tile
@@ -480,17 +482,33 @@ struct Span {
   bool operator==(Span other) const { return from == other.from && to == other.to; }
 };
 
+// Shapes of tiles for a unit's rows, while it lives; nothing where vectors multiply.
+template <bool TILED> struct ShapesFor { explicit ShapesFor(int64_t) {} };
+#if defined(HR_AMX)
+template <> struct ShapesFor<true> : TileShapes {
+  explicit ShapesFor(int64_t rows) : TileShapes(min_of(rows, LINES), LINES) {}
+};
+#endif
+
 // What a unit does whatever the order of the cache: the rows' queries, what they see, their weights.
 template <class TQ_, class A_>
 struct UnitRows {
   using TQ = TQ_;
   using A = A_;
   static constexpr int STEP = A::STEP, CHUNK = W * STEP;
+#if defined(HR_AMX)
+  static constexpr bool TILED = STEP == 2;
+#else
+  static constexpr bool TILED = false;
+#endif
+  static constexpr int BLOCK = TILED ? TILED_ROWS : BLOCK_ROWS;
+  static constexpr int LINE = TILED ? PART + W : PART;  // from one row's scores to the next: other sets of the cache
 
   const Attention& g;
   const Tile& t;
   int64_t kv_head, group, rows, position, context;
   int64_t words, q_width;  // of a query: in use, and packed
+  int64_t depth;           // words that are multiplied: tiles take whole vectors
   int64_t q_apart;         // from one row's query to the next
   float scale;             // of scores: the call's and that of the keys
   bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
@@ -509,12 +527,16 @@ struct UnitRows {
     context = context_of(g, t.request);
     words = ceil_div(g.dim, STEP);
     q_width = round_up(words, W);
+    depth = TILED ? q_width : words;
   }
+
+  // Rows of a buffer that tiles read: one may begin at any row.
+  static int64_t padded(int64_t rows) { return TILED ? rows + W : rows; }
 
   // Takes the task's scratch: for queries, scores and states, and `more` floats, where it returns.
   float* take_scratch(int64_t more) {
-    const int64_t state = state_floats(rows, g.value_dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
-    const int64_t q_floats = queries_are_words() ? 0 : rows * q_width;
+    const int64_t state = state_floats(rows, g.value_dim), s_floats = padded(min_of(rows, BLOCK)) * LINE;
+    const int64_t q_floats = queries_are_words() ? 0 : padded(rows) * q_width;
     const int64_t all = q_floats + s_floats + 2 * state + more;
     float* const copy = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
     s = copy + q_floats;
@@ -526,7 +548,7 @@ struct UnitRows {
 
   // Whether queries can be read where they are: one head's rows, in words.
   bool queries_are_words() const {
-    return sizeof(TQ) * STEP == sizeof(float) && group == 1 && g.rope_query == nullptr && g.dim % STEP == 0 &&
+    return !TILED && sizeof(TQ) * STEP == sizeof(float) && group == 1 && g.rope_query == nullptr && g.dim % STEP == 0 &&
            g.q_row % STEP == 0 && g.q_head % STEP == 0;
   }
 
@@ -629,7 +651,7 @@ struct UnitRows {
   void soften_all(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
     const bool plain = !transforms();
     for (int64_t i = 0; i < n;) {
-      float *line = s + i * PART, *best = state.best + r + i, *sum = state.sum + r + i;
+      float *line = s + i * LINE, *best = state.best + r + i, *sum = state.sum + r + i;
       if (plain && i + 4 <= n && !seen.empty() && span(r + i, base) == seen && span(r + i + 3, base) == seen) {
         soften_four(line, seen, best, sum);
         i += 4;
@@ -645,13 +667,13 @@ struct UnitRows {
     const float factor = scale * LOG2E;
     vf top[4], shift[4], adding[4];
     HR_UNROLL for (int i = 0; i < 4; ++i) {
-      hide(lines + i * PART, from, seen.from);
-      hide(lines + i * PART, seen.to, to);
-      top[i] = ld(lines + i * PART + from);
+      hide(lines + i * LINE, from, seen.from);
+      hide(lines + i * LINE, seen.to, to);
+      top[i] = ld(lines + i * LINE + from);
       adding[i] = vzero();
     }
     for (int j = from + W; j < to; j += W) {
-      HR_UNROLL for (int i = 0; i < 4; ++i) top[i] = vmax(top[i], ld(lines + i * PART + j));
+      HR_UNROLL for (int i = 0; i < 4; ++i) top[i] = vmax(top[i], ld(lines + i * LINE + j));
     }
     hmax4(top[0], top[1], top[2], top[3], best);
     HR_UNROLL for (int i = 0; i < 4; ++i) {
@@ -662,11 +684,24 @@ struct UnitRows {
     const vf slope = vset(factor);
     for (int j = from; j < to; j += CHUNK) {
       HR_UNROLL for (int i = 0; i < 4; ++i) {
-        float* const line = lines + i * PART;
+        float* const line = lines + i * LINE;
         adding[i] = A::weights(line + j, slope, shift[i], line + j / STEP, adding[i], scales_from(j));
       }
     }
     hsum4(adding[0], adding[1], adding[2], adding[3], sum);
+  }
+
+  // Steps of packed values: the first one of a span of keys, and the one past its last. Tiles take blocks.
+  static int first_step(int key) { return TILED ? key / CHUNK * W : key / STEP; }
+  static int end_step(int key) { return TILED ? int(ceil_div(key, CHUNK)) * W : int(ceil_div(key, STEP)); }
+
+  // c (+)= a b for n rows of words and vectors of columns.
+  void multiply(int64_t n, int vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t steps, float* c,
+                int64_t ldc, bool more) const {
+#if defined(HR_AMX)
+    if constexpr (TILED) return tile_product(n, min_of(rows, LINES), vectors, {a, lda}, Columns{b, ldb}, steps, c, ldc, more);
+#endif
+    product_rows<A>(n, vectors, a, lda, b, ldb, steps, c, ldc, more);
   }
 
   // -inf for the scores [from, to). Whole vectors are written, each where one was written before: what is
@@ -729,9 +764,9 @@ template <class TQ_, class TC>
 struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   using Base = UnitRows<TQ_, typename Choice<TQ_, TC>::Words>;
   using Base::g, Base::t, Base::kv_head, Base::group, Base::rows, Base::words, Base::q_width, Base::q_apart;
-  using Base::last_head, Base::q, Base::s, Base::status, Base::span;
+  using Base::last_head, Base::q, Base::s, Base::status, Base::span, Base::depth;
   using typename Base::A;
-  static constexpr int STEP = Base::STEP, CHUNK = Base::CHUNK;
+  static constexpr int STEP = Base::STEP, CHUNK = Base::CHUNK, BLOCK = Base::BLOCK, LINE = Base::LINE;
 
   bool once;  // few rows: each tile of the cache is packed, used and forgotten
   float *k, *v, *spare;
@@ -741,7 +776,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   float scales_of_values[PART];
 
   PlainUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head) : Base(g, t, kv_head, last_head) {
-    once = rows <= BLOCK_ROWS;
+    once = rows <= BLOCK;
     const int64_t lanes = lanes_of(g.value_dim), packed = once ? KEYS : PART;
     const int64_t k_floats = packed * q_width, v_floats = packed / STEP * lanes;
     k = this->take_scratch(k_floats + v_floats + KEYS / STEP * lanes);
@@ -819,7 +854,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     return A::words(part, CHUNK);
   }
 
-  // Packed keys [words][KEYS] of a tile; lanes of keys that nobody sees are zeros.
+  // Packed keys [depth][KEYS] of a tile; lanes of keys that nobody sees are zeros.
   void pack_keys(int tile, Span seen, float* to) {
     const bool last = (tile + 1) * KEYS >= seen.to;
     const TC* const* next = last ? value_lines : key_lines;
@@ -853,7 +888,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
         vf x[W];
         for (int i = 0; i < W; ++i) x[i] = line_words(g.keys, lines[i], g.dim, w * STEP);
         transpose(x);
-        const int64_t many = min_of(W, words - w);
+        const int64_t many = min_of(W, depth - w);  // zeros behind the last word
         for (int64_t i = 0; i < many; ++i) st(to + (w + i) * KEYS + j, x[i]);
       }
     }
@@ -896,26 +931,26 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   void score(int64_t r, int64_t n, int tile, Span seen, const float* packed) {
     const int from = int(max_of(seen.from - tile * KEYS, 0)) / W * W;
     const int to = int(min_of(seen.to - tile * KEYS, KEYS)), vectors = int(ceil_div(to - from, W));
-    const int64_t first = g.keys.rows.parts > 1 ? g.value_dim / STEP : words;  // of the words, with one scale
+    const int64_t first = g.keys.rows.parts > 1 ? g.value_dim / STEP : depth;  // of the words, with one scale
     const float* const query = q + r * q_apart;
     float* const line = s + tile * KEYS + from;
-    product_rows<A>(n, vectors, query, q_apart, packed + from, KEYS, first, line, PART, false);
+    this->multiply(n, vectors, query, q_apart, packed + from, KEYS, first, line, LINE, false);
     if (g.keys.rows.data == nullptr) return;
     const float* const scales = key_scales[0] + tile * KEYS + from;
     for (int64_t i = 0; i < n; ++i) {
-      for (int j = 0; j < vectors * W; j += W) st(line + i * PART + j, vmul(ld(line + i * PART + j), ld(scales + j)));
+      for (int j = 0; j < vectors * W; j += W) st(line + i * LINE + j, vmul(ld(line + i * LINE + j), ld(scales + j)));
     }
-    if (first < words) score_rest(n, vectors, query, first, packed + from, scales + PART, line);
+    if (first < depth) score_rest(n, vectors, query, first, packed + from, scales + PART, line);
   }
 
   // Adds what the words from `first` on give, which have scales of their own.
   void score_rest(int64_t n, int vectors, const float* query, int64_t first, const float* packed, const float* scales,
                   float* line) const {
-    float rest[BLOCK_ROWS * KEYS];
-    product_rows<A>(n, vectors, query + first, q_apart, packed + first * KEYS, KEYS, words - first, rest, KEYS, false);
+    float rest[BLOCK * KEYS];
+    this->multiply(n, vectors, query + first, q_apart, packed + first * KEYS, KEYS, depth - first, rest, KEYS, false);
     for (int64_t i = 0; i < n; ++i) {
       for (int j = 0; j < vectors * W; j += W) {
-        st(line + i * PART + j, vfma(ld(rest + i * KEYS + j), ld(scales + j), ld(line + i * PART + j)));
+        st(line + i * LINE + j, vfma(ld(rest + i * KEYS + j), ld(scales + j), ld(line + i * LINE + j)));
       }
     }
   }
@@ -927,8 +962,8 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     const int64_t lanes = lanes_of(g.value_dim);
     for (int64_t d = 0; d < g.value_dim; d += WIDE) {
       const int vectors = int(min_of(VECTORS, ceil_div(g.value_dim - d, W)));
-      product_rows<A>(n, vectors, line + from, PART, packed + d / WIDE * apart + (from - origin) * WIDE, WIDE,
-                      to - from, state.acc + r * lanes + d, lanes, more);
+      this->multiply(n, vectors, line + from, LINE, packed + d / WIDE * apart + (from - origin) * WIDE, WIDE, to - from,
+                     state.acc + r * lanes + d, lanes, more);
     }
   }
 
@@ -936,8 +971,8 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   void weigh_tiles(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
     constexpr int64_t apart = KEYS / STEP * WIDE;
     for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
-      const int from = int(max_of(seen.from, tile * KEYS)) / STEP;
-      const int to = int(ceil_div(min_of(seen.to, (tile + 1) * KEYS), STEP));
+      const int from = Base::first_step(int(max_of(seen.from, tile * KEYS)));
+      const int to = Base::end_step(int(min_of(seen.to, (tile + 1) * KEYS)));
       const int origin = tile * KEYS / STEP;
       const bool more = tile > seen.from / KEYS;
       if (pack_values(tile, seen, spare, apart) || n == group) {
@@ -946,7 +981,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
       }
       for (int64_t i = 0; i < n; ++i) {
         pack_values(tile, span(r + i, base), spare, apart);
-        weigh(r + i, 1, s + i * PART, from, to, spare, origin, apart, state, more);
+        weigh(r + i, 1, s + i * LINE, from, to, spare, origin, apart, state, more);
       }
     }
   }
@@ -960,14 +995,15 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     fetch_scales(g.keys, base, all);
     fetch_scales(g.values, base, all);
     const int64_t tile_floats = KEYS * q_width, apart = PART / STEP * WIDE;
+    const ShapesFor<Base::TILED> shapes(rows);
     bool finite = true;
     for (int tile = all.from / KEYS; !once && tile * KEYS < all.to; ++tile) {
       pack_keys(tile, all, k + tile * tile_floats);
       find_key_scales(base, tile, all);
       finite &= pack_values(tile, all, v + tile * (KEYS / STEP) * WIDE, apart);
     }
-    for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
-      const int64_t n = min_of(BLOCK_ROWS, rows - r);
+    for (int64_t r = 0; r < rows; r += BLOCK) {
+      const int64_t n = min_of(BLOCK, rows - r);
       const Span seen = span(r, n, base);
       for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
         if (once) {
@@ -982,7 +1018,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
       if (once || !finite) {
         weigh_tiles(r, n, base, seen, state);
       } else {
-        weigh(r, n, s, seen.from / STEP, int(ceil_div(seen.to, STEP)), v, 0, apart, state, false);
+        weigh(r, n, s, Base::first_step(seen.from), Base::end_step(seen.to), v, 0, apart, state, false);
       }
     }
   }

@@ -26,8 +26,10 @@
 #include "head_linear.h"
 #include "moe.h"
 #include "quant_experts.h"
+#include "attention_tiles.h"
 #include "attention_units.h"
 #include "attention_paired.h"
+#include "attention_paired_tiles.h"
 #include "attention.h"
 #include "attention_varlen.h"
 #include "attention_latent.h"
@@ -51,6 +53,9 @@ const Entry entries[] = {
     HR_ENTRY(linear_gated),
     HR_ENTRY(moe),
     HR_ENTRY(expert_linear),
+    HR_ENTRY(paged_attention),
+    HR_ENTRY(varlen_attention),
+    HR_ENTRY(latent_attention),
     {nullptr, nullptr, nullptr, nullptr},
 };
 #else
