@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace import demo
 from headrace.arguments import Parser, default_of, human_int
 from headrace.engine_args import ENGINE_OPTIONS, JSON_SECTIONS, EngineArgs
 from headrace.unsupported_flags import SHORT, UNBUILT
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, MissingDependency
 
 
 @pytest.fixture
@@ -352,3 +353,25 @@ def test_short_forms_of_what_is_not_built(parser, capsys, short, option):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
         assert f"{option}: not built yet" in capsys.readouterr().err
+
+
+def test_a_demo_is_a_model_with_a_name(parser):
+    args = parser.parse_args(["--demo", "text"])
+    assert (args.model, args.served_model_name) == (str(demo.path("text")), [demo.NAME])
+    named = parser.parse_args(["--demo", "text", "--served-model-name", "mine"])
+    assert named.served_model_name == ["mine"]
+
+
+def test_a_demo_and_a_model_exclude_each_other(parser, capsys):
+    for words in (["x", "--demo", "text"], ["--demo", "text", "--model", "x"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert "--demo: cannot be given together with the model 'x'" in capsys.readouterr().err
+
+
+def test_a_demo_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(MissingDependency, match=r"--demo vision.*headrace\[vision-demo\]"):
+        demo.path("vision")
+    with pytest.raises(ConfigError, match="demo = 'music': must be one of text, vision"):
+        demo.path("music")

@@ -22,6 +22,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
+from headrace.demo import DEMOS, path
 from headrace.suggestions import near_names
 from headrace.unsupported_flags import unbuilt
 
@@ -150,6 +151,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--config", metavar="FILE", help="YAML file of flags; the command line wins"
         )
+        self.add_argument(
+            "--demo", choices=list(DEMOS), help="a model that comes with headrace, instead of MODEL"
+        )
         self._takes_model = True
 
     def add_config(self, config: type, title: str, only: Collection[str] | None = None) -> None:
@@ -224,9 +228,19 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
         parsed = super().parse_args(argv, namespace)
         self._refuse_swallowed(parsed)
-        if self._takes_model and getattr(parsed, _POSITIONAL) is not None:
-            parsed.model = getattr(parsed, _POSITIONAL)
+        if self._takes_model:
+            self._choose_model(parsed)
         return parsed
+
+    def _choose_model(self, parsed: argparse.Namespace) -> None:
+        if getattr(parsed, _POSITIONAL) is not None:
+            parsed.model = getattr(parsed, _POSITIONAL)
+        if parsed.demo is None:
+            return
+        if parsed.model is not None:
+            self.error(f"argument --demo: cannot be given together with the model {parsed.model!r}")
+        parsed.model = str(path(parsed.demo))
+        parsed.served_model_name = parsed.served_model_name or [DEMOS[parsed.demo].name]
 
     def _refuse_swallowed(self, parsed: argparse.Namespace) -> None:
         """argparse takes an unknown ``--flag=VALUE`` for a positional if the value has a space."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from headrace import demo
 from headrace.batch.prompts import check_text
-from headrace.cli.chat_commands import QUIT, run_command
+from headrace.cli.attachments import attachment, dropped_file
+from headrace.cli.chat_commands import QUIT, attach, run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace.cli.line_input import LineReader, history_file
 from headrace.cli.terminal import (
@@ -39,16 +40,22 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--thinking", action="store_true", help="ask the template to let the model reason first"
     )
+    parser.add_argument(
+        "--attach", metavar="FILE", action="append", default=[],
+        help="a picture, a recording or a clip that goes with the first question; may be repeated",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     configure("WARNING")
     options = sampling_options(args)
+    attached = [attachment(name) for name in args.attach]
     for flag, text in (("--quick", args.quick), ("--system-prompt", args.system_prompt)):
         if text is not None:
             check_text(flag, text)
     if args.thinking:
         options["chat_template_kwargs"] = {"enable_thinking": True}
     model = connect_model(args)
-    chat = Chat(model, Conversation(args.system_prompt, model.context), options)
+    conversation = Conversation(args.system_prompt, model.context, attached=attached)
+    chat = Chat(model, conversation, options)
     try:
         if args.quick is not None:
             chat.ask(args.quick)
@@ -148,12 +155,16 @@ def talk(chat: Chat) -> None:
 def _take(chat: Chat, line: str) -> None:
     if not line.strip():
         return
+    if (dropped := dropped_file(line)) is not None:
+        note(attach(chat.conversation, dropped))
+        return
     if line.startswith("/"):
         note(run_command(chat.conversation, line))
         return
     try:
         chat.ask(line)
     except (RequestError, QueueFull, GenerateError) as error:
+        chat.conversation.attached.clear()  # what the model refuses would be refused again
         note(f"[{error}]")
 
 
@@ -166,6 +177,6 @@ def banner(model: TerminalModel) -> str:
         f"headrace {__version__}: {model.name} ({context}{model.place})",
         "/help lists the commands; Ctrl-C stops an answer; Ctrl-D ends the chat.",
     ]
-    if model.name == demo.NAME:
-        lines.insert(1, f"{demo.SKILLS} Your own: headrace chat /path/to/checkpoint")
+    if (skills := demo.skills(model.name)) is not None:
+        lines.insert(1, f"{skills} Your own: headrace chat /path/to/checkpoint")
     return "\n".join(lines)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.cli.attachments import attachment
 from headrace.cli.conversation import Conversation
 from headrace.suggestions import near_names
+from headrace_core.errors import RequestError
 
 QUIT = "/quit"
 HELP = "/help"
@@ -52,6 +54,7 @@ def help_text() -> str:
         ("Ctrl-C", "stop the answer; twice: end the chat"),
         ("Ctrl-D", "end the chat"),
         ("Up, Down", "earlier lines"),
+        ("a file's name", "attach it: drop a picture on the terminal"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
@@ -80,7 +83,22 @@ def _save(conversation: Conversation, argument: str) -> str:
     return f"saved to {path}"
 
 
+def attach(conversation: Conversation, argument: str) -> str:
+    """Attach a file to the next question; returns the text to show."""
+    if not argument:
+        return "/attach needs the name of a picture, a recording or a clip"
+    try:
+        found = attachment(argument)
+    except RequestError as error:
+        return str(error)
+    conversation.attached.append(found)
+    return f"{found.name} goes with your next question"
+
+
 COMMANDS: Mapping[str, Command] = {
+    "/attach": Command(
+        "FILE", "send a picture, a recording or a clip with the next question", attach
+    ),
     "/clear": Command("", "forget the conversation; the system prompt stays", _clear),
     "/system": Command("TEXT", "set the system prompt; without TEXT: remove it", _system),
     "/save": Command("FILE", "write the messages to a new file, as JSON", _save),

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     model = connect_model(args)
     try:
         if model.name == demo.NAME:
-            note(f"[{demo.SKILLS} It answers each text; other models continue it.]")
+            note(f"[{demo.DEMOS['text'].skills} It answers each text; other models continue it.]")
         for prompt in piped_lines() if args.quick is None else (args.quick,):
             show(_complete(model, prompt, options))
     finally:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-Message = dict[str, str]
+from headrace.cli.attachments import Attachment
+
+Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -27,13 +31,22 @@ class Turn:
     answer: str
     num_tokens: int = 0
     """Tokens that the turn added to the context; 0: unknown."""
+    attached: tuple[Attachment, ...] = ()
 
     def messages(self) -> list[Message]:
         """The turn as chat messages."""
         return [
-            {"role": "user", "content": self.question},
+            question_message(self.question, self.attached),
             {"role": "assistant", "content": self.answer},
         ]
+
+
+def question_message(question: str, attached: Sequence[Attachment]) -> Message:
+    """A question as a chat message; what goes with it comes first."""
+    if not attached:
+        return {"role": "user", "content": question}
+    parts = [each.part for each in attached]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
 
 
 @dataclass(slots=True)
@@ -50,6 +63,8 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     num_tokens: int = 0
     """Tokens of all turns, as far as the model counted them."""
+    attached: list[Attachment] = field(default_factory=list)
+    """What goes with the next question."""
 
     def messages(self, question: str | None = None) -> list[Message]:
         """The conversation as chat messages, with a new question at its end."""
@@ -59,16 +74,17 @@ class Conversation:
         for turn in self.turns:
             said += turn.messages()
         if question is not None:
-            said.append({"role": "user", "content": question})
+            said.append(question_message(question, self.attached))
         return said
 
     def add(self, question: str, answer: str, report: AnswerReport) -> None:
-        """Append a turn, answered in full or in part."""
+        """Append a turn, answered in full or in part, with what was attached to its question."""
         grown = 0
         if report.num_tokens is not None:
             grown = max(0, report.num_tokens - self.num_tokens)
             self.num_tokens = report.num_tokens
-        self.turns.append(Turn(question, answer, grown))
+        self.turns.append(Turn(question, answer, grown, tuple(self.attached)))
+        self.attached.clear()
 
     def make_room(self, num_tokens: int) -> int:
         """Drop the oldest turns until so many tokens fit besides the others; returns how many turns."""
@@ -85,8 +101,9 @@ class Conversation:
         return True
 
     def clear(self) -> None:
-        """Forget all turns; the system message stays."""
+        """Forget all turns and what is attached; the system message stays."""
         self.turns.clear()
+        self.attached.clear()
         self.num_tokens = 0
 
     def save(self, path: Path) -> None:

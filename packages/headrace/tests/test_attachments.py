@@ -1,0 +1,106 @@
+"""Files that go with a question in the terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from headrace.cli import attachments
+from headrace.cli.attachments import attachment, dropped_file
+from headrace.cli.chat_commands import run_command
+from headrace.cli.conversation import AnswerReport, Conversation
+from headrace_core.errors import RequestError
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / "a picture.PNG"
+    path.write_bytes(b"pixels")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "part"),
+    [
+        ("a.png", "image", "image_url"),
+        ("b.wav", "audio", "audio_url"),
+        ("c.mp4", "video", "video_url"),
+    ],
+)
+def test_the_name_says_what_it_is(tmp_path, name, kind, part):
+    (tmp_path / name).write_bytes(b"content")
+    found = attachment(str(tmp_path / name))
+    assert (found.name, found.kind, found.part["type"]) == (name, kind, part)
+    head, _, data = found.part[part]["url"].partition(",")
+    assert head.startswith(f"data:{kind}/")
+    assert base64.b64decode(data) == b"content"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "noending", "x.zip"])
+def test_other_files_are_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(RequestError, match=r"must end as pictures'"):
+        attachment(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_there_and_one_too_large(tmp_path, picture, monkeypatch):
+    with pytest.raises(RequestError, match="No such file"):
+        attachment(str(tmp_path / "missing.png"))
+    monkeypatch.setattr(attachments, "MAX_BYTES", 5)
+    with pytest.raises(RequestError, match="6 bytes; at most 5"):
+        attachment(str(picture))
+
+
+def test_what_terminals_type_for_a_dropped_file(picture, tmp_path):
+    escaped = str(picture).replace(" ", "\\ ")
+    quoted, url = f"'{picture}' ", "file://" + str(picture).replace(" ", "%20")
+    for line in (escaped, quoted, url):
+        assert dropped_file(line) == str(picture)
+    (tmp_path / "notes.txt").write_text("x")
+    for line in (
+        f"What is {escaped}",
+        str(tmp_path / "notes.txt"),
+        str(tmp_path / "no.png"),
+        "it's",
+        "",
+        "Hi",
+    ):
+        assert dropped_file(line) is None
+
+
+def test_it_goes_with_one_question_and_stays_in_the_conversation(picture):
+    conversation = Conversation()
+    assert (
+        run_command(conversation, f"/attach {picture}")
+        == f"{picture.name} goes with your next question"
+    )
+    (asked,) = conversation.messages("What is it?")
+    assert [part["type"] for part in asked["content"]] == ["image_url", "text"]
+    conversation.add("What is it?", "A cat.", AnswerReport())
+    first, _, second = conversation.messages("Sure?")
+    assert first == asked
+    assert second == {"role": "user", "content": "Sure?"}
+
+
+def test_clear_forgets_it_and_save_keeps_it(picture, tmp_path):
+    conversation = Conversation()
+    run_command(conversation, f"/attach {picture}")
+    run_command(conversation, "/clear")
+    assert conversation.messages("Hi") == [{"role": "user", "content": "Hi"}]
+    run_command(conversation, f"/attach {picture}")
+    conversation.add("What is it?", "A cat.", AnswerReport())
+    run_command(conversation, f"/save {tmp_path / 'saved.json'}")
+    saved = json.loads((tmp_path / "saved.json").read_text())["messages"]
+    assert saved == conversation.messages()
+
+
+def test_mistakes_of_the_command(tmp_path):
+    conversation = Conversation()
+    assert (
+        run_command(conversation, "/attach")
+        == "/attach needs the name of a picture, a recording or a clip"
+    )
+    assert "No such file" in run_command(conversation, f"/attach {tmp_path / 'x.png'}")
+    assert conversation.attached == []
