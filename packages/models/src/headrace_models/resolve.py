@@ -21,6 +21,7 @@ from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.catalogue.key_names import by_first_names
 from headrace_models.catalogue.multimodal import (
     fixed_settings,
+    joined_settings,
     nested_settings,
     own_quantization,
     settings_of_towers,
@@ -58,7 +59,7 @@ from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
-from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
+from headrace_models.pooling.traits import SIZE_KEYS, configured, pooling_traits, said_by_files
 from headrace_models.reranker import scored_by
 from headrace_models.runner import Run, choose_run
 from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
@@ -123,7 +124,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late,
-            pair=PAIR_FORMS.get(architecture),
+            pair=PAIR_FORMS.get(architecture), size_key=SIZE_KEYS.get(architecture, ""),
         )  # fmt: skip
     limits, pools = config.limit_mm_per_prompt, pooling is not None
     processor = (
@@ -231,6 +232,7 @@ def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     of_towers = settings_of_towers(architecture)
     outer = {key: value for key, value in whole.items() if key not in of_towers}
     text = by_first_names(text_architecture(architecture, whole), text_part(outer))
+    text = joined_settings(architecture, whole, text)
     text |= fixed_settings(architecture)
     if "quantization_config" in text:
         text["quantization_config"] = own_quantization(architecture, text["quantization_config"])

@@ -25,7 +25,7 @@ from headrace.assembly.plugged import (
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
-from headrace.assembly.templates import TemplateSettings, warn_of_broken
+from headrace.assembly.templates import TemplateSettings, warn_of_broken, with_default
 from headrace.interrupts import ending_at_once
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
@@ -149,6 +149,8 @@ def front_end(
     with timeline.phase("prepare input processing"):
         speech = served_speech(resolved)
         media = media_reader(resolved, None if speech is None else speech.decode_now)
+        if media is not None:
+            templates = with_default(templates, tokenizer, media.chat_template)
         model = served_model(
             resolved, tokenizer, templates.chat_template, media.modalities if media else ()
         )

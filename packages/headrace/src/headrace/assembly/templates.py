@@ -97,6 +97,20 @@ def warn_of_broken(tokenizer: Tokenizer | None, templates: TemplateSettings) -> 
         )
 
 
+def with_default(
+    templates: TemplateSettings, tokenizer: Tokenizer | None, default: str | None
+) -> TemplateSettings:
+    """The settings with a template for chats where neither the operator nor the checkpoint has one.
+
+    Args:
+        default: the media processor's; None: it has none.
+    """
+    has_own = tokenizer is None or tokenizer.chat_template is not None
+    if has_own or templates.chat_template is not None:
+        return templates
+    return templates._replace(chat_template=default)
+
+
 def failure_of(source: str, content_format: str, tokens: Mapping[str, str]) -> str | None:
     """Why a template renders none of :data:`SIMPLE_CHATS`; None: it renders one.
 

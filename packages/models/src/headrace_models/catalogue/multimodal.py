@@ -45,6 +45,12 @@ class Wrapper:
     """These towers take audio, and nothing else."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the language model that configs may leave out."""
+    shared: tuple[str, ...] = ()
+    """Settings of the whole's config that hold for the language model, whatever its own part says."""
+    task: str = "generate"
+    """``generate`` or ``pool``, as in :class:`~headrace_models.catalogue.row.Architecture`."""
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -112,6 +118,11 @@ _COSMOS = (
     "action_proj_out", "action_modality_embed",
 )  # fmt: skip
 _HEARS = ("audio_tower", "multi_modal_projector")
+_CLIP_TEXT: Mapping[str, Any] = {
+    "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5, "eos_token_id": 49407, "projection_dim": 512,
+}  # fmt: skip
 
 
 def _one_size(name: str) -> Mapping[str, str]:
@@ -134,6 +145,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
             "Aya Vision",
             towers={"siglip_vision_model": "cohere_vision:AyaVision"},
+        ),
+        Wrapper(
+            "CLIPModel",
+            {"clip_text_model": "CLIPTextModelWithProjection"},
+            "CLIP",
+            ("vision_model", "visual_projection"),
+            renames=((r"^logit_scale$", None),),
+            towers={"": "clip:Clip"},
+            defaults=_CLIP_TEXT,
+            shared=("projection_dim",),
+            task="pool",
         ),
         Wrapper(
             "Cohere2VisionForConditionalGeneration",
@@ -723,6 +745,23 @@ def fixed_settings(architecture: str) -> Mapping[str, Any]:
     """Settings of a wrapper's language model that its class fixes (:attr:`Wrapper.fixed`)."""
     wrapper = WRAPPERS.get(architecture)
     return {} if wrapper is None else wrapper.fixed
+
+
+def joined_settings(
+    architecture: str, whole: Mapping[str, Any], text: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A wrapper's text settings with those that its configs leave out, and with those that it says for all of
+    its parts (:attr:`Wrapper.defaults`, :attr:`Wrapper.shared`).
+
+    Args:
+        whole: ``config.json``.
+        text: of the language model.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None:
+        return dict(text)
+    shared = {key: whole[key] for key in wrapper.shared if whole.get(key) is not None}
+    return {**wrapper.defaults, **text, **shared}
 
 
 def ties_by_tensors(

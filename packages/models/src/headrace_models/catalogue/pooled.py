@@ -28,6 +28,12 @@ ROWS = (
         "BgeM3EmbeddingModel", "encoder.bge_m3:BgeM3EmbeddingModel", "BGE-M3", _NONE, "pool"
     ),
     Architecture(
+        "CLIPTextModelWithProjection",
+        "encoder.clip:CLIPTextModelWithProjection",
+        "CLIP, text",
+        task="pool",
+    ),
+    Architecture(
         "CamembertForSequenceClassification",
         "encoder.roberta:RobertaForSequenceClassification",
         "CamemBERT",

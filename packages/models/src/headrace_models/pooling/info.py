@@ -36,6 +36,7 @@ def pooling_info(
     max_model_len: int,
     late: LateInteraction | None = None,
     pair: PairForm | None = None,
+    size_key: str = "",
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
 
@@ -45,6 +46,7 @@ def pooling_info(
         dtype, max_model_len: resolved.
         late: of a multi-vector model.
         pair: of a reranker that has a form of its own.
+        size_key: key of the config that says how long an embedding is; "": as long as a hidden state.
 
     Raises:
         ConfigError: the user asks for what the class cannot do; names the field.
@@ -54,7 +56,7 @@ def pooling_info(
     embeds = traits.purpose == "embed"
     labels = 0 if embeds else traits.num_labels or num_labels(config)
     tasks = _tasks(traits, kind, labels)
-    size = _embedding_size(config, sentence.dense, traits) if embeds else 0
+    size = _embedding_size(config, sentence.dense, traits, size_key) if embeds else 0
     matryoshka = _matryoshka(config) if embeds else None
     _check_honoured(user, tasks, labels)
     _check_dimensions(user, matryoshka, size)
@@ -171,11 +173,12 @@ def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
 
 
 def _embedding_size(
-    config: Mapping[str, Any], dense: tuple[DenseModule, ...], traits: PoolingTraits
+    config: Mapping[str, Any], dense: tuple[DenseModule, ...], traits: PoolingTraits, key: str
 ) -> int:
     if traits.sparse:
         return Settings(config).integer("vocab_size")
-    name = next((key for key in _SIZE_KEYS if config.get(key) is not None), _SIZE_KEYS[0])
+    keys = (key, *_SIZE_KEYS) if key else _SIZE_KEYS
+    name = next((key for key in keys if config.get(key) is not None), _SIZE_KEYS[0])
     size = Settings(config).integer(name)
     for module in dense:
         if module.in_features != size:

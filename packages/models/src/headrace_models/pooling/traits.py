@@ -50,6 +50,7 @@ _SPLADE = dataclasses.replace(
     normalize=False,
     sparse=True,
 )
+_CLIP = PoolingTraits("embed", "ALL", ("ALL",), causal=True, tasks=("embed",))
 _REWARD = PoolingTraits(
     "classify",
     "ALL",
@@ -87,6 +88,8 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
+    "CLIPModel": _CLIP,
+    "CLIPTextModelWithProjection": _CLIP,
     "GritLM": PoolingTraits("embed", "MEAN", ("MEAN",), tasks=("embed",)),
     "HF_ColBERT": _BERT,
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
@@ -101,6 +104,11 @@ TRAITS: Mapping[str, PoolingTraits] = {
     ),
 }
 """Architecture -> traits, of headrace's own classes."""
+SIZE_KEYS: Mapping[str, str] = {
+    "CLIPModel": "projection_dim",
+    "CLIPTextModelWithProjection": "projection_dim",
+}
+"""Architecture -> key of its config that says how long an embedding is, of those that project it."""
 
 
 _CONFIGURED: Mapping[str, str] = {"avg": "MEAN", "mean": "MEAN", "cls": "CLS", "last": "LAST"}
