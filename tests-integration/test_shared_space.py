@@ -1,4 +1,4 @@
-"""CLIP: texts and images in one space, in the whole engine; vectors equal transformers' features."""
+"""CLIP and SigLIP: texts and images in one space, by the engine; equal to transformers' features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from image_checkpoints import data_url, picture
 from posted import post
 from servers import RunningServer, serving
-from shared_space_checkpoints import save_clip
+from shared_space_checkpoints import PAD, save_clip, save_siglip
 from speech_checkpoints import token_ids
 
 from headrace import LLM
@@ -50,25 +50,42 @@ def unit(features: Any) -> np.ndarray[Any, Any]:
     return rows
 
 
+def features(oracle: Any, texts: Mapping[str, Any], images: Any) -> Features:
+    """Features of length 1, by text and by name of a picture.
+
+    Args:
+        texts: text -> tokens.
+        images: transformers' processor.
+    """
+    with torch.no_grad():
+        found = {text: oracle.get_text_features(torch.tensor([ids])) for text, ids in texts.items()}
+        for name, image in PICTURES.items():
+            found[name] = oracle.get_image_features(**images(image, return_tensors="pt"))
+    return {name: unit(out.pooler_output[0]) for name, out in found.items()}
+
+
 def of_clip(folder: Path) -> Encoder:
     from transformers import CLIPImageProcessor
 
     oracle = save_clip(folder)
-    images = CLIPImageProcessor.from_pretrained(folder)
-    with torch.no_grad():
-        texts = {
-            text: oracle.get_text_features(torch.tensor([token_ids(folder, text)])).pooler_output
-            for text in TEXTS
-        }
-        pictures = {
-            name: oracle.get_image_features(**images(image, return_tensors="pt")).pooler_output
-            for name, image in PICTURES.items()
-        }
-    features = {name: unit(rows[0]) for name, rows in {**texts, **pictures}.items()}
-    return Encoder(folder, features, 32, {**MODES, "chunked": {"max_num_batched_tokens": 8}})
+    texts = {text: token_ids(folder, text) for text in TEXTS}
+    found = features(oracle, texts, CLIPImageProcessor.from_pretrained(folder))
+    return Encoder(folder, found, 32, {**MODES, "chunked": {"max_num_batched_tokens": 8}})
 
 
-ENCODERS: Mapping[str, Callable[[Path], Encoder]] = {"clip": of_clip}
+def of_siglip(folder: Path) -> Encoder:
+    from transformers import SiglipImageProcessor
+
+    oracle, texts = save_siglip(folder), {}
+    [pad] = token_ids(folder, PAD)[:1]
+    for text in TEXTS:
+        ids = token_ids(folder, text)
+        texts[text] = ids + [pad] * (24 - len(ids))
+    found = features(oracle, texts, SiglipImageProcessor.from_pretrained(folder))
+    return Encoder(folder, found, 24, MODES)
+
+
+ENCODERS: Mapping[str, Callable[[Path], Encoder]] = {"clip": of_clip, "siglip": of_siglip}
 
 
 @pytest.fixture(scope="module", params=ENCODERS)

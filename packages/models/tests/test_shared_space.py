@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, PoolingBatch
 from headrace_core.platform import CpuPlatform
 from headrace_core.pooling import PoolingParams
 from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise
+from headrace_testing.model.pooling import flat_batch
 
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -48,11 +50,23 @@ def embedded(folder: Path, prompts: Sequence[Sequence[int]], **settings: Any) ->
     """Vectors of prompts that are computed in one step."""
     info = resolved(folder, **settings)
     model: Any = load_model(info, build_context(info))
-    batch = PagedDriver(model).batch({str(i): list(p) for i, p in enumerate(prompts)})
-    bounds = torch.tensor([0, *map(len, prompts)]).cumsum(0)
+    if model.attention_layers():
+        batch = PagedDriver(model).batch({str(i): list(p) for i, p in enumerate(prompts)})
+        bounds = torch.tensor([0, *map(len, prompts)]).cumsum(0)
+    else:
+        batch = flat_batch(prompts)
+        batch = replace(batch, logits_rows=batch.cu_seqlens_q[1:].long() - 1)
+        bounds = torch.arange(len(prompts) + 1)
     params = [PoolingParams(task="embed", normalize=False)] * len(prompts)
     with torch.inference_mode():
         return list(model.pooler(PoolingBatch(model.forward(batch), bounds, params, prompts)))
+
+
+def siglip(folder: Path, **text: Any) -> Any:
+    from transformers import SiglipConfig, SiglipModel
+
+    settings = {**TEXT, "projection_size": 48, **text}
+    return save(SiglipModel(SiglipConfig(text_config=settings, vision_config=TOWER)), folder)
 
 
 def clip(folder: Path, **text: Any) -> Any:
@@ -115,9 +129,10 @@ def test_configs_that_leave_out_the_defaults_of_clip(tmp_path: Path) -> None:
     assert (info.runner, info.tasks) == ("pooling", ("embed",))
 
 
-def test_images_of_clip_and_no_tower_without(tmp_path: Path) -> None:
-    oracle = clip(tmp_path)
-    info = replace(resolved(tmp_path), processor="CLIPModel")
+@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+def test_images_and_no_tower_without_them(name: str, tmp_path: Path) -> None:
+    oracle = {"CLIPModel": clip, "SiglipModel": siglip}[name](tmp_path)
+    info = replace(resolved(tmp_path), processor=name)
     model: Any = load_model(info, build_context(info))
     pixels = torch.randn(2, 3, 28, 28)
     with torch.inference_mode():
@@ -126,3 +141,51 @@ def test_images_of_clip_and_no_tower_without(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(list(found)), wanted, atol=1e-5, rtol=0)
     info = resolved(tmp_path, limit_mm_per_prompt={"image": 0})
     assert not hasattr(load_model(info, build_context(info)), "tower")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_siglip_fills_texts_up(alone: bool, tmp_path: Path) -> None:
+    """With the config's token, as there is no tokenizer."""
+    from transformers import SiglipTextConfig, SiglipTextModel
+
+    if alone:
+        config = SiglipTextConfig(**TEXT, pad_token_id=7, projection_size=40)
+        oracle = save(SiglipTextModel(config), tmp_path)
+    else:
+        oracle = siglip(tmp_path, pad_token_id=7)
+    found = embedded(tmp_path, PROMPTS, limit_mm_per_prompt={"image": 0})
+    for vector, prompt in zip(found, PROMPTS, strict=True):
+        ids = torch.tensor([[*prompt, *[7] * (24 - len(prompt))]])
+        with torch.inference_mode():
+            made = oracle(ids) if alone else oracle.get_text_features(ids)
+        torch.testing.assert_close(vector, made.pooler_output[0], atol=1e-5, rtol=0)
+
+
+def test_configs_that_leave_out_the_defaults_of_siglip(tmp_path: Path) -> None:
+    siglip(tmp_path)
+    file = tmp_path / "config.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "text_config": {"model_type": "siglip_text_model"}}))
+    info = resolved(tmp_path)
+    assert (info.vocab_size, info.max_model_len) == (32000, 64)
+    assert info.pooling is not None
+    assert (info.pooling.embedding_size, info.pooling.causal) == (768, False)
+
+
+@pytest.mark.parametrize(
+    ("tower", "told"),
+    [
+        ({"hidden_size": 36}, "vision_config.hidden_size = 36: must be 48"),
+        ({"vision_use_head": False}, "vision_config.vision_use_head"),
+    ],
+)
+def test_towers_of_siglip_that_are_refused(
+    tower: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    siglip(tmp_path)
+    file = tmp_path / "config.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, "vision_config": {**whole["vision_config"], **tower}}))
+    info = replace(resolved(tmp_path), processor="SiglipModel")
+    with pytest.raises(UnsupportedModel, match=told):
+        load_model(info, build_context(info))

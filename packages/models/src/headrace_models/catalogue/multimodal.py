@@ -123,6 +123,11 @@ _CLIP_TEXT: Mapping[str, Any] = {
     "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5, "eos_token_id": 49407, "projection_dim": 512,
 }  # fmt: skip
+_SIGLIP_TEXT: Mapping[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6, "pad_token_id": 1,
+}  # fmt: skip
 
 
 def _one_size(name: str) -> Mapping[str, str]:
@@ -612,6 +617,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
             takes_videos=True,
             fixed=_ROUTED,
             transposes_experts=True,
+        ),
+        Wrapper(
+            "SiglipModel",
+            {"siglip_text_model": "SiglipTextModel"},
+            "SigLIP, SigLIP 2 of one resolution",
+            ("vision_model",),
+            renames=((r"^logit_(scale|bias)$", None),),
+            towers={"": "siglip:Siglip"},
+            defaults=_SIGLIP_TEXT,
+            task="pool",
         ),
         Wrapper(
             "SmolVLMForConditionalGeneration",

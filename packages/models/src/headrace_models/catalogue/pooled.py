@@ -206,6 +206,9 @@ ROWS = (
         "pool",
     ),
     Architecture(
+        "SiglipTextModel", "encoder.siglip:SiglipTextModel", "SigLIP, text", _NONE, "pool"
+    ),
+    Architecture(
         "XLMRobertaForSequenceClassification",
         "encoder.roberta:RobertaForSequenceClassification",
         "XLM-RoBERTa, multilingual E5, BGE reranker v2",

@@ -51,6 +51,7 @@ _SPLADE = dataclasses.replace(
     sparse=True,
 )
 _CLIP = PoolingTraits("embed", "ALL", ("ALL",), causal=True, tasks=("embed",))
+_SIGLIP = PoolingTraits("embed", "LAST", ("LAST",), tasks=("embed",))
 _REWARD = PoolingTraits(
     "classify",
     "ALL",
@@ -97,6 +98,8 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
     "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
+    "SiglipModel": _SIGLIP,
+    "SiglipTextModel": _SIGLIP,
     "RobertaSpladeSparseEmbeddingModel": dataclasses.replace(
         _SPLADE,
         token_types=_ROBERTA.token_types,
@@ -107,6 +110,8 @@ TRAITS: Mapping[str, PoolingTraits] = {
 SIZE_KEYS: Mapping[str, str] = {
     "CLIPModel": "projection_dim",
     "CLIPTextModelWithProjection": "projection_dim",
+    "SiglipModel": "projection_size",
+    "SiglipTextModel": "projection_size",
 }
 """Architecture -> key of its config that says how long an embedding is, of those that project it."""
 

@@ -1,6 +1,6 @@
 """Images of models that compare them with texts: one image, and no text, is a prompt.
 
-Radford et al. 2021, arXiv:2103.00020.
+Radford et al. 2021, arXiv:2103.00020; Zhai et al. 2023, arXiv:2303.15343.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class ClipProcessor(ImageProcessor):
     """An image of one size takes the place of a text."""
 
     text = ""
-    default_size: ClassVar[int] = 224
     siglip: ClassVar[bool] = False
     chat_template: ClassVar[str] = (
         "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{{ eos_token }}"
@@ -32,7 +31,7 @@ class ClipProcessor(ImageProcessor):
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
-        side = part(config, "vision_config").get("image_size", self.default_size)
+        side = part(config, "vision_config").get("image_size", 224)
         self._shape = OneSize(self.stated, side, siglip=self.siglip)
         self._words = Words(path)
 
@@ -62,3 +61,12 @@ class ClipProcessor(ImageProcessor):
                 param="prompt",
             )
         return MediaPlacement([self.placeholder_id], [0])
+
+
+class SiglipProcessor(ClipProcessor):
+    """SigLIP's: texts have no token in front of them."""
+
+    siglip: ClassVar[bool] = True
+    chat_template: ClassVar[str] = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}{{ eos_token }}"
+    )
