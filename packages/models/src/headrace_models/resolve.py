@@ -23,6 +23,7 @@ from headrace_models.catalogue.multimodal import (
     fixed_settings,
     joined_settings,
     nested_settings,
+    of_inner_model,
     own_quantization,
     settings_of_towers,
     text_architecture,
@@ -54,6 +55,7 @@ from headrace_models.implementation import (
     transformers_facts,
     transformers_traits,
 )
+from headrace_models.pooling.conversations import PAGE_FORMS, conversation_template
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
@@ -95,7 +97,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     assert config.model is not None
     refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = overridden(with_quantization(stated, path), config.hf_overrides)
+    whole = of_inner_model(overridden(with_quantization(stated, path), config.hf_overrides))
     if load.offline:
         refuse_foreign_code(whole)
     architecture, source = choose_implementation(config, whole, config.model, path)
@@ -121,10 +123,13 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     length = _max_model_len(config, architecture, text, traits, sentence)
     pooling = None
     if traits is not None:
-        late = late_interaction(path, sentence, length) if sentence.multi_vector else None
+        template = conversation_template(architecture, path)
+        marked = sentence.multi_vector and template is None
+        late = late_interaction(path, sentence, length) if marked else None
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late,
-            pair=PAIR_FORMS.get(architecture), size_key=SIZE_KEYS.get(architecture, ""),
+            pair=PAIR_FORMS.get(architecture), template=template,
+            size_key=SIZE_KEYS.get(architecture, ""),
         )  # fmt: skip
     limits, pools = config.limit_mm_per_prompt, pooling is not None
     processor = (
@@ -184,7 +189,11 @@ def _sentence_modules(
     if config.runner == "generate":
         return SentenceModules()
     found = read_modules(path, config.pooler.pooling_type)
-    return projected(found, entries) if architecture == "HF_ColBERT" else found
+    if architecture == "HF_ColBERT":
+        return projected(found, entries)
+    if architecture in PAGE_FORMS:
+        return projected(found, entries, "embedding_proj_layer", bias=True)
+    return found
 
 
 _SPARSE: Mapping[str, str] = {"RobertaForMaskedLM": "RobertaSpladeSparseEmbeddingModel"}

@@ -154,8 +154,6 @@ class MediaReader:
         self._places = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
         self.needs_media: bool = getattr(processor, "needs_media", False)
-        self.chat_template: str | None = getattr(processor, "chat_template", None)
-        """For checkpoints without one."""
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._bare = processor

@@ -141,9 +141,9 @@ class ScorePlanner:
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
         if info.scoring == "late_interaction":
-            if self._marked is None:
+            if self._marked is None and info.late_interaction is not None:
                 need_tokenizer(None, "text_1")
-            if params.truncation_side != "left":
+            if self._marked is not None and params.truncation_side != "left":
                 raise UnsupportedFeature(
                     f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
                     "texts are cut where their marks demand it",
@@ -151,9 +151,10 @@ class ScorePlanner:
                 )
             keep = params.truncate_prompt_tokens
             keep = None if keep == -1 else keep
-            texts = _Distinct(
-                lambda value: self._query(value, keep), lambda value: self._document(value, keep)
-            )
+            query, document = partial(self._query, keep=keep), partial(self._document, keep=keep)
+            if self._marked is None:
+                query = document = self._conversation
+            texts = _Distinct(query, document)
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
@@ -205,6 +206,12 @@ class ScorePlanner:
     def _document(self, value: ScoreInput, keep: int | None) -> Prompt:
         assert self._marked is not None
         return self._marked.document(text_of(value, "text_2"), keep)
+
+    def _conversation(self, value: ScoreInput) -> PoolingPrompt:
+        """One side, for a model whose template gives queries and pages their forms."""
+        content = _content_of(value, "text_1", self._model().modalities)
+        message = {"role": "user", "content": content}
+        return ChatPrompt([message], add_generation_prompt=False, cache_salt=_salt(value))
 
     def _max_sim(self, info: PoolingInfo) -> Callable[[PooledOutput, PooledOutput], float]:
         skipped = self._marked.skipped if self._marked is not None else frozenset[int]()

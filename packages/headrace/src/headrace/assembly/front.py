@@ -25,7 +25,7 @@ from headrace.assembly.plugged import (
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
-from headrace.assembly.templates import TemplateSettings, warn_of_broken, with_default
+from headrace.assembly.templates import TemplateSettings, warn_of_broken, with_own
 from headrace.interrupts import ending_at_once
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
@@ -141,7 +141,7 @@ def front_end(
             from headrace_engine.structured.backend_loading import check_backend
         except ImportError as error:
             raise missing(error) from error
-    templates = templates or TemplateSettings()
+    templates = with_own(templates or TemplateSettings(), resolved.info.pooling)
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
@@ -149,8 +149,6 @@ def front_end(
     with timeline.phase("prepare input processing"):
         speech = served_speech(resolved)
         media = media_reader(resolved, None if speech is None else speech.decode_now)
-        if media is not None:
-            templates = with_default(templates, tokenizer, media.chat_template)
         model = served_model(
             resolved, tokenizer, templates.chat_template, media.modalities if media else ()
         )

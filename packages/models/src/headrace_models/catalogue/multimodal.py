@@ -70,7 +70,9 @@ class Wrapper:
     def tower_name(self, tensor: str) -> str | None:
         """A tensor's name below its tower's; None: it belongs to the language model, or to nothing."""
         for pattern, replaced in self.renames:
-            if replaced is None and re.search(pattern, tensor):
+            if replaced is not None:
+                tensor = re.sub(pattern, replaced, tensor)
+            elif re.search(pattern, tensor):
                 return None
         plain = tensor.removeprefix("thinker.").removeprefix("model.")
         mine = any(f"{plain}.".startswith(f"{module}.") for module in self.passed_over)
@@ -672,11 +674,26 @@ _SCORERS = (
     ("Qwen3VLForSequenceClassification", "Qwen3VLForConditionalGeneration", "Qwen3-VL-Reranker"),
 )
 """(class, the class that it is with labels for a head, models)."""
+_RETRIEVERS = (("ColQwen2ForRetrieval", "Qwen2VLForConditionalGeneration", "ColQwen2"),)
+"""(class, the class that is in it under the name ``vlm``, models)."""
+_IN_RETRIEVERS = ((r"^vlm\.", ""), (r"^embedding_proj_layer\.", "linear."))
 WRAPPERS = {
     **WRAPPERS,
     **{
         name: replace(WRAPPERS[base], name=name, models=models, processor=base)
         for name, base, models in _SCORERS
+    },
+    **{
+        name: replace(
+            WRAPPERS[base],
+            name=name,
+            models=models,
+            processor=base,
+            renames=(*_IN_RETRIEVERS, *WRAPPERS[base].renames),
+            takes_videos=False,
+            task="pool",
+        )
+        for name, base, models in _RETRIEVERS
     },
 }
 
@@ -704,6 +721,19 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     inner = nested_settings(whole)
     stated = (whole if inner is None else inner).get(wrapper.text_key)
     return wrapper.texts.get(str(stated), architecture)
+
+
+def of_inner_model(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A retriever's config as that of the model that is in it (``vlm_config``); others come back as they are.
+
+    Args:
+        whole: ``config.json``.
+    """
+    inner = whole.get("vlm_config")
+    if not isinstance(inner, Mapping):
+        return dict(whole)
+    outer = {key: value for key, value in whole.items() if key not in ("vlm_config", "model_type")}
+    return {**inner, **outer}
 
 
 def nested_settings(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:

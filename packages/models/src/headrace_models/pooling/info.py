@@ -36,6 +36,7 @@ def pooling_info(
     max_model_len: int,
     late: LateInteraction | None = None,
     pair: PairForm | None = None,
+    template: str | None = None,
     size_key: str = "",
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
@@ -46,6 +47,7 @@ def pooling_info(
         dtype, max_model_len: resolved.
         late: of a multi-vector model.
         pair: of a reranker that has a form of its own.
+        template: of a class's conversations (:mod:`.conversations`).
         size_key: key of the config that says how long an embedding is; "": as long as a hidden state.
 
     Raises:
@@ -84,8 +86,8 @@ def pooling_info(
         enable_chunked_processing=bool(user.enable_chunked_processing),
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
-        scoring=_scoring(tasks, late),
-        score_template=pair.template if pair else None,
+        scoring=_scoring(tasks, multi_vector=sentence.multi_vector),
+        score_template=pair.template if pair else template,
         pair_end_id=pair.end_id if pair else None,
         prompts=sentence.prompts,
         default_prompt_name=sentence.default_prompt_name,
@@ -148,10 +150,10 @@ def _wrong(name: str, value: object, accepted: str) -> ConfigError:
     )
 
 
-def _scoring(tasks: tuple[str, ...], late: LateInteraction | None) -> str:
+def _scoring(tasks: tuple[str, ...], *, multi_vector: bool) -> str:
     if "score" in tasks:
         return "cross"
-    if late is not None:
+    if multi_vector:
         return "late_interaction"
     return "cosine" if "embed" in tasks else ""
 

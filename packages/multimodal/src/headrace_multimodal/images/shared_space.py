@@ -24,10 +24,6 @@ class ClipProcessor(ImageProcessor):
 
     text = ""
     siglip: ClassVar[bool] = False
-    chat_template: ClassVar[str] = (
-        "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{{ eos_token }}"
-    )
-    """For checkpoints without one: a conversation is its text."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -64,9 +60,6 @@ class ClipProcessor(ImageProcessor):
 
 
 class SiglipProcessor(ClipProcessor):
-    """SigLIP's: texts have no token in front of them."""
+    """SigLIP's: other numbers where a checkpoint says none."""
 
     siglip: ClassVar[bool] = True
-    chat_template: ClassVar[str] = (
-        "{% for message in messages %}{{ message.content }}{% endfor %}{{ eos_token }}"
-    )
