@@ -141,20 +141,7 @@ class ScorePlanner:
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
         if info.scoring == "late_interaction":
-            if self._marked is None and info.late_interaction is not None:
-                need_tokenizer(None, "text_1")
-            if self._marked is not None and params.truncation_side != "left":
-                raise UnsupportedFeature(
-                    f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
-                    "texts are cut where their marks demand it",
-                    param="truncation_side",
-                )
-            keep = params.truncate_prompt_tokens
-            keep = None if keep == -1 else keep
-            query, document = partial(self._query, keep=keep), partial(self._document, keep=keep)
-            if self._marked is None:
-                query = document = self._conversation
-            texts = _Distinct(query, document)
+            texts = self._token_texts(params, info)
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
@@ -164,6 +151,30 @@ class ScorePlanner:
         indices = [texts.pair(*pair) for pair in pairs]
         jobs = [job(p, "embed", i) for i, p in enumerate(texts.prompts)]
         return ScorePlan(jobs, indices, _cosine, request_id)
+
+    def _token_texts(self, params: PoolingParams, info: PoolingInfo) -> _Distinct:
+        """Prompts of the sides whose tokens are compared.
+
+        Raises:
+            UnsupportedFeature: texts would be cut at a side that marks do not allow.
+            RequestError: there is no tokenizer.
+        """
+        if info.late_interaction is None:
+            conversation = self._conversation
+            return _Distinct(conversation, conversation)
+        if self._marked is None:
+            need_tokenizer(None, "text_1")
+        if params.truncation_side != "left":
+            raise UnsupportedFeature(
+                f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
+                "texts are cut where their marks demand it",
+                param="truncation_side",
+            )
+        keep = params.truncate_prompt_tokens
+        keep = None if keep == -1 else keep
+        return _Distinct(
+            lambda value: self._query(value, keep), lambda value: self._document(value, keep)
+        )
 
     def _scoring_info(self) -> PoolingInfo:
         model = self._model()

@@ -674,8 +674,21 @@ _SCORERS = (
     ("Qwen3VLForSequenceClassification", "Qwen3VLForConditionalGeneration", "Qwen3-VL-Reranker"),
 )
 """(class, the class that it is with labels for a head, models)."""
-_RETRIEVERS = (("ColQwen2ForRetrieval", "Qwen2VLForConditionalGeneration", "ColQwen2"),)
-"""(class, the class that is in it under the name ``vlm``, models)."""
+_RETRIEVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ColPaliForRetrieval": (
+        "PaliGemmaForConditionalGeneration",
+        {"models": "ColPali", "needs_media": "", "processor": "", "fixed": {"is_causal": False}},
+    ),
+    "ColQwen2ForRetrieval": (
+        "Qwen2VLForConditionalGeneration",
+        {
+            "models": "ColQwen2",
+            "takes_videos": False,
+            "processor": "Qwen2VLForConditionalGeneration",
+        },
+    ),
+}
+"""Class -> the class that is in it under the name ``vlm``, and fields that differ from that one's."""
 _IN_RETRIEVERS = ((r"^vlm\.", ""), (r"^embedding_proj_layer\.", "linear."))
 WRAPPERS = {
     **WRAPPERS,
@@ -687,13 +700,11 @@ WRAPPERS = {
         name: replace(
             WRAPPERS[base],
             name=name,
-            models=models,
-            processor=base,
             renames=(*_IN_RETRIEVERS, *WRAPPERS[base].renames),
-            takes_videos=False,
             task="pool",
+            **differences,
         )
-        for name, base, models in _RETRIEVERS
+        for name, (base, differences) in _RETRIEVERS.items()
     },
 }
 

@@ -19,9 +19,9 @@ _PAGES = """\
 {% macro one(part) %}{% if part.type == 'image' %}PAGE{% elif part.type == 'text' -%}
 BEGIN{{ QUERY }}{{ part.text }}{{ pad_token * 10 }}{{ '\\n' }}{% else -%}
 {{ raise_exception('this model embeds a text, as a query, or an image') }}{% endif %}{% endmacro -%}
-{% for message in messages %}{% if message.content is string -%}
+{% for message in messages %}{% if message.content is string and messages | length == 1 -%}
 {{ one({'type': 'text', 'text': message.content}) }}{% else -%}
-{% if message.content | length != 1 -%}
+{% if messages | length != 1 or message.content | length != 1 -%}
 {{ raise_exception('this model embeds one text, or one image') }}{% endif -%}
 {% for part in message.content %}{{ one(part) }}{% endfor %}{% endif %}{% endfor %}"""
 """Queries end in ten fillers, which are read as they were in training."""
