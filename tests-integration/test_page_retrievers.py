@@ -3,7 +3,7 @@ interaction, equal transformers'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,6 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
     "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
 }  # fmt: skip
-MODES: dict[str, dict[str, Any]] = {
-    "captured": {},
-    "eager": {"enforce_eager": True},
-    "chunked": {"max_num_batched_tokens": 8},
-}
 QUERIES = ("the water runs", "over the wheel")
 PAGES = (picture(1, 40, 56), picture(2, 90, 30))
 NEAR = 1e-4
@@ -40,7 +35,8 @@ class Retriever(NamedTuple):
     folder: Path
     queries: list[torch.Tensor]
     pages: list[torch.Tensor]
-    causal: bool
+    modes: Sequence[dict[str, Any]]
+    """Settings under which they are tried."""
 
     def score(self, query: int, page: int) -> float:
         """MaxSim (Khattab and Zaharia 2020, arXiv:2004.12832)."""
@@ -78,7 +74,8 @@ def of_colqwen2(folder: Path) -> Retriever:
 
     texts = [f"Query: {query}{PAD * 10}\n" for query in QUERIES]
     queries = [embedded(oracle, token_ids(folder, text)) for text in texts]
-    return Retriever(folder, queries, [page(image) for image in PAGES], causal=True)
+    modes = ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 8})
+    return Retriever(folder, queries, [page(image) for image in PAGES], modes)
 
 
 def of_colpali(folder: Path) -> Retriever:
@@ -92,7 +89,7 @@ def of_colpali(folder: Path) -> Retriever:
     pages = [
         embedded(oracle, ids, **processor(images=[image], return_tensors="pt")) for image in PAGES
     ]
-    return Retriever(folder, queries, pages, causal=False)
+    return Retriever(folder, queries, pages, ({}, {"enforce_eager": True}))
 
 
 RETRIEVERS: Mapping[str, Callable[[Path], Retriever]] = {
@@ -108,16 +105,14 @@ def retriever(
     return RETRIEVERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_scores_in_every_mode(retriever: Retriever, mode: str) -> None:
-    if mode == "chunked" and not retriever.causal:
-        pytest.skip("its prompts are computed in one step")
+def test_scores_in_every_mode(retriever: Retriever) -> None:
     parts = [{"type": "image_pil", "image_pil": page} for page in PAGES]
-    with LLM(str(retriever.folder), **SETTINGS, **MODES[mode]) as model:
-        for query, text in enumerate(QUERIES):
-            for page, score in enumerate(model.score(text, {"content": parts})):
-                wanted = retriever.score(query, page)
-                assert score.outputs.score == pytest.approx(wanted, abs=1e-3)
+    for settings in retriever.modes:
+        with LLM(str(retriever.folder), **SETTINGS, **settings) as model:
+            for query, text in enumerate(QUERIES):
+                for page, score in enumerate(model.score(text, {"content": parts})):
+                    wanted = retriever.score(query, page)
+                    assert score.outputs.score == pytest.approx(wanted, abs=1e-3)
 
 
 def test_without_images_queries_have_their_form(retriever: Retriever) -> None:

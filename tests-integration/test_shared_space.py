@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +23,6 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
     "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
 }  # fmt: skip
-MODES: dict[str, dict[str, Any]] = {
-    "captured": {},
-    "eager": {"enforce_eager": True},
-    "process": {"engine_process": True},
-}
 TEXTS = ("the water runs", "in the long race over the wheel", "a")
 LONG = "the water runs in the long race " * 20
 PICTURES = {"wide": picture(1, 40, 56), "high": picture(2, 90, 30)}
@@ -42,7 +37,8 @@ class Encoder(NamedTuple):
     features: Features
     most: int
     """Tokens that a text may have."""
-    modes: Mapping[str, dict[str, Any]]
+    modes: Sequence[dict[str, Any]]
+    """Settings under which they are tried."""
 
 
 def unit(features: Any) -> np.ndarray[Any, Any]:
@@ -70,7 +66,8 @@ def of_clip(folder: Path) -> Encoder:
     oracle = save_clip(folder)
     texts = {text: token_ids(folder, text) for text in TEXTS}
     found = features(oracle, texts, CLIPImageProcessor.from_pretrained(folder))
-    return Encoder(folder, found, 32, {**MODES, "chunked": {"max_num_batched_tokens": 8}})
+    modes = ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 8}, {"engine_process": True})
+    return Encoder(folder, found, 32, modes)
 
 
 def of_siglip(folder: Path) -> Encoder:
@@ -82,7 +79,7 @@ def of_siglip(folder: Path) -> Encoder:
         ids = token_ids(folder, text)
         texts[text] = ids + [pad] * (24 - len(ids))
     found = features(oracle, texts, SiglipImageProcessor.from_pretrained(folder))
-    return Encoder(folder, found, 24, MODES)
+    return Encoder(folder, found, 24, ({},))
 
 
 ENCODERS: Mapping[str, Callable[[Path], Encoder]] = {"clip": of_clip, "siglip": of_siglip}
@@ -103,15 +100,13 @@ def check(outputs: Any, encoder: Encoder) -> None:
         np.testing.assert_allclose(output.outputs.embedding, feature, atol=NEAR)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "chunked"])
-def test_features_in_every_mode(encoder: Encoder, mode: str) -> None:
-    if mode not in encoder.modes:
-        pytest.skip("its texts are computed in one step")
+def test_features_in_every_mode(encoder: Encoder) -> None:
     prompts = [prompt_of(name) for name in encoder.features]
-    with LLM(str(encoder.folder), **SETTINGS, **encoder.modes[mode]) as model:
-        check(model.embed(prompts), encoder)
-        check(model.embed(prompts), encoder)
-        check([model.embed(prompt)[0] for prompt in prompts], encoder)
+    for settings in encoder.modes:
+        with LLM(str(encoder.folder), **SETTINGS, **settings) as model:
+            check(model.embed(prompts), encoder)
+            check(model.embed(prompts), encoder)
+            check([model.embed(prompt)[0] for prompt in prompts], encoder)
 
 
 @pytest.fixture(scope="module")

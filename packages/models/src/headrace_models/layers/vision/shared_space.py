@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ class SharedSpace(MediaModel):
     text's blocks. Letters: T tokens of a step, R rows, P size of an embedding."""
 
     context: BuildContext
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """Numbers that turn cosines into logits."""
+        return {r"logit_(scale|bias)": "of logits, which embeddings have none of"}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.SupportsPooling`; [R, P]."""
