@@ -87,7 +87,7 @@ def pooling_info(
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
         scoring=_scoring(tasks, multi_vector=sentence.multi_vector),
-        score_template=pair.template if pair else template,
+        score_template=pair.template if pair and "score" in tasks else template,
         pair_end_id=pair.end_id if pair else None,
         prompts=sentence.prompts,
         default_prompt_name=sentence.default_prompt_name,
