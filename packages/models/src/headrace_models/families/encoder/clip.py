@@ -56,6 +56,7 @@ class CLIPTextModelWithProjection(GPTDecoder):
         *NAMES.rules(),
         *without_prefix(NAMES.rules(), "text_model."),
     )
+    pooler: EndTokenPooler
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
