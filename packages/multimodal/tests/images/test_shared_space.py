@@ -36,9 +36,9 @@ def test_an_image_is_one_token_in_place_of_a_text(
 
 def test_text_and_further_images_are_refused(processor: ClipProcessor) -> None:
     item = processor.one(PIXELS, {})
-    with pytest.raises(RequestError, match="^prompt: must be empty beside an image"):
+    with pytest.raises(RequestError, match=r"^prompt: must be empty beside an image"):
         processor.place([1, 0, 2], [item])
-    with pytest.raises(RequestError, match="^multi_modal_data: 2 images"):
+    with pytest.raises(RequestError, match=r"^multi_modal_data: 2 images"):
         processor.place([1, 2], [item, item])
 
 
