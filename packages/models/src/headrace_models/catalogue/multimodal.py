@@ -679,11 +679,7 @@ _RETRIEVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "ColQwen2ForRetrieval": (
         "Qwen2VLForConditionalGeneration",
-        {
-            "models": "ColQwen2",
-            "takes_videos": False,
-            "processor": "Qwen2VLForConditionalGeneration",
-        },
+        {"models": "ColQwen2", "takes_videos": False},
     ),
 }
 """Class -> the class that is in it under the name ``vlm``, and fields that differ from that one's."""
