@@ -53,7 +53,12 @@ def colpali(folder: Path) -> Any:
     inner = PaliGemmaConfig(
         vision_config=vision, text_config=text, projection_dim=64, image_token_index=130
     )
-    return saved(ColPaliForRetrieval(ColPaliConfig(vlm_config=inner, embedding_dim=24)), folder)
+    model = saved(ColPaliForRetrieval(ColPaliConfig(vlm_config=inner, embedding_dim=24)), folder)
+    file = folder / "config.json"
+    whole = json.loads(file.read_text())  # published configs do not say that all sees all
+    assert whole["vlm_config"]["text_config"].pop("use_bidirectional_attention") is True
+    file.write_text(json.dumps(whole))
+    return model
 
 
 def saved(model: Any, folder: Path) -> Any:
