@@ -42,9 +42,9 @@ def page() -> str:
     )
     lines += ["", "## Models that also see or hear", ""]
     lines += [
-        f"{len(WRAPPERS)} architectures. Their language model is served by the class named. {seeing} of them",
-        f"take [images](../multimodal.md) and {watching} videos, with towers of the kinds named; of others",
-        "towers are not read, and a request with images or other media is refused.",
+        f"{len(WRAPPERS)} architectures. Their language model, or encoder of texts, is served by the class",
+        f"named. {seeing} of them take [images](../multimodal.md) and {watching} videos, with towers of the",
+        "kinds named; of others towers are not read, and a request with images or other media is refused.",
         "",
         "| architecture | known as | served by | media | kinds of tower |",
         "|---|---|---|---|---|",

@@ -141,6 +141,7 @@ CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
     if not wrapper.needs_media and not wrapper.processor  # which is another class, with labels
+    if wrapper.task == "generate"
     for kind in wrapper.texts
     if kind not in OF_FLAT_CONFIGS | REMOTE_KINDS and name not in BY_HAND
 ]

@@ -21,7 +21,9 @@ from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.catalogue.key_names import by_first_names
 from headrace_models.catalogue.multimodal import (
     fixed_settings,
+    joined_settings,
     nested_settings,
+    of_inner_model,
     own_quantization,
     settings_of_towers,
     text_architecture,
@@ -53,12 +55,13 @@ from headrace_models.implementation import (
     transformers_facts,
     transformers_traits,
 )
+from headrace_models.pooling.conversations import PAGE_FORMS, conversation_template
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.pair_forms import PAIR_FORMS
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
-from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
+from headrace_models.pooling.traits import SIZE_KEYS, configured, pooling_traits, said_by_files
 from headrace_models.reranker import scored_by
 from headrace_models.runner import Run, choose_run
 from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
@@ -94,7 +97,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     assert config.model is not None
     refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = overridden(with_quantization(stated, path), config.hf_overrides)
+    whole = of_inner_model(overridden(with_quantization(stated, path), config.hf_overrides))
     if load.offline:
         refuse_foreign_code(whole)
     architecture, source = choose_implementation(config, whole, config.model, path)
@@ -120,10 +123,13 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     length = _max_model_len(config, architecture, text, traits, sentence)
     pooling = None
     if traits is not None:
-        late = late_interaction(path, sentence, length) if sentence.multi_vector else None
+        template = conversation_template(architecture, path)
+        marked = sentence.multi_vector and template is None
+        late = late_interaction(path, sentence, length) if marked else None
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late,
-            pair=PAIR_FORMS.get(architecture),
+            pair=PAIR_FORMS.get(architecture), template=template,
+            size_key=SIZE_KEYS.get(architecture, ""),
         )  # fmt: skip
     limits, pools = config.limit_mm_per_prompt, pooling is not None
     processor = (
@@ -183,7 +189,11 @@ def _sentence_modules(
     if config.runner == "generate":
         return SentenceModules()
     found = read_modules(path, config.pooler.pooling_type)
-    return projected(found, entries) if architecture == "HF_ColBERT" else found
+    if architecture == "HF_ColBERT":
+        return projected(found, entries)
+    if architecture in PAGE_FORMS:
+        return projected(found, entries, "embedding_proj_layer", bias=True)
+    return found
 
 
 _SPARSE: Mapping[str, str] = {"RobertaForMaskedLM": "RobertaSpladeSparseEmbeddingModel"}
@@ -231,6 +241,7 @@ def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     of_towers = settings_of_towers(architecture)
     outer = {key: value for key, value in whole.items() if key not in of_towers}
     text = by_first_names(text_architecture(architecture, whole), text_part(outer))
+    text = joined_settings(architecture, whole, text)
     text |= fixed_settings(architecture)
     if "quantization_config" in text:
         text["quantization_config"] = own_quantization(architecture, text["quantization_config"])

@@ -34,6 +34,7 @@ _SUFFIXES = {
     "RewardModel": Run("pooling", "embed"),
     "ForSequenceClassification": Run("pooling", "classify"),
     "ForRanking": Run("pooling", "classify"),
+    "ForRetrieval": Run("pooling", "embed"),
     "ForTokenClassification": Run("pooling", "classify"),
     "ForImageClassification": Run("pooling", "classify"),
     "ForAudioClassification": Run("pooling", "classify"),

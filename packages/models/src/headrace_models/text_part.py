@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_models.catalogue.multimodal import Wrapper
-    from headrace_models.layers.vision.media_decoder import MediaDecoder
+    from headrace_models.layers.vision.media_decoder import MediaModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[
     return made
 
 
-def _load(wrapper: Wrapper, tower: str) -> type[MediaDecoder]:
+def _load(wrapper: Wrapper, tower: str) -> type[MediaModel]:
     module, _, name = tower.partition(":")
     folder = "audio_language" if wrapper.takes_audio else "vision_language"
     found = importlib.import_module(f"headrace_models.families.{folder}.{module}")
-    family: type[MediaDecoder] = getattr(found, name)
+    family: type[MediaModel] = getattr(found, name)
     return family
 
 
@@ -76,7 +76,7 @@ def _renamed(
 ) -> Iterator[tuple[str, Tensor, Path]]:
     """
     Args:
-        tower_names: see :attr:`MediaDecoder.media_names`; None: towers are passed over.
+        tower_names: see :attr:`MediaModel.media_names`; None: towers are passed over.
     """
     passed_over = size = 0
     for name, tensor, file in tensors:

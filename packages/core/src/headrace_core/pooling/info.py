@@ -132,7 +132,7 @@ class PoolingInfo:
     """Scoring of pairs: ``cross`` (both texts in one prompt), ``cosine`` (of embeddings),
     ``late_interaction`` (of token embeddings); "" = not at all."""
     score_template: str | None = None
-    """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
+    """Jinja template of a pair's prompt; of conversations unless scoring is ``cross``; None: it has none."""
     pair_end_id: int | None = None
     """Token behind each pair's prompt, where the model wants one that no text spells."""
     pair_chat: PairChat | None = None

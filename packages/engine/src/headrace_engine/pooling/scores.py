@@ -141,19 +141,7 @@ class ScorePlanner:
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
         if info.scoring == "late_interaction":
-            if self._marked is None:
-                need_tokenizer(None, "text_1")
-            if params.truncation_side != "left":
-                raise UnsupportedFeature(
-                    f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
-                    "texts are cut where their marks demand it",
-                    param="truncation_side",
-                )
-            keep = params.truncate_prompt_tokens
-            keep = None if keep == -1 else keep
-            texts = _Distinct(
-                lambda value: self._query(value, keep), lambda value: self._document(value, keep)
-            )
+            texts = self._token_texts(params, info)
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
@@ -163,6 +151,30 @@ class ScorePlanner:
         indices = [texts.pair(*pair) for pair in pairs]
         jobs = [job(p, "embed", i) for i, p in enumerate(texts.prompts)]
         return ScorePlan(jobs, indices, _cosine, request_id)
+
+    def _token_texts(self, params: PoolingParams, info: PoolingInfo) -> _Distinct:
+        """Prompts of the sides whose tokens are compared.
+
+        Raises:
+            UnsupportedFeature: texts would be cut at a side that marks do not allow.
+            RequestError: there is no tokenizer.
+        """
+        if info.late_interaction is None:
+            conversation = self._conversation
+            return _Distinct(conversation, conversation)
+        if self._marked is None:
+            need_tokenizer(None, "text_1")
+        if params.truncation_side != "left":
+            raise UnsupportedFeature(
+                f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
+                "texts are cut where their marks demand it",
+                param="truncation_side",
+            )
+        keep = params.truncate_prompt_tokens
+        keep = None if keep == -1 else keep
+        return _Distinct(
+            lambda value: self._query(value, keep), lambda value: self._document(value, keep)
+        )
 
     def _scoring_info(self) -> PoolingInfo:
         model = self._model()
@@ -205,6 +217,12 @@ class ScorePlanner:
     def _document(self, value: ScoreInput, keep: int | None) -> Prompt:
         assert self._marked is not None
         return self._marked.document(text_of(value, "text_2"), keep)
+
+    def _conversation(self, value: ScoreInput) -> PoolingPrompt:
+        """One side, for a model whose template gives queries and pages their forms."""
+        content = _content_of(value, "text_1", self._model().modalities)
+        message = {"role": "user", "content": content}
+        return ChatPrompt([message], add_generation_prompt=False, cache_salt=_salt(value))
 
     def _max_sim(self, info: PoolingInfo) -> Callable[[PooledOutput, PooledOutput], float]:
         skipped = self._marked.skipped if self._marked is not None else frozenset[int]()

@@ -25,7 +25,7 @@ from headrace.assembly.plugged import (
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
-from headrace.assembly.templates import TemplateSettings, warn_of_broken
+from headrace.assembly.templates import TemplateSettings, warn_of_broken, with_own
 from headrace.interrupts import ending_at_once
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
@@ -141,7 +141,7 @@ def front_end(
             from headrace_engine.structured.backend_loading import check_backend
         except ImportError as error:
             raise missing(error) from error
-    templates = templates or TemplateSettings()
+    templates = with_own(templates or TemplateSettings(), resolved.info.pooling)
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)

@@ -14,6 +14,7 @@ from headrace.assembly.missing_packages import missing
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headrace_core.pooling import PoolingInfo
     from headrace_core.text import Tokenizer
     from headrace_engine.input_processing.chat.template import PromptTemplates
     from headrace_server.settings import ServerSettings
@@ -95,6 +96,14 @@ def warn_of_broken(tokenizer: Tokenizer | None, templates: TemplateSettings) -> 
             "the checkpoint's chat template fails with a simple chat: %s; --chat-template replaces it",
             reason,
         )
+
+
+def with_own(templates: TemplateSettings, pooling: PoolingInfo | None) -> TemplateSettings:
+    """The settings with the template of the model's class, where it has one: it wins over the checkpoint's,
+    and the operator's over it."""
+    if templates.chat_template is not None or pooling is None or pooling.scoring == "cross":
+        return templates
+    return templates._replace(chat_template=pooling.score_template)
 
 
 def failure_of(source: str, content_format: str, tokens: Mapping[str, str]) -> str | None:

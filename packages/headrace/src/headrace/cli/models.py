@@ -63,7 +63,7 @@ def _of_wrappers() -> Iterable[dict[str, Any]]:
             "architecture": wrapper.name,
             "models": wrapper.models,
             "media": list(wrapper.media),
-            "task": "generate",
+            "task": wrapper.task,
             "caches": [kind for kind in CACHES if kind in held],
             "lora": False,
             "pp": False,

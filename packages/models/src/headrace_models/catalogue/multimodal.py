@@ -45,6 +45,12 @@ class Wrapper:
     """These towers take audio, and nothing else."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the language model that configs may leave out."""
+    shared: tuple[str, ...] = ()
+    """Settings of the whole's config that hold for the language model, whatever its own part says."""
+    task: str = "generate"
+    """``generate`` or ``pool``, as in :class:`~headrace_models.catalogue.row.Architecture`."""
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -64,7 +70,9 @@ class Wrapper:
     def tower_name(self, tensor: str) -> str | None:
         """A tensor's name below its tower's; None: it belongs to the language model, or to nothing."""
         for pattern, replaced in self.renames:
-            if replaced is None and re.search(pattern, tensor):
+            if replaced is not None:
+                tensor = re.sub(pattern, replaced, tensor)
+            elif re.search(pattern, tensor):
                 return None
         plain = tensor.removeprefix("thinker.").removeprefix("model.")
         mine = any(f"{plain}.".startswith(f"{module}.") for module in self.passed_over)
@@ -112,6 +120,16 @@ _COSMOS = (
     "action_proj_out", "action_modality_embed",
 )  # fmt: skip
 _HEARS = ("audio_tower", "multi_modal_projector")
+_CLIP_TEXT: Mapping[str, Any] = {
+    "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "max_position_embeddings": 77, "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5, "eos_token_id": 49407, "projection_dim": 512,
+}  # fmt: skip
+_SIGLIP_TEXT: Mapping[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "max_position_embeddings": 64, "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6, "pad_token_id": 1,
+}  # fmt: skip
 
 
 def _one_size(name: str) -> Mapping[str, str]:
@@ -134,6 +152,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
             "Aya Vision",
             towers={"siglip_vision_model": "cohere_vision:AyaVision"},
+        ),
+        Wrapper(
+            "CLIPModel",
+            {"clip_text_model": "CLIPTextModelWithProjection"},
+            "CLIP",
+            ("vision_model", "visual_projection", "logit_scale"),
+            towers={"": "clip:Clip"},
+            defaults=_CLIP_TEXT,
+            shared=("projection_dim",),
+            task="pool",
         ),
         Wrapper(
             "Cohere2VisionForConditionalGeneration",
@@ -592,6 +620,15 @@ WRAPPERS: Mapping[str, Wrapper] = {
             transposes_experts=True,
         ),
         Wrapper(
+            "SiglipModel",
+            {"siglip_text_model": "SiglipTextModel"},
+            "SigLIP, SigLIP 2 of one resolution",
+            ("vision_model", "logit_scale", "logit_bias"),
+            towers={"": "siglip:Siglip"},
+            defaults=_SIGLIP_TEXT,
+            task="pool",
+        ),
+        Wrapper(
             "SmolVLMForConditionalGeneration",
             {"llama": "LlamaForCausalLM"},
             "SmolVLM",
@@ -635,11 +672,33 @@ _SCORERS = (
     ("Qwen3VLForSequenceClassification", "Qwen3VLForConditionalGeneration", "Qwen3-VL-Reranker"),
 )
 """(class, the class that it is with labels for a head, models)."""
+_RETRIEVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "ColPaliForRetrieval": (
+        "PaliGemmaForConditionalGeneration",
+        {"models": "ColPali", "needs_media": "", "processor": "", "fixed": {"is_causal": False}},
+    ),
+    "ColQwen2ForRetrieval": (
+        "Qwen2VLForConditionalGeneration",
+        {"models": "ColQwen2", "takes_videos": False},
+    ),
+}
+"""Class -> the class that is in it under the name ``vlm``, and fields that differ from that one's."""
+_IN_RETRIEVERS = ((r"^vlm\.", ""), (r"^embedding_proj_layer\.", "linear."))
 WRAPPERS = {
     **WRAPPERS,
     **{
         name: replace(WRAPPERS[base], name=name, models=models, processor=base)
         for name, base, models in _SCORERS
+    },
+    **{
+        name: replace(
+            WRAPPERS[base],
+            name=name,
+            renames=(*_IN_RETRIEVERS, *WRAPPERS[base].renames),
+            task="pool",
+            **differences,
+        )
+        for name, (base, differences) in _RETRIEVERS.items()
     },
 }
 
@@ -667,6 +726,19 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     inner = nested_settings(whole)
     stated = (whole if inner is None else inner).get(wrapper.text_key)
     return wrapper.texts.get(str(stated), architecture)
+
+
+def of_inner_model(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A retriever's config as that of the model that is in it (``vlm_config``); others come back as they are.
+
+    Args:
+        whole: ``config.json``.
+    """
+    inner = whole.get("vlm_config")
+    if not isinstance(inner, Mapping):
+        return dict(whole)
+    outer = {key: value for key, value in whole.items() if key not in ("vlm_config", "model_type")}
+    return {**inner, **outer}
 
 
 def nested_settings(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -723,6 +795,23 @@ def fixed_settings(architecture: str) -> Mapping[str, Any]:
     """Settings of a wrapper's language model that its class fixes (:attr:`Wrapper.fixed`)."""
     wrapper = WRAPPERS.get(architecture)
     return {} if wrapper is None else wrapper.fixed
+
+
+def joined_settings(
+    architecture: str, whole: Mapping[str, Any], text: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A wrapper's text settings with those that its configs leave out, and with those that it says for all of
+    its parts (:attr:`Wrapper.defaults`, :attr:`Wrapper.shared`).
+
+    Args:
+        whole: ``config.json``.
+        text: of the language model.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None:
+        return dict(text)
+    shared = {key: whole[key] for key in wrapper.shared if whole.get(key) is not None}
+    return {**wrapper.defaults, **text, **shared}
 
 
 def ties_by_tensors(

@@ -28,6 +28,12 @@ ROWS = (
         "BgeM3EmbeddingModel", "encoder.bge_m3:BgeM3EmbeddingModel", "BGE-M3", _NONE, "pool"
     ),
     Architecture(
+        "CLIPTextModelWithProjection",
+        "encoder.clip:CLIPTextModelWithProjection",
+        "CLIP, text",
+        task="pool",
+    ),
+    Architecture(
         "CamembertForSequenceClassification",
         "encoder.roberta:RobertaForSequenceClassification",
         "CamemBERT",
@@ -198,6 +204,9 @@ ROWS = (
         "SPLADE",
         _NONE,
         "pool",
+    ),
+    Architecture(
+        "SiglipTextModel", "encoder.siglip:SiglipTextModel", "SigLIP, text", _NONE, "pool"
     ),
     Architecture(
         "XLMRobertaForSequenceClassification",

@@ -36,6 +36,8 @@ def pooling_info(
     max_model_len: int,
     late: LateInteraction | None = None,
     pair: PairForm | None = None,
+    template: str | None = None,
+    size_key: str = "",
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
 
@@ -45,6 +47,8 @@ def pooling_info(
         dtype, max_model_len: resolved.
         late: of a multi-vector model.
         pair: of a reranker that has a form of its own.
+        template: of a class's conversations (:mod:`.conversations`).
+        size_key: key of the config that says how long an embedding is; "": as long as a hidden state.
 
     Raises:
         ConfigError: the user asks for what the class cannot do; names the field.
@@ -54,7 +58,7 @@ def pooling_info(
     embeds = traits.purpose == "embed"
     labels = 0 if embeds else traits.num_labels or num_labels(config)
     tasks = _tasks(traits, kind, labels)
-    size = _embedding_size(config, sentence.dense, traits) if embeds else 0
+    size = _embedding_size(config, sentence.dense, traits, size_key) if embeds else 0
     matryoshka = _matryoshka(config) if embeds else None
     _check_honoured(user, tasks, labels)
     _check_dimensions(user, matryoshka, size)
@@ -82,8 +86,8 @@ def pooling_info(
         enable_chunked_processing=bool(user.enable_chunked_processing),
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
-        scoring=_scoring(tasks, late),
-        score_template=pair.template if pair else None,
+        scoring=_scoring(tasks, multi_vector=sentence.multi_vector),
+        score_template=pair.template if pair and "score" in tasks else template,
         pair_end_id=pair.end_id if pair else None,
         prompts=sentence.prompts,
         default_prompt_name=sentence.default_prompt_name,
@@ -146,10 +150,10 @@ def _wrong(name: str, value: object, accepted: str) -> ConfigError:
     )
 
 
-def _scoring(tasks: tuple[str, ...], late: LateInteraction | None) -> str:
+def _scoring(tasks: tuple[str, ...], *, multi_vector: bool) -> str:
     if "score" in tasks:
         return "cross"
-    if late is not None:
+    if multi_vector:
         return "late_interaction"
     return "cosine" if "embed" in tasks else ""
 
@@ -171,11 +175,12 @@ def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
 
 
 def _embedding_size(
-    config: Mapping[str, Any], dense: tuple[DenseModule, ...], traits: PoolingTraits
+    config: Mapping[str, Any], dense: tuple[DenseModule, ...], traits: PoolingTraits, key: str
 ) -> int:
     if traits.sparse:
         return Settings(config).integer("vocab_size")
-    name = next((key for key in _SIZE_KEYS if config.get(key) is not None), _SIZE_KEYS[0])
+    keys = (key, *_SIZE_KEYS) if key else _SIZE_KEYS
+    name = next((key for key in keys if config.get(key) is not None), _SIZE_KEYS[0])
     size = Settings(config).integer(name)
     for module in dense:
         if module.in_features != size:

@@ -57,18 +57,27 @@ def late_interaction(
     )
 
 
-def projected(sentence: SentenceModules, entries: Iterable[TensorEntry]) -> SentenceModules:
-    """ColBERT's own checkpoints have their one Dense layer among the encoder's tensors.
+def projected(
+    sentence: SentenceModules,
+    entries: Iterable[TensorEntry],
+    name: str = "linear",
+    *,
+    bias: bool = False,
+) -> SentenceModules:
+    """ColBERT's own checkpoints have their one Dense layer among the encoder's tensors, as ColPali's have.
+
+    Args:
+        name: of that layer.
 
     Raises:
         UnsupportedModel: there is none.
     """
     if sentence.dense:  # said in both ways
         return sentence
-    shape = next((entry.shape for entry in entries if entry.name == "linear.weight"), ())
+    shape = next((entry.shape for entry in entries if entry.name == f"{name}.weight"), ())
     if len(shape) != 2:
-        raise UnsupportedModel("the checkpoint has no linear.weight, ColBERT's projection")
-    dense = DenseModule("", in_features=shape[1], out_features=shape[0], bias=False)
+        raise UnsupportedModel(f"the checkpoint has no {name}.weight, the projection of each token")
+    dense = DenseModule("", in_features=shape[1], out_features=shape[0], bias=bias)
     return replace(sentence, dense=(dense,), multi_vector=True)
 
 

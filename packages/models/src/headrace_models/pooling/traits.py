@@ -50,6 +50,8 @@ _SPLADE = dataclasses.replace(
     normalize=False,
     sparse=True,
 )
+_CLIP = PoolingTraits("embed", "ALL", ("ALL",), causal=True, tasks=("embed",))
+_SIGLIP = PoolingTraits("embed", "LAST", ("LAST",), tasks=("embed",))
 _REWARD = PoolingTraits(
     "classify",
     "ALL",
@@ -87,6 +89,8 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
+    "CLIPModel": _CLIP,
+    "CLIPTextModelWithProjection": _CLIP,
     "GritLM": PoolingTraits("embed", "MEAN", ("MEAN",), tasks=("embed",)),
     "HF_ColBERT": _BERT,
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
@@ -94,6 +98,8 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
     "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
+    "SiglipModel": _SIGLIP,
+    "SiglipTextModel": _SIGLIP,
     "RobertaSpladeSparseEmbeddingModel": dataclasses.replace(
         _SPLADE,
         token_types=_ROBERTA.token_types,
@@ -101,6 +107,13 @@ TRAITS: Mapping[str, PoolingTraits] = {
     ),
 }
 """Architecture -> traits, of headrace's own classes."""
+SIZE_KEYS: Mapping[str, str] = {
+    "CLIPModel": "projection_dim",
+    "CLIPTextModelWithProjection": "projection_dim",
+    "SiglipModel": "projection_size",
+    "SiglipTextModel": "projection_size",
+}
+"""Architecture -> key of its config that says how long an embedding is, of those that project it."""
 
 
 _CONFIGURED: Mapping[str, str] = {"avg": "MEAN", "mean": "MEAN", "cls": "CLS", "last": "LAST"}

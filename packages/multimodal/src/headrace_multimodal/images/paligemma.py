@@ -76,3 +76,14 @@ class PaliGemmaProcessor(ImageProcessor):
             lines += number
             text.pop()
         return [*images, self._bos, *text, *self._lines.ids(lines)]
+
+
+class ColPaliProcessor(PaliGemmaProcessor):
+    """ColPali's: the template writes the whole prompt, and queries have no image (Faysse et al. 2024,
+    arXiv:2407.01449)."""
+
+    needs_media = False
+
+    def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
+        """See :func:`headrace_multimodal.placeholders.expanded`."""
+        return expanded(token_ids, media, self.placeholder_id)

@@ -71,6 +71,12 @@ class Words:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Ids of special tokens, which stand around a text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def with_text_before(self, token_ids: Sequence[int], marker: int, text: str) -> list[int]:
         """A prompt with a text in front of each marker, in the tokens that both it and what stands before it,
         back to the nearest special token, have as one text. Tokens that the tokenizer would not make of

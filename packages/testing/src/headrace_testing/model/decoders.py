@@ -511,7 +511,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):  # decays slow enough to remember many tokens
                 parameter.copy_(0.5 * noise - 2.0)
-            elif parameter.dim() == 1:
+            elif parameter.dim() < 2:
                 parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
             elif "embed" in name or ".wte" in name or ".wpe" in name:
                 parameter.copy_(0.4 * noise)

@@ -11,10 +11,12 @@ import torch
 
 from headrace_core.attention import AttentionNeed
 from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
 from headrace_models.layers.attention.self_attention import HeadsNorm, ProjectedAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.vision.mlp import vision_mlp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,6 +137,28 @@ class VisionBlock(Layer):
         x = self.attention(x, segments, rotary)
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp(x), stream
+
+
+def pre_norm_block(context: BuildContext, settings: Settings, name: str, eps: float) -> VisionBlock:
+    """A block by the settings, and in the names, of CLIP and SigLIP."""
+    hidden = settings.integer("hidden_size")
+    return VisionBlock(
+        LayerNorm(context, f"{name}.layer_norm1", hidden, eps),
+        VisionAttention(
+            context,
+            f"{name}.self_attn",
+            hidden_size=hidden,
+            num_heads=settings.integer("num_attention_heads"),
+        ),
+        LayerNorm(context, f"{name}.layer_norm2", hidden, eps),
+        vision_mlp(
+            context,
+            settings,
+            f"{name}.mlp.fc1",
+            f"{name}.mlp.fc2",
+            (hidden, settings.integer("intermediate_size")),
+        ),
+    )
 
 
 def block_rules(source: str, target: str) -> tuple[WeightRule, ...]:

@@ -17,8 +17,7 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock, block_rules
-from headrace_models.layers.vision.mlp import vision_mlp
+from headrace_models.layers.vision.blocks import Segments, block_rules, pre_norm_block
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class ClipTower(Layer):
             self.first = Vector(f"{inner}.class_embedding", hidden)
             self.first_norm = LayerNorm(context, f"{name}.pre_layrnorm", hidden, eps)
         self.layers = [
-            _block(context, settings, f"{name}.encoder.layers.{index}", eps)
+            pre_norm_block(context, settings, f"{name}.encoder.layers.{index}", eps)
             for index in range(wanted)
         ]
         self.last_norm = (
@@ -157,24 +156,3 @@ class ClipTower(Layer):
             side: patches in a row of the image, and in a column.
         """
         return self.positions.weight
-
-
-def _block(context: BuildContext, settings: Settings, name: str, eps: float) -> VisionBlock:
-    hidden = settings.integer("hidden_size")
-    return VisionBlock(
-        LayerNorm(context, f"{name}.layer_norm1", hidden, eps),
-        VisionAttention(
-            context,
-            f"{name}.self_attn",
-            hidden_size=hidden,
-            num_heads=settings.integer("num_attention_heads"),
-        ),
-        LayerNorm(context, f"{name}.layer_norm2", hidden, eps),
-        vision_mlp(
-            context,
-            settings,
-            f"{name}.mlp.fc1",
-            f"{name}.mlp.fc2",
-            (hidden, settings.integer("intermediate_size")),
-        ),
-    )

@@ -1,8 +1,8 @@
-"""A decoder of text with towers for media: mixin of the families that join the two."""
+"""A model of text with towers for media: mixins of the families that join the two."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
+from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Decoder
 from headrace_models.quantization import GROUP, PLAIN
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class MediaDecoder(Decoder):
-    """Comes before the language model's class in the MRO (:mod:`headrace_models.text_part`)."""
+class MediaModel(Layer, ABC):
+    """Comes before the class of the model of text in the MRO (:mod:`headrace_models.text_part`)."""
 
     modalities: ClassVar[Sequence[str]] = ("image",)
     media_rules: ClassVar[Sequence[WeightRule]]
@@ -30,7 +31,7 @@ class MediaDecoder(Decoder):
     """Beginning of a tower's name in published files -> what :attr:`media_rules` have in its place."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
-        super().__init__(context, prefix)
+        super().__init__(context, prefix)  # type: ignore[call-arg] # that class's
         self.make_towers(replace(context, quant=_plain(context)), context.whole_config)
 
     @abstractmethod
@@ -56,6 +57,10 @@ class MediaDecoder(Decoder):
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.SupportsMultiModal`."""
+
+
+class MediaDecoder(MediaModel, Decoder):
+    """The model of text is a decoder."""
 
 
 def _plain(context: BuildContext) -> QuantMethod:

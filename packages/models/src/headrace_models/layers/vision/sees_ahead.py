@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 class SeesAhead(MediaDecoder):
     """Which tokens do, the media processor says
-    (:attr:`headrace_core.multimodal.MediaPlacement.whole_spans`)."""
+    (:attr:`headrace_core.multimodal.MediaPlacement.whole_spans`); where the model pools in both directions,
+    all do."""
 
     def attention(self, context: BuildContext, name: str, **differences: Any) -> SelfAttention:
         """See :meth:`headrace_models.layers.decoders.llama.LlamaDecoder.attention`."""
-        features = {*differences.pop("features", ()), LAST_KEYS}
-        made: SelfAttention = super().attention(  # type: ignore[misc]
-            context, name, features=features, **differences
-        )
+        if context.pooling is None or context.pooling.causal:
+            differences["features"] = {*differences.pop("features", ()), LAST_KEYS}
+        made: SelfAttention = super().attention(context, name, **differences)  # type: ignore[misc]
         return made
