@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from headrace_core.arrays import PackedArray
 
 Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
-
 MEDIA_LIMIT = 999
 """Items of a modality that a prompt may bring, unless the operator says otherwise."""
-
 
 MEDIA_SIZES: Mapping[str, tuple[str, ...]] = {
     "image": ("width", "height"), "video": ("num_frames", "width", "height"),
@@ -137,3 +135,17 @@ class MediaProcessor(Protocol):
             RequestError: there are more or fewer placeholders than items.
         """
         ...
+
+
+@runtime_checkable
+class TakesEmbeds(Protocol):
+    """A :class:`MediaProcessor` of a model that also takes items as vectors, which its towers made."""
+
+    embeds_width: int
+    """Hidden sizes of a vector: more than 1 where inner layers take vectors, too."""
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """An item as ``facts`` (lists of numbers by name) say, its inputs those beside vectors; of
+        ``num_vectors`` where they leave it open. Raises RequestError naming the fact."""

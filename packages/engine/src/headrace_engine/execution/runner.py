@@ -25,7 +25,7 @@ from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.late import LateRow, LateRows
-from headrace_engine.execution.media import embed, encode
+from headrace_engine.execution.media import embed, encode, given_vectors
 from headrace_engine.execution.media_vectors import MediaVectors
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
@@ -103,7 +103,9 @@ class ModelRunner:
             mrope=model if isinstance(model, SupportsMRoPE) else None,
         )
         self.media_vectors = MediaVectors(
-            lambda items: embed(cast("SupportsMultiModal", model), items, device), max_media_vectors
+            lambda items: embed(cast("SupportsMultiModal", model), items, device),
+            max_media_vectors,
+            lambda item: given_vectors(item, device),
         )
         self.late = LateRows()
         """Rows whose tokens earlier steps left open."""
