@@ -23,7 +23,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
         "all2all_backend", "enable_elastic_ep",
     ),
-    "KV transfer": ("kv_transfer_config", "kv_events_config", "ec_transfer_config",
+    "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
     "pruning of videos": (
