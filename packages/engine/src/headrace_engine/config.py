@@ -17,7 +17,7 @@ from headrace_core.config import LoadConfig, ModelConfig, option, require, requi
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
-from headrace_engine.ec_transfer import PRODUCER, check_ec_transfer
+from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
 from headrace_engine.media_io import check_media_io
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)

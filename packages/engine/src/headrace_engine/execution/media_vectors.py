@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
-from headrace_engine.execution.encoder_transfer import EncoderTransfer
+from headrace_engine.encoder.transfer import EncoderTransfer
 
 Embed = Callable[[Sequence[MediaInput]], Sequence[Tensor]]
 Given = Callable[[MediaInput], Tensor | None]

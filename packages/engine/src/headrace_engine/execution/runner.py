@@ -21,9 +21,9 @@ from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMRoPE, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
+from headrace_engine.encoder.transfer import EncoderTransfer
 from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
-from headrace_engine.execution.encoder_transfer import EncoderTransfer
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.late import LateRow, LateRows
 from headrace_engine.execution.media import embed, encode, given_vectors

@@ -25,6 +25,8 @@ from headrace_core.pooling import PoolingInfo
 from headrace_core.sampling.logits_processor import LogitsProcessor
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import ProfilerConfig
+from headrace_engine.encoder.runner import EncodingRunner
+from headrace_engine.encoder.transfer import EncoderTransfer
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
@@ -38,8 +40,6 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.dummy import DummySteps
-from headrace_engine.execution.encoder_transfer import EncoderTransfer
-from headrace_engine.execution.encoding import EncodingRunner
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,

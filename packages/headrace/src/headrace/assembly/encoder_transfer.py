@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.served import hidden_size
 from headrace_core import plugins
-from headrace_core.ec_transfer import ECConnector
 from headrace_core.errors import ConfigError, PluginError
-from headrace_engine.ec_transfer import FIELD
+from headrace_core.multimodal import ECConnector
+from headrace_engine.encoder.settings import FIELD
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_core.model import ModelInfo
     from headrace_engine.config import EngineConfig
-    from headrace_engine.execution.encoder_transfer import EncoderTransfer
+    from headrace_engine.encoder.transfer import EncoderTransfer
 
 GROUP = "headrace.ec_connectors"
 
@@ -48,7 +48,7 @@ def transfer_maker(resolved: ResolvedConfig) -> Callable[[], EncoderTransfer] | 
         return None
 
     def make() -> EncoderTransfer:
-        from headrace_engine.execution.encoder_transfer import EncoderTransfer, model_name
+        from headrace_engine.encoder.transfer import EncoderTransfer, model_name
 
         return EncoderTransfer(
             connector_of(config.multimodal.ec_transfer_config),

@@ -1,1 +1,1 @@
-"""Connectors that carry vectors of media between engines (:class:`headrace_core.ec_transfer.ECConnector`)."""
+"""Connectors that carry vectors of media between engines (:class:`headrace_core.multimodal.ECConnector`)."""

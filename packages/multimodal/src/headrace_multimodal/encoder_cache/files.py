@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace_core.arrays import PackedArray
-from headrace_core.ec_transfer import ECConnector
 from headrace_core.errors import ConfigError
+from headrace_core.multimodal import ECConnector
 from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file, to_file
 
 FILE = "encoder_cache.safetensors"

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from headrace_core.arrays import PackedArray
-from headrace_core.ec_transfer import ECConnector
 from headrace_core.errors import ConfigError
+from headrace_core.multimodal import ECConnector
 from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file, to_file
 
 MAGIC = b"HEC1"

@@ -9,7 +9,7 @@ from hashlib import sha256
 import pytest
 
 from headrace_core.arrays import ITEM_BYTES, PackedArray
-from headrace_core.ec_transfer import ECConnector
+from headrace_core.multimodal import ECConnector
 
 BUFFER_SIZE = 4096
 """``ec_buffer_size`` of the pairs that the suite asks for."""

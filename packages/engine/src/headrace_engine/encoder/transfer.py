@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.arrays import PackedArray
-from headrace_core.ec_transfer import ECConnector
-from headrace_core.multimodal import MediaInput
+from headrace_core.multimodal import ECConnector, MediaInput
 from headrace_engine.execution.media import as_tensor
 
 logger = logging.getLogger(__name__)
