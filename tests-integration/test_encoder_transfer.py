@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from image_checkpoints import picture, save_qwen2_vl, save_qwen3_vl
+from generic_checkpoints import save_vipllava
+from image_checkpoints import picture, save_gemma3, save_llama4, save_qwen2_vl, save_qwen3_vl
+from speech_checkpoints import save_voxtral, sound
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import ConfigError, PluginNotFound, UnsupportedFeature
@@ -80,11 +83,37 @@ def test_a_consumer_runs_no_tower(
             assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 1, 1]
             assert not any(o.outputs[0].text for o in outputs)
         assert counts(encoder)["media_embedded"] == 2
+        assert encoder.apply_model(lambda made: len(made.attention_layers())) == [1]
         assert tokens(model, prompts(1, 2)) == wanted[:2]
         assert counts(model) == {"media_embedded": 0, "media_loaded": 2, "media_saved": 0}
         # What nobody encoded, its own tower does.
         assert tokens(model, prompts(3)) == wanted[2:]
         assert counts(model) == {"media_embedded": 1, "media_loaded": 2, "media_saved": 0}
+
+
+OTHERS: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
+    "gemma3": (save_gemma3, "<start_of_image>", {"image": picture(1)}),
+    "llama4": (save_llama4, "<|image|>", {"image": picture(1)}),
+    "voxtral": (save_voxtral, "[AUDIO]", {"audio": (sound(1), 16000)}),
+    "by transformers": (save_vipllava, "<image>", {"image": picture(1)}),
+}
+"""Kind -> what saves a checkpoint, its placeholder, an item."""
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_classes(kind: str, tmp_path: Path) -> None:
+    save, mark, data = OTHERS[kind]
+    checkpoint, shared = tmp_path / "model", tmp_path / "shared"
+    checkpoint.mkdir()
+    save(checkpoint)
+    prompt = {"prompt": f"the {mark} water", "multi_modal_data": data}
+    with LLM(str(checkpoint), **SETTINGS, **transfer("files", "ec_producer", shared)) as encoder:
+        encoder.generate(prompt, PARAMS)
+    with LLM(str(checkpoint), **SETTINGS) as model:
+        alone = tokens(model, prompt)
+    with LLM(str(checkpoint), **SETTINGS, **transfer("files", "ec_consumer", shared)) as model:
+        assert tokens(model, prompt) == alone
+        assert counts(model)["media_embedded"] == 0
 
 
 def test_what_a_producer_refuses(checkpoint: Path, tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def build_model(
             seed=config.model.seed,
             progress=progress,
             admit=None if again else lambda model: check_room(resolved, model),
+            only_towers=config.multimodal.only_encodes and info.source == "native",
         )
     choose.check_used()
     return model
