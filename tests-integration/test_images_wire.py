@@ -13,8 +13,10 @@ import anthropic
 import httpx2
 import openai
 import pytest
+import torch
 from image_checkpoints import data_url, encoded, picture, save_qwen2_vl
 from posted import post
+from safetensors.torch import save
 from servers import RunningServer, serving
 
 from headrace import LLM, SamplingParams
@@ -55,10 +57,15 @@ def files() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder, and the model in it of transformers."""
     folder = tmp_path_factory.mktemp("seer")
-    save_qwen2_vl(folder)
-    return folder
+    return folder, save_qwen2_vl(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: tuple[Path, Any]) -> Path:
+    return checkpoint[0]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,12 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, local: Path) -> Iterator[RunningServer]:
-    words = ("--allow-private-media", "--allowed-local-media-path", str(local))
+    words = (
+        "--allow-private-media",
+        "--allowed-local-media-path",
+        str(local),
+        "--enable-mm-embeds",
+    )
     with serving(str(folder), *WORDS, *words, "--served-model-name", "seer") as running:
         yield running
 
@@ -123,6 +135,64 @@ def test_the_openai_client_sends_images(
         assert asked(data_url(picture(1)), f"{files}/2.png", stream=stream) == expected["12"]
     assert asked(f"{files}/moved") == expected["1"]
     assert asked(f"file://{local}/1.png") == expected["1"]
+
+
+def vectors_of(folder: Path, oracle: Any) -> dict[str, torch.Tensor]:
+    """Picture 1 as transformers' tower has it, and its grid."""
+    from transformers import Qwen2VLImageProcessor
+
+    made = Qwen2VLImageProcessor.from_pretrained(folder)(images=picture(1), return_tensors="pt")
+    with torch.inference_mode():
+        found = oracle.model.get_image_features(**made)
+    [vectors] = getattr(found, "pooler_output", found)
+    return {"image_embeds": vectors.clone(), "image_grid_thw": made["image_grid_thw"][0]}
+
+
+def test_chats_bring_vectors(
+    server: RunningServer, checkpoint: tuple[Path, Any], expected: dict[str, str]
+) -> None:
+    given = vectors_of(*checkpoint)
+
+    def asked(content: Any, **more: Any) -> httpx2.Response:
+        part = {"type": "image_embeds", "image_embeds": content, **more}
+        parts = [{"type": "text", "text": "the water "}, part]
+        messages = [{"role": "user", "content": parts}]
+        body = {"model": "seer", "messages": messages, "ignore_eos": True, **SETTINGS}
+        return httpx2.post(f"{server.api}/chat/completions", json=body, timeout=60)
+
+    def text(answer: httpx2.Response) -> str:
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def files(**changes: torch.Tensor) -> dict[str, str]:
+        named = {**given, **changes}
+        return {k: base64.b64encode(save({"x": v.contiguous()})).decode() for k, v in named.items()}
+
+    assert text(asked(files(), uuid="one")) == expected["1"]
+    assert (
+        text(asked({**files(), "image_grid_thw": given["image_grid_thw"].tolist()}))
+        == expected["1"]
+    )
+    assert text(asked(None, uuid="one")) == expected["1"]
+    where = "messages[0].content[1].image_embeds"
+    wrong = {
+        "hidden size": files(image_embeds=given["image_embeds"][:, 1:]),
+        "vectors; must be": files(image_embeds=given["image_embeds"][1:]),
+        "not finite": files(image_embeds=given["image_embeds"] / 0),
+        "must be one of": files(image_embeds=given["image_grid_thw"][None]),
+        "int64 or int32": files(image_grid_thw=given["image_embeds"]),
+        "image_grid_thw: must be given": files()["image_embeds"],
+        "must have image_embeds": {"image_grid_thw": [1, 4, 4]},
+        "base64": "!",
+        "safetensors": base64.b64encode(b"\x80\x04.").decode(),
+    }  # fmt: skip
+    for message, content in wrong.items():
+        answer = asked(content)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"].startswith(where)
+        assert message in error["message"]
+    assert text(asked(files())) == expected["1"]
 
 
 def test_the_responses_api(server: RunningServer, files: str, expected: dict[str, str]) -> None:

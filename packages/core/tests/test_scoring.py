@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from headrace_core.errors import RequestError
-from headrace_core.pooling import PoolingParams
-from headrace_core.pooling.scoring import check_activation, pair_up
-from headrace_testing.fakes.pooling import fake_pooling_info
+from headrace_core.pooling.scoring import pair_up
 
 
 @pytest.mark.parametrize(
@@ -29,19 +25,3 @@ def test_other_numbers_fit_no_form(first: str, second: str) -> None:
 def test_neither_side_is_empty(first: str, second: str) -> None:
     with pytest.raises(RequestError, match="neither side may be empty"):
         pair_up(list(first), list(second))
-
-
-@pytest.mark.parametrize(
-    ("scoring", "said"), [("cosine", "the cosine"), ("late_interaction", "best")]
-)
-@pytest.mark.parametrize("name", ["use_activation", "softmax", "activation"])
-def test_an_embedding_model_s_scores_have_no_activation(scoring: str, said: str, name: str) -> None:
-    value: Any = {name: False}
-    asked = PoolingParams(**value)
-    with pytest.raises(
-        RequestError, match=rf"{name} = False: .* embedding model .*/score.*{said}"
-    ) as caught:
-        check_activation(asked, fake_pooling_info(scoring=scoring))
-    assert caught.value.param == name
-    check_activation(PoolingParams(normalize=True), fake_pooling_info(scoring=scoring))
-    check_activation(asked, fake_pooling_info(scoring="cross"))

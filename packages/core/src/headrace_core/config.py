@@ -166,6 +166,10 @@ class ModelConfig:
         "\"num_frames\": 32, \"width\": 512, \"height\": 512}}, whose sizes memory is measured with; "
         "0: refuse them. Default: 999 each.",
     )  # fmt: skip
+    enable_mm_embeds: bool = option(
+        False, "Accept images and recordings as vectors, as the model's towers make them. A modality whose "
+        "limit is 0 comes as such only.", cost="clients must be trusted: vectors bypass filters of media",
+    )  # fmt: skip
     generation_config: str = option(
         "auto", "Defaults for sampling: auto (the checkpoint's generation_config.json), headrace "
         "(neutral ones), or a folder.",

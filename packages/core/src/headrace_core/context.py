@@ -5,9 +5,7 @@ They are no arguments, so that no route between who sets them and who reads them
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 
 OWNER: ContextVar[str] = ContextVar("headrace_owner", default="")
 """Name of the API key of the request that is being served, never the key; empty: none.
@@ -19,8 +17,3 @@ The server's gate sets it for the time of a request; the engine reads it where a
 MODEL: ContextVar[str] = ContextVar("headrace_model", default="")
 """Name of the model that lines are about, where a process has several; threads of an engine keep the
 one in whose context they were started."""
-
-
-def in_this_context(run: Callable[[], None]) -> Callable[[], None]:
-    """``run`` for another thread, in a copy of the context of the one that calls this."""
-    return functools.partial(copy_context().run, run)

@@ -76,6 +76,8 @@ class ModelInfo:
     is_encoder_decoder: bool = False
     processor: str = ""
     """Entry of ``headrace.multimodal_processors`` that prepares the model's media; "": it takes none."""
+    has_towers: bool = True
+    """False: its media come as vectors only; towers are not read."""
     whole_config: Mapping[str, Any] = field(default_factory=dict)
     """``config.json`` with the user's overrides, nested parts included."""
     trust_remote_code: bool = False

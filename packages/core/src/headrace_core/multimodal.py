@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from headrace_core.arrays import PackedArray
 
 Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
-
 MEDIA_LIMIT = 999
 """Items of a modality that a prompt may bring, unless the operator says otherwise."""
-
 
 MEDIA_SIZES: Mapping[str, tuple[str, ...]] = {
     "image": ("width", "height"), "video": ("num_frames", "width", "height"),
@@ -137,3 +136,40 @@ class MediaProcessor(Protocol):
             RequestError: there are more or fewer placeholders than items.
         """
         ...
+
+
+@runtime_checkable
+class TakesEmbeds(Protocol):
+    """A :class:`MediaProcessor` of a model that also takes items as vectors, which its towers made."""
+
+    embeds_width: int
+    """Hidden sizes of a vector: more than 1 where inner layers take vectors, too."""
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """An item as ``facts`` (lists of numbers by name) say, its inputs those beside vectors; of
+        ``num_vectors`` where they leave it open. Raises RequestError naming the fact."""
+
+
+class ECConnector(ABC):
+    """The object behind an entry point of ``headrace.ec_connectors`` is a subclass. A worker makes one and
+    calls it from one thread. A key is 64 hex digits, made of the model and an item's content.
+
+    Args:
+        settings: ``multimodal.ec_transfer_config``, checked. Raises ConfigError naming what is wrong.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def save(self, key: str, vectors: PackedArray) -> None:
+        """Offer vectors [num_vectors, W], if they are not there. Raises OSError."""
+
+    @abstractmethod
+    def load(self, key: str) -> PackedArray | None:
+        """Offered vectors; None: there are none. Does not wait for any to come. Raises OSError."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of what it holds. Idempotent."""

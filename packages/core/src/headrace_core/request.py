@@ -65,7 +65,7 @@ class EmbedsPrompt(TypedDict):
 
 MEDIA_PARTS: Mapping[str, Modality] = {
     "input_audio": "audio", "audio_url": "audio", "image_url": "image", "image_pil": "image",
-    "video_url": "video",
+    "video_url": "video", "image_embeds": "image", "audio_embeds": "audio",
 }  # fmt: skip
 """Type of a chat message's part that brings media -> its modality."""
 

@@ -17,6 +17,7 @@ from headrace_core.config import LoadConfig, ModelConfig, option, require, requi
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
+from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
 from headrace_engine.media_io import check_media_io
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
@@ -526,6 +527,11 @@ class MultiModalConfig:
         None, "Vectors of encoded media that the worker keeps; 0: none. Default: max_num_batched_tokens.",
         human_int=True, cost="hidden size x bytes of the dtype each",
     )  # fmt: skip
+    ec_transfer_config: Mapping[str, Any] = option(
+        {}, "JSON: a disaggregated encoder: {\"ec_connector\": \"files\", \"ec_role\": \"ec_producer\", "
+        "\"ec_connector_extra_config\": {\"shared_storage_path\": \"/dev/shm/vectors\"}}: this engine only "
+        "encodes media, and offers their vectors; ec_consumer: it takes them. Default: neither.",
+    )  # fmt: skip
     allowed_media_domains: tuple[str, ...] = option(
         (), "Hosts that URLs of media may name, and no others. Default: any with a public address."
     )
@@ -563,8 +569,14 @@ class MultiModalConfig:
         60.0, "Seconds to decode one video; then its process is killed."
     )
 
+    @property
+    def only_encodes(self) -> bool:
+        """True if the engine encodes media for others, and generates nothing."""
+        return self.ec_transfer_config.get("ec_role") == PRODUCER
+
     def __post_init__(self) -> None:
         check_media_io(self.media_io_kwargs)
+        object.__setattr__(self, "ec_transfer_config", check_ec_transfer(self.ec_transfer_config))
         require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
                self.mm_processor_cache_gb, "at least 0")  # fmt: skip
         size = self.encoder_cache_size

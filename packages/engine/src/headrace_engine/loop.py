@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from headrace_core.context import in_this_context
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
 from headrace_core.request import CoreRequest
@@ -29,6 +28,7 @@ from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.threads import in_this_context
 
 logger = logging.getLogger(__name__)
 

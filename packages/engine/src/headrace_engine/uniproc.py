@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace_core.context import in_this_context
 from headrace_core.errors import EngineDead
 from headrace_core.executor import Executor, Worker, WorkerFactory
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.threads import in_this_context
 
 logger = logging.getLogger(__name__)
 

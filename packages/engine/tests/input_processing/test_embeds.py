@@ -44,9 +44,15 @@ def rows(count: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(count, HIDDEN, generator=generator).to(dtype)
 
 
+def decoder_of(
+    *, hidden_size: int, dtype: str, max_model_len: int, prompt_embeds: bool = True
+) -> EmbedsDecoder:
+    return EmbedsDecoder(hidden_size, dtype, max_model_len)
+
+
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[EmbedsDecoder]:
-    made = EmbedsDecoder(served_model(**MODEL))
+    made = decoder_of(**MODEL)
     yield made
     made.close()
 
@@ -78,12 +84,12 @@ def test_every_form_gives_the_rows(decoder: EmbedsDecoder, form: str, dtype: Any
 
 
 def test_rows_come_in_the_models_dtype() -> None:
-    made = EmbedsDecoder(served_model(**{**MODEL, "dtype": "bfloat16"}))
+    made = decoder_of(**{**MODEL, "dtype": "bfloat16"})
     given = rows()
     found = made.decode(given)
     values = torch.frombuffer(bytearray(found.data), dtype=torch.bfloat16)
     assert torch.equal(values.view(-1, HIDDEN), given.bfloat16())
-    half = EmbedsDecoder(served_model(**{**MODEL, "dtype": "float16"}))
+    half = decoder_of(**{**MODEL, "dtype": "float16"})
     with pytest.raises(RequestError, match="not finite in float16"):
         half.decode(given * 1e6)
 
@@ -228,7 +234,7 @@ def test_sizes_are_looked_at_before_the_content(decoder: EmbedsDecoder) -> None:
 @pytest.mark.req("SEC-10")
 def test_a_file_that_unpacks_to_gigabytes_ends_in_a_refusal(decoder: EmbedsDecoder) -> None:
     """Less than 1 MB of deflated zeros; the reading process may not take what they unpack to."""
-    big = EmbedsDecoder(served_model(**{**MODEL, "max_model_len": 1 << 17}))
+    big = decoder_of(**{**MODEL, "max_model_len": 1 << 17})
     source = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(torch_file(rows()))) as old,

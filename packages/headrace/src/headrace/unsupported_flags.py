@@ -23,12 +23,12 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
         "all2all_backend", "enable_elastic_ep",
     ),
-    "KV transfer": ("kv_transfer_config", "kv_events_config", "ec_transfer_config",
+    "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
-    "pruning of videos, and input of embeddings of media": (
+    "pruning of videos": (
         "mm_processor_cache_type", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
-        "video_pruning_rate", "skip_mm_profiling", "interleave_mm_strings", "enable_mm_embeds",
+        "video_pruning_rate", "skip_mm_profiling", "interleave_mm_strings",
         "language_model_only",
     ),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),

@@ -56,7 +56,7 @@ def model_class(info: ModelInfo) -> type[Any]:
                 "limit_mm_per_prompt.image is 0, headrace-multimodal is not installed, or its "
                 "vision_config.model_type is not served"
             )
-        own = text_of(own, wrapper, tower)
+        own = text_of(own, wrapper, tower, has_towers=info.has_towers)
     if info.convert == "none":
         return own
     assert info.pooling is not None

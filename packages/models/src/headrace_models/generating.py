@@ -17,7 +17,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import SupportsAlignment, SupportsEncoderDecoder
 from headrace_core.multimodal import media_limit
 from headrace_core.speech.model import SupportsTranscription
-from headrace_models.catalogue.multimodal import WRAPPERS
+from headrace_models.catalogue.multimodal import WRAPPERS, Wrapper
 from headrace_models.config.settings import Settings
 from headrace_models.transformers_backend.library import takes_images
 
@@ -115,13 +115,16 @@ def _names_heads(generation: Mapping[str, Any], config: Mapping[str, Any]) -> bo
         return False
 
 
-def processor_of(architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> str:
+def processor_of(
+    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any], *, embeds: bool = False
+) -> str:
     """The entry of ``headrace.multimodal_processors`` for a checkpoint; "" if it takes no media: there is
     none, its tower is of another kind, or the operator limits all of its modalities to 0.
 
     Args:
         whole: ``config.json``.
         limits: ``model.limit_mm_per_prompt``.
+        embeds: media may come as vectors, whatever the limits.
     """
     installed = plugins.installed("headrace.multimodal_processors")
     wrapper = WRAPPERS.get(architecture)
@@ -131,8 +134,17 @@ def processor_of(architecture: str, whole: Mapping[str, Any], limits: Mapping[st
     if wrapper is None:
         return name
     served = wrapper.tower_of(whole) is not None
-    taken = any(media_limit(limits, modality) for modality in wrapper.media)
-    return name if served and taken else ""
+    return name if served and (embeds or _any_taken(wrapper, limits)) else ""
+
+
+def reads_towers(architecture: str, limits: Mapping[str, Any]) -> bool:
+    """False if the operator limits all modalities of a joined architecture to 0."""
+    wrapper = WRAPPERS.get(architecture)
+    return wrapper is None or _any_taken(wrapper, limits)
+
+
+def _any_taken(wrapper: Wrapper, limits: Mapping[str, Any]) -> bool:
+    return any(media_limit(limits, modality) for modality in wrapper.media)
 
 
 AUTO_PROCESSOR = "transformers"

@@ -48,6 +48,7 @@ from headrace_models.generating import (
     auto_processor_of,
     generating_traits,
     processor_of,
+    reads_towers,
 )
 from headrace_models.implementation import (
     TRANSFORMERS,
@@ -135,7 +136,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     processor = (
         auto_processor_of(architecture, path, limits, pools=pools)
         if by_transformers
-        else processor_of(architecture, whole, limits)
+        else processor_of(architecture, whole, limits, embeds=config.enable_mm_embeds)
     )
     generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
     return ModelInfo(
@@ -157,6 +158,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         pooling=pooling,
         is_encoder_decoder=generating.is_encoder_decoder,
         processor=processor,
+        has_towers=by_transformers or reads_towers(architecture, limits),
         trust_remote_code=config.trust_remote_code,
     )
 

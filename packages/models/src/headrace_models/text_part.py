@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[Any]:
+def text_of(
+    own: type[Any], wrapper: Wrapper, tower: str | None = None, *, has_towers: bool = True
+) -> type[Any]:
     """A family's class for checkpoints of a wrapper. What the class makes of its own checkpoints'
     tensors it makes of these, under its own names.
 
     Args:
         tower: see :attr:`Wrapper.towers`; None: media are not served.
+        has_towers: False: media come as vectors, and the tensors of towers are passed over.
     """
     media = None if tower is None else _load(wrapper, tower)
-    names = () if media is None else media.media_names
+    names = None if media is None or not has_towers else media.media_names
 
     def translate(
         self: Any, tensors: Iterable[tuple[str, Tensor, Path]]
     ) -> Iterable[tuple[str, Tensor, Path]]:
-        named = _renamed(wrapper, tensors, None if media is None else names)
+        named = _renamed(wrapper, tensors, names)
         if wrapper.transposes_experts:
             named = _with_rows_first(named, self.settings.integer("hidden_size"))
         inner = getattr(super(made, self), "translate", None)
@@ -42,7 +45,8 @@ def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[
     bases: tuple[type[Any], ...] = (own,)
     if media is not None:
         name, bases = wrapper.name, (media, own)
-        members["weight_rules"] = (*own.weight_rules, *media.media_rules)
+        rules = media.media_rules if has_towers else ()
+        members |= {"weight_rules": (*own.weight_rules, *rules), "has_towers": has_towers}
     made = type(name, bases, members)
     return made
 

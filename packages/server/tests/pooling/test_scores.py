@@ -214,16 +214,6 @@ async def test_wrong_reranks(connect: Any, body: Any, param: str) -> None:
     assert engine.pooled == []
 
 
-@pytest.mark.parametrize("name", ["use_activation", "softmax"])
-async def test_a_cosine_has_no_activation(connect: Any, name: str) -> None:
-    client = connect(fake(*MODELS["cosine"], scoring="cosine"))
-    error = await refused(client, "/score", text_1="a", text_2="b", **{name: False})
-    assert error["param"] == name
-    assert "/score" in error["message"]
-    assert "cosine" in error["message"]
-    assert "'embed'" not in error["message"]
-
-
 @pytest.mark.parametrize("path", RERANK)
 async def test_texts_as_objects(connect: Any, path: str) -> None:
     engine = fake()

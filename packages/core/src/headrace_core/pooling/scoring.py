@@ -1,4 +1,4 @@
-"""Pairs of texts to be scored: what may be given and asked, and which goes with which."""
+"""Pairs of texts to be scored: what may be given, and which goes with which."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_core.errors import RequestError
-from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import TextPrompt, TokensPrompt
 
 ScoreInput = str | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -32,29 +31,3 @@ def pair_up(
         )
     first = data_1 if count_1 == count_2 else [data_1[0]] * count_2
     return list(zip(first, data_2))
-
-
-_SCORES: Mapping[str, str] = {
-    "cosine": "the cosine of two embeddings",
-    "late_interaction": "the sum of the best matches of two texts' vectors",
-}
-"""Score functions of models that embed each text."""
-
-
-def check_activation(params: PoolingParams, info: PoolingInfo) -> None:
-    """Refuse an activation where no logits are: those of a score, not of the task behind it.
-
-    Raises:
-        RequestError: the model embeds each text.
-    """
-    if info.scoring not in _SCORES:
-        return
-    for name in ("use_activation", "softmax", "activation"):
-        value = getattr(params, name)
-        if value is not None:
-            raise RequestError(
-                f"{name} = {value!r}: must be left out: a score of an embedding model (LLM.score, "
-                f"/score, /rerank) is {_SCORES[info.scoring]}, which nothing activates",
-                param=name,
-                value=value,
-            )

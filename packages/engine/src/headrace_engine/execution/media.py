@@ -19,6 +19,7 @@ from headrace_core.multimodal import MediaInput
 from headrace_core.step import NewRequest
 from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
+from headrace_engine.input_processing.media_embeds import VECTORS
 
 
 def tensors(inputs: Mapping[str, PackedArray], device: torch.device) -> dict[str, Tensor]:
@@ -50,6 +51,12 @@ def encode(
             f"{len(media)} items"
         )
     return states
+
+
+def given_vectors(item: MediaInput, device: torch.device) -> Tensor | None:
+    """Vectors [num_vectors, W] that an item brings; None: a tower makes them."""
+    array = item.inputs.get(VECTORS)
+    return None if array is None else as_tensor(array, device)
 
 
 def embed(

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
+from headrace_engine.encoder.transfer import EncoderTransfer
 
 Embed = Callable[[Sequence[MediaInput]], Sequence[Tensor]]
+Given = Callable[[MediaInput], Tensor | None]
+"""An item -> vectors that it brings; None: it brings none."""
 
 
 class MediaVectors:
@@ -21,10 +24,19 @@ class MediaVectors:
     Args:
         embed: embeds items: a tensor [num_vectors, H] each.
         max_vectors: kept at most, over all items; 0: none are.
+        given: vectors that came with an item, which are not kept.
+        transfer: other engines that make vectors, or take them; None: there are none.
     """
 
-    def __init__(self, embed: Embed, max_vectors: int) -> None:
-        self._embed, self._max_vectors = embed, max_vectors
+    def __init__(
+        self,
+        embed: Embed,
+        max_vectors: int,
+        given: Given = lambda item: None,
+        transfer: EncoderTransfer | None = None,
+    ) -> None:
+        self._embed, self._max_vectors, self._given = embed, max_vectors, given
+        self._transfer = transfer
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._num_vectors = 0
         self.num_embedded = 0
@@ -32,18 +44,32 @@ class MediaVectors:
 
     def __call__(self, media: Sequence[MediaInput]) -> list[Tensor]:
         """One tensor [num_vectors, H] for each item, in order."""
-        missing = {item.content_hash: item for item in media if item.content_hash not in self._kept}
-        found = (
-            dict(zip(missing, self._embed(list(missing.values())), strict=True)) if missing else {}
-        )
-        self.num_embedded += len(missing)
+        given = [self._given(item) for item in media]
+        towers = [item for item, own in zip(media, given, strict=True) if own is None]
+        made = self._made(towers)
         vectors = [
-            found.get(item.content_hash, self._kept.get(item.content_hash)) for item in media
+            made[item.content_hash] if own is None else own
+            for item, own in zip(media, given, strict=True)
         ]
-        for item, own in zip(media, vectors, strict=True):
-            assert own is not None
-            self._keep(item.content_hash, own)
-        return [own for own in vectors if own is not None]
+        for item in towers:
+            self._keep(item.content_hash, made[item.content_hash])
+            if self._transfer is not None:
+                self._transfer.save(item, made[item.content_hash])
+        return vectors
+
+    def _made(self, media: Sequence[MediaInput]) -> dict[str, Tensor]:
+        """Vectors by hash: those that are kept, those of other engines, and those that are made now."""
+        items = {item.content_hash: item for item in media}
+        found = {name: self._kept[name] for name in items if name in self._kept}
+        missing = {name: item for name, item in items.items() if name not in found}
+        if missing and self._transfer is not None:
+            loaded = {name: self._transfer.load(item) for name, item in missing.items()}
+            found |= {name: own for name, own in loaded.items() if own is not None}
+            missing = {name: item for name, item in missing.items() if name not in found}
+        if missing:
+            found.update(zip(missing, self._embed(list(missing.values())), strict=True))
+        self.num_embedded += len(missing)
+        return found
 
     def _keep(self, name: str, vectors: Tensor) -> None:
         if name in self._kept:

@@ -21,11 +21,12 @@ from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMRoPE, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
+from headrace_engine.encoder.transfer import EncoderTransfer
 from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.late import LateRow, LateRows
-from headrace_engine.execution.media import embed, encode
+from headrace_engine.execution.media import embed, encode, given_vectors
 from headrace_engine.execution.media_vectors import MediaVectors
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
@@ -57,6 +58,7 @@ class ModelRunner:
         processors: users' logits processors; None: there are none.
         token_types: True if the model takes segments of its tokens.
         max_media_vectors: vectors of media that are kept for items that come again.
+        transfer: other engines that make vectors of media, or take them; None: there are none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ModelRunner:
         processors: ProcessorStage | None = None,
         token_types: bool = False,
         max_media_vectors: int = 0,
+        transfer: EncoderTransfer | None = None,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -103,7 +106,10 @@ class ModelRunner:
             mrope=model if isinstance(model, SupportsMRoPE) else None,
         )
         self.media_vectors = MediaVectors(
-            lambda items: embed(cast("SupportsMultiModal", model), items, device), max_media_vectors
+            lambda items: embed(cast("SupportsMultiModal", model), items, device),
+            max_media_vectors,
+            lambda item: given_vectors(item, device),
+            transfer,
         )
         self.late = LateRows()
         """Rows whose tokens earlier steps left open."""

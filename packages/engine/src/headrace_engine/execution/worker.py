@@ -25,6 +25,8 @@ from headrace_core.pooling import PoolingInfo
 from headrace_core.sampling.logits_processor import LogitsProcessor
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import ProfilerConfig
+from headrace_engine.encoder.runner import EncodingRunner
+from headrace_engine.encoder.transfer import EncoderTransfer
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
@@ -94,6 +96,7 @@ class ModelWorker:
         pooling: what the model pools, which it must support then; None: it generates.
         rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
             read once.
+        make_transfer: makes the worker's end of a disaggregated encoder; None: there is none.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class ModelWorker:
         max_media_vectors: int = 0,
         pooling: PoolingInfo | None = None,
         rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
+        make_transfer: Callable[[], EncoderTransfer] | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -146,6 +150,8 @@ class ModelWorker:
         self._max_media_vectors = max_media_vectors
         self._pooling = pooling
         self._rebuild_model = rebuild_model
+        self._make_transfer = make_transfer
+        self._transfer: EncoderTransfer | None = None
         self._load_changes: Mapping[str, str] = {}
         self._constraints: ConstraintMaker | None = None
         self._processors: ProcessorStage | None = None
@@ -167,6 +173,8 @@ class ModelWorker:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
         self._binding.enter()
+        if self._make_transfer is not None:  # what it refuses is known before weights are read
+            self._transfer = self._make_transfer()
         self._available = self._meter.available()
         before = self._meter.used()
         with memory_errors("the model's weights"):
@@ -256,8 +264,7 @@ class ModelWorker:
             self._populators = list(self._make_populators(config))
         if self._grammars is not None:
             self._constraints = ConstraintMaker(self._grammars)
-        make_runner = ModelRunner if self._pooling is None else PoolingRunner
-        self._runner = make_runner(
+        self._runner = self._runner_class()(
             model,
             backends,
             config,
@@ -270,8 +277,14 @@ class ModelWorker:
             processors=self._processors,
             token_types=self._takes_token_types,
             max_media_vectors=self._max_media_vectors,
+            transfer=self._transfer,
         )
         self._runner.launching = self._launching
+
+    def _runner_class(self) -> type[ModelRunner]:
+        if self._transfer is not None and self._transfer.is_producer:
+            return EncodingRunner
+        return ModelRunner if self._pooling is None else PoolingRunner
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -351,7 +364,20 @@ class ModelWorker:
             "torch": str(torch.__version__),
             "kernels": self._kernels,
             "batch_invariant": self._batch_invariant,
+            **self._media_report(),
         }
+
+    def _media_report(self) -> dict[str, int]:
+        """Numbers of media items that towers embedded, and that other engines gave and were offered."""
+        found = (
+            {}
+            if self._runner is None
+            else {"media_embedded": self._runner.media_vectors.num_embedded}
+        )
+        if self._transfer is not None:
+            found["media_loaded"] = self._transfer.num_loaded
+            found["media_saved"] = self._transfer.num_saved
+        return found
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """See :meth:`headrace_core.executor.Worker.apply_model`."""
@@ -397,6 +423,9 @@ class ModelWorker:
         """Free model, cache and requests. Idempotent."""
         self._free()
         self._processors = None
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
 from headrace_core.sampling.logits_processor import LogitsProcessor
@@ -130,6 +130,32 @@ def check_with_embeds(params: SamplingParams) -> None:
             "prompt_logprobs: must be absent with prompt_embeds, which has no tokens to describe",
             param="prompt_logprobs",
         )
+
+
+def check_encodes(params: SamplingParams, media: Sequence[object]) -> None:
+    """Refuse what an engine that only encodes media has no answer to.
+
+    Raises: UnsupportedFeature: the prompt brings none, or the request asks for more.
+    """
+    if not media:
+        raise UnsupportedFeature(
+            "prompt: must bring media: this engine only encodes them (ec_role = 'ec_producer')",
+            param="prompt",
+        )
+    for name, none in _SAYS_OF_TOKENS.items():
+        value = getattr(params, name)
+        if value != none:
+            raise UnsupportedFeature(
+                f"{name} = {value!r:.100}: must be {none!r} or left out: this engine only encodes media "
+                "(ec_role = 'ec_producer')",
+                param=name,
+            )
+
+
+_SAYS_OF_TOKENS: Mapping[str, object] = {
+    "n": 1, "logprobs": None, "prompt_logprobs": None, "structured_outputs": None,
+}  # fmt: skip
+"""Parameters about what the language model makes of a prompt -> the value that asks for nothing."""
 
 
 def _ask(processor: type[LogitsProcessor], params: SamplingParams) -> None:

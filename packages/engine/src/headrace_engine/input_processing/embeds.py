@@ -1,4 +1,4 @@
-"""Prompts that are embeddings: from a tensor, or a file's bytes, to checked rows.
+"""Prompts and media that are embeddings: from a tensor, or a file's bytes, to checked rows.
 
 A tensor that the caller of the offline API made is looked at here. Bytes are never: what a client sent
 is read in a process that can be killed (:mod:`headrace_engine.input_processing.embeds_worker`), with
@@ -14,22 +14,31 @@ import msgspec
 from headrace_core.errors import RequestError
 from headrace_core.request import EMBEDS_DTYPES, PromptEmbeds
 from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
-from headrace_core.served_model import ServedModel
 
 DECODE_SECONDS = 10.0
 """Wall-clock limit of reading one prompt."""
 START_SECONDS = 120.0
 """Wall-clock limit of starting the process, which imports torch."""
+PROMPT_FIELD = "prompt_embeds"
 FILE_OVERHEAD = 1 << 16
 """Bytes that a file may take beyond its numbers."""
 
 
-class EmbedsDecodeJob(msgspec.Struct, frozen=True):
-    """A file that the process reads."""
+class EmbedsDecodeJob(msgspec.Struct, frozen=True, tag=True):
+    """A file of rows that the process reads."""
 
     data: bytes
     hidden_size: int
     dtype: str
+
+
+class NumbersDecodeJob(msgspec.Struct, frozen=True, tag=True):
+    """A file of a few whole numbers that the process reads."""
+
+    data: bytes
+
+
+Job = EmbedsDecodeJob | NumbersDecodeJob
 
 
 class EmbedsRows(msgspec.Struct, frozen=True):
@@ -37,58 +46,83 @@ class EmbedsRows(msgspec.Struct, frozen=True):
 
     num_tokens: int = 0
     data: bytes = b""
+    numbers: list[int] = []
     error: str = ""
 
 
 class EmbedsDecoder:
-    """Checks prompts of one model. Thread-safe.
+    """Checks rows for one model. Thread-safe.
 
     Args:
-        model: whose hidden size, dtype and context the rows must fit.
+        hidden_size: numbers of a row.
+        dtype: the activations'.
+        max_tokens: rows of the longest prompt.
     """
 
-    def __init__(self, model: ServedModel) -> None:
-        self._hidden_size, self._dtype = model.hidden_size, model.dtype
+    def __init__(self, hidden_size: int, dtype: str, max_tokens: int) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
         largest = max(EMBEDS_DTYPES.values())
-        self.max_bytes = model.max_model_len * model.hidden_size * largest + FILE_OVERHEAD
+        self.max_bytes = max_tokens * hidden_size * largest + FILE_OVERHEAD
         """Longest file that is looked at."""
         self._worker = EmbedsWorker(self.max_bytes)
 
     def decode(self, value: object) -> PromptEmbeds:
-        """Rows of a prompt, in the activations' dtype.
+        """Rows of a prompt, in the activations' dtype; see :meth:`rows`."""
+        rows = self.rows(value, PROMPT_FIELD)
+        return PromptEmbeds.of(self._dtype, rows.num_tokens, self._hidden_size, rows.data)
+
+    def rows(self, value: object, where: str) -> EmbedsRows:
+        """Checked rows, in the activations' dtype.
 
         Args:
             value: a torch tensor, or the bytes of a file that holds one; see
                 :class:`~headrace_core.request.EmbedsPrompt`.
+            where: the field, for messages.
 
         Raises:
             RequestError: it is no such tensor, or of another shape, or not finite.
         """
         if isinstance(value, (bytes, bytearray, memoryview)):
-            rows = self._read(bytes(value))
+            data = self._bounded(bytes(value), where)
+            rows = self._worker.decode(EmbedsDecodeJob(data, self._hidden_size, self._dtype))
         elif type(value).__module__.partition(".")[0] == "torch":
             from headrace_engine.input_processing.embeds_worker import checked_rows
 
             rows = checked_rows(value, self._hidden_size, self._dtype)
         else:
             raise _refused(
+                where,
                 f"a {type(value).__name__}; must be a torch tensor [num_tokens, "
-                f"{self._hidden_size}], or the bytes of a file of torch.save or safetensors"
+                f"{self._hidden_size}], or the bytes of a file of torch.save or safetensors",
             )
         if rows.error:
-            raise _refused(rows.error)
-        return PromptEmbeds.of(self._dtype, rows.num_tokens, self._hidden_size, rows.data)
+            raise _refused(where, rows.error)
+        return rows
+
+    def numbers(self, data: bytes, where: str, name: str) -> list[int]:
+        """The whole numbers of a file that holds one small tensor of them.
+
+        Args:
+            name: of the numbers, for messages.
+
+        Raises:
+            RequestError: it holds something else.
+        """
+        read = self._worker.decode(NumbersDecodeJob(self._bounded(data, where)))
+        if read.error:
+            raise _refused(where, f"{name}: {read.error}")
+        return read.numbers
 
     def close(self) -> None:
         """End the process, if there is one."""
         self._worker.close()
 
-    def _read(self, data: bytes) -> EmbedsRows:
+    def _bounded(self, data: bytes, where: str) -> bytes:
         if len(data) > self.max_bytes:
             raise _refused(
-                f"{len(data)} bytes; at most {self.max_bytes}, which the whole context takes"
+                where, f"{len(data)} bytes; at most {self.max_bytes}, which the whole context takes"
             )
-        return self._worker.decode(EmbedsDecodeJob(data, self._hidden_size, self._dtype))
+        return data
 
 
 class EmbedsWorker:
@@ -108,7 +142,7 @@ class EmbedsWorker:
             start_seconds=START_SECONDS,
         )
 
-    def decode(self, job: EmbedsDecodeJob) -> EmbedsRows:
+    def decode(self, job: Job) -> EmbedsRows:
         """Have a file read; what the process could not survive is an error, too."""
         message = msgspec.msgpack.encode(job)
         with self._lock:
@@ -129,5 +163,5 @@ class EmbedsWorker:
             self._process.kill()
 
 
-def _refused(reason: str) -> RequestError:
-    return RequestError(f"prompt_embeds: {reason}", param="prompt_embeds")
+def _refused(where: str, reason: str) -> RequestError:
+    return RequestError(f"{where}: {reason}", param=where)

@@ -16,10 +16,17 @@ import torch
 
 from headrace_core.request import EMBEDS_DTYPES
 from headrace_core.sandbox_process import address_space, limit_time, serve
-from headrace_engine.input_processing.embeds import DECODE_SECONDS, EmbedsDecodeJob, EmbedsRows
+from headrace_engine.input_processing.embeds import (
+    DECODE_SECONDS,
+    EmbedsDecodeJob,
+    EmbedsRows,
+    Job,
+)
 
 _ZIP = b"PK\x03\x04"
 """First bytes of a file of ``torch.save``; the older form is not read."""
+MOST_NUMBERS = 64
+"""Whole numbers in a file of them."""
 SPARE_BYTES = 512 << 20
 """Memory beyond what the process has when it is ready, and four times the longest file."""
 
@@ -63,7 +70,19 @@ def _unfit(tensor: torch.Tensor, hidden_size: int) -> str:
     return ""
 
 
-def decode(job: EmbedsDecodeJob) -> EmbedsRows:
+def checked_numbers(value: object) -> EmbedsRows:
+    """A small tensor's whole numbers, or why they are none."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return EmbedsRows(error=f"a {type(value).__name__}; must be one dense tensor")
+    whole = value.dtype in (torch.int64, torch.int32) and value.device.type == "cpu"
+    if not whole or not 0 < value.numel() <= MOST_NUMBERS:
+        return EmbedsRows(
+            error=f"{value.numel()} numbers of {value.dtype}; must be 1 to {MOST_NUMBERS} of int64 or int32"
+        )
+    return EmbedsRows(numbers=value.flatten().tolist())
+
+
+def decode(job: Job) -> EmbedsRows:
     """Read a file."""
     try:
         value = _read_torch(job.data) if job.data.startswith(_ZIP) else _read_safetensors(job.data)
@@ -73,7 +92,9 @@ def decode(job: EmbedsDecodeJob) -> EmbedsRows:
         return EmbedsRows(
             error="no file of torch.save (weights only) or safetensors that holds one tensor"
         )
-    return checked_rows(value, job.hidden_size, job.dtype)
+    if isinstance(job, EmbedsDecodeJob):
+        return checked_rows(value, job.hidden_size, job.dtype)
+    return checked_numbers(value)
 
 
 def _read_torch(data: bytes) -> object:
@@ -99,7 +120,7 @@ def main() -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    job = msgspec.msgpack.decode(message, type=EmbedsDecodeJob)
+    job = msgspec.msgpack.decode(message, type=Job)
     limit_time(DECODE_SECONDS)
     try:
         rows = decode(job)

@@ -25,7 +25,11 @@ from headrace_core.text import ReasoningParser, Tokenizer
 from headrace_engine.config import StructuredOutputsConfig
 from headrace_engine.input_processing.alignment import AlignmentInputProcessor
 from headrace_engine.input_processing.chat.template import PromptTemplates
-from headrace_engine.input_processing.checks import ParamsChecks, check_with_embeds
+from headrace_engine.input_processing.checks import (
+    ParamsChecks,
+    check_encodes,
+    check_with_embeds,
+)
 from headrace_engine.input_processing.constraints import Constraints
 from headrace_engine.input_processing.control_tokens import RenderedPrompt
 from headrace_engine.input_processing.late_interaction import MarkedTexts
@@ -59,6 +63,7 @@ class InputProcessor:
             constraints begin. None: the model does not reason.
         check_params: refuses what the device cannot honour.
         media: reads what prompts bring besides text; None: the model takes none.
+        only_encodes: requests end when their media are encoded, for other engines.
         clock: wall-clock seconds.
     """
 
@@ -76,10 +81,12 @@ class InputProcessor:
         reasoning_parser: type[ReasoningParser] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
         media: MediaReader | None = None,
+        only_encodes: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
+        self._only_encodes = only_encodes
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
         self._reasoning_parser = reasoning_parser
@@ -181,6 +188,9 @@ class InputProcessor:
         stop_token_ids = params.all_stop_token_ids(self.model.eos_token_ids)
         source = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         longest = max_tokens(len(ids), params, self.model, clamp=clamp_max_tokens, source=source)
+        if self._only_encodes:
+            check_encodes(params, tokens.media)
+            longest, params.detokenize, params.stop = 1, False, None
         constraint = self._constraints.of(prompt, tokens, params, admitted)
         bad_words = self._checks.bad_words(params)
         self._checks.check_possible(params, bad_words, stop_token_ids)

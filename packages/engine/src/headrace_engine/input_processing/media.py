@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from headrace_core.errors import PromptTooLong, QueueFull, RequestError, UnsupportedFeature
 from headrace_core.multimodal import (
+    MEDIA_LIMIT,
     MediaInput,
     MediaItem,
     MediaProcessor,
@@ -30,6 +31,13 @@ from headrace_core.multimodal import (
 from headrace_core.request import MEDIA_PARTS, modality_of
 from headrace_core.speech.model import AudioClip
 from headrace_engine.input_processing.abandonment import abandonment, check_wanted
+from headrace_engine.input_processing.media_embeds import (
+    EMBEDS_KEYS,
+    GivenEmbeds,
+    MediaEmbeds,
+    has_vectors,
+    refused_embeds,
+)
 from headrace_engine.input_processing.media_items import (
     FIELD,
     NO_FILES,
@@ -132,6 +140,7 @@ class MediaReader:
         max_tokens: that the items of a prompt may take; a decoder's context.
         max_step: tokens of a step, which must hold all that is computed together.
         whole_items: each item is.
+        embeds: reads items that come as vectors; None: none may.
     """
 
     def __init__(
@@ -148,7 +157,9 @@ class MediaReader:
         max_tokens: int = sys.maxsize,
         max_step: int = sys.maxsize,
         whole_items: bool = False,
+        embeds: MediaEmbeds | None = None,
     ) -> None:
+        self._embeds = embeds
         self._max_step, self._whole_items = max_step, whole_items
         self._max_tokens = max_tokens
         self._places = threading.Semaphore(AT_ONCE)
@@ -164,8 +175,21 @@ class MediaReader:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Modalities of which a prompt may bring at least one item."""
-        return tuple(modality for modality, most in self._limits.items() if most)
+        """Modalities of which a prompt may bring at least one item, be it as vectors."""
+        return tuple(m for m, most in self._limits.items() if most or self._takes_vectors(m))
+
+    def part_types(self) -> tuple[str, ...]:
+        """Types of the parts of messages that bring media."""
+        vectors = EMBEDS_KEYS.values()
+        return tuple(
+            kind
+            for kind, modality in MEDIA_PARTS.items()
+            if modality in self._limits
+            and (self._takes_vectors(modality) if kind in vectors else self._limits[modality])
+        )
+
+    def _takes_vectors(self, modality: str) -> bool:
+        return self._embeds is not None and modality in EMBEDS_KEYS
 
     def place(
         self,
@@ -287,6 +311,8 @@ class MediaReader:
     def close(self) -> None:
         """End what reads files; it would be started anew."""
         self.files.close()
+        if self._embeds is not None:
+            self._embeds.close()
 
     def _brought(
         self, data: object, names: object, places: Mapping[str, Sequence[str]]
@@ -301,8 +327,9 @@ class MediaReader:
                     f"{FIELD}.{modality}: this model takes {', '.join(self._limits)} only",
                     param=f"{FIELD}.{modality}",
                 )
-            found[modality] = self._items.split(modality, given)
-            self.check_count(modality, len(found[modality]))
+            found[modality] = self._split(cast("Modality", modality), given)
+            as_vectors = sum(isinstance(item, GivenEmbeds) for item in found[modality])
+            self.check_count(modality, len(found[modality]), vectors=as_vectors)
         named = names_of(names, {modality: len(items) for modality, items in found.items()})
         return [
             _Brought(
@@ -315,6 +342,18 @@ class MediaReader:
             for modality, items in found.items()
             for index, (given, name) in enumerate(zip(items, named[modality], strict=True))
         ]
+
+    def _split(self, modality: Modality, given: object) -> Sequence[object]:
+        """The items of a modality, those that come as vectors as :class:`GivenEmbeds`."""
+        elements = given if isinstance(given, list) else [given]
+        if not any(has_vectors(modality, element) for element in elements):
+            return self._items.split(modality, given)
+        if self._embeds is None:
+            raise refused_embeds(f"{FIELD}.{modality}")
+        found: list[object] = []
+        for element in elements:
+            found += self._embeds.split(modality, element) or [element]
+        return found
 
     def _processed(
         self, brought: Sequence[_Brought], options: Mapping[str, Any], salt: str | None
@@ -366,6 +405,8 @@ class MediaReader:
                 param=f"{NAMES_FIELD}.{modality}",
                 value=name,
             )
+        if isinstance(given, GivenEmbeds):
+            return self._vectors(modality, given, known)
         with _Place(self._places) as place:
             if isinstance(given, Later):
                 # Neither a slow host nor files that wait for a decoder keep places from others.
@@ -378,13 +419,30 @@ class MediaReader:
             [made] = self._processor.process([item], options)
         return replace(item, data=None), made
 
-    def check_count(self, modality: str, count: int, where: str | None = None) -> None:
+    def _vectors(
+        self, modality: Modality, given: GivenEmbeds, known: str
+    ) -> tuple[MediaItem, ProcessedMedia]:
+        """An item that came as vectors; kept if it has a name, by which it may come again."""
+        if self._embeds is None:
+            raise refused_embeds(f"{FIELD}.{modality}")
+        item, made = self._embeds.read(modality, given)
+        if known:
+            item = replace(item, content_hash=known)
+            self._processor.keep(known, made)
+        return item, made
+
+    def check_count(
+        self, modality: str, count: int, where: str | None = None, *, vectors: int = 0
+    ) -> None:
         """Raises: RequestError if a prompt brings too many items; names limit and modality.
 
         Args:
             where: a chat brings the last of them; None: ``multi_modal_data`` does.
+            vectors: so many of them come as such, which a limit of 0 leaves alone.
         """
         most = self._limits[cast("Modality", modality)]
+        if most == 0 and vectors == count and self._takes_vectors(modality):
+            most = MEDIA_LIMIT
         if count > most:
             where = where or f"{FIELD}.{modality}"
             raise RequestError(
@@ -448,9 +506,12 @@ class ChatMedia:
             RequestError: its content is malformed.
         """
         kind, modality = part.get("type"), modality_of(part)
-        if self._reader is None or modality is None or modality not in self._reader.modalities:
+        if self._reader is None or modality is None or kind is None:
             return None
-        assert kind is not None
+        if kind not in self._reader.part_types():
+            if kind in EMBEDS_KEYS.values() and modality in self._reader.modalities:
+                raise refused_embeds(f"{path}.{kind}")
+            return None
         content, where = part.get(kind), _client_place(part) or f"{path}.{kind}"
         name = check_name(part.get("uuid"), f"{path}.uuid")
         if name is not None and content is None:
@@ -459,13 +520,12 @@ class ChatMedia:
             content, where = _text_in(part, kind, where)
         index = sum(other.modality == modality for other in self._parts)
         self._parts.append(_Part(modality, content, kind, where, name))
-        self._reader.check_count(modality, index + 1, where)
+        self._reader.check_count(modality, index + 1, where, vectors=self._num_vectors(modality))
         return modality, self._reader.placeholder(modality, index)
 
     def accepted(self) -> str:
         """Types of parts that the model takes, as an error says them."""
-        taken = () if self._reader is None else self._reader.modalities
-        kinds = [kind for kind, modality in MEDIA_PARTS.items() if modality in taken]
+        kinds = () if self._reader is None else self._reader.part_types()
         if not kinds:
             return f"this model takes text only, as one of {', '.join(TEXT_PARTS)}"
         return f"must be one of {', '.join((*TEXT_PARTS, *kinds))}"
@@ -474,8 +534,10 @@ class ChatMedia:
         """The media as a prompt's ``multi_modal_data``: fetched and decoded when they are read."""
         found: dict[str, list[Any]] = {}
         for part in self._parts:
-            item: Later | None = None
-            if part.content is not None:
+            item: object = None
+            if part.kind in EMBEDS_KEYS.values() and part.content is not None:
+                item = _embeds_of(part)
+            elif part.content is not None:
                 item = Later(partial(self._fetched, part), partial(self._decoded, part))
             found.setdefault(part.modality, []).append(item)
         return found
@@ -493,6 +555,11 @@ class ChatMedia:
         for part in self._parts:
             found.setdefault(part.modality, []).append(part.where)
         return found
+
+    def _num_vectors(self, modality: Modality) -> int:
+        """Items of a modality that come as vectors."""
+        return sum(part.kind == EMBEDS_KEYS.get(modality) for part in self._parts
+                   if part.modality == modality)  # fmt: skip
 
     def _fetched(self, part: _Part) -> object:
         """A file's bytes, or the object that was given."""
@@ -522,6 +589,26 @@ class ChatMedia:
         if not isinstance(fetched, bytes):
             return fetched
         return self._reader.decode(part.modality, fetched, part.where)
+
+
+def _embeds_of(part: _Part) -> GivenEmbeds:
+    """Vectors of a part: base64 of a file or a tensor, alone or in an object with facts.
+
+    Raises: RequestError: a text is no base64, or an object has no vectors.
+    """
+    given = part.content
+    if not isinstance(given, Mapping):
+        return GivenEmbeds(_file_of(given, part.where))
+    read = {name: _file_of(value, f"{part.where}.{name}") for name, value in given.items()}
+    if read.get(part.kind) is None:
+        raise RequestError(
+            f"{part.where}: an object must have {part.kind}, the vectors", param=part.where
+        )
+    return GivenEmbeds(read.pop(part.kind), read)
+
+
+def _file_of(value: object, where: str) -> object:
+    return _from_base64(value, where) if isinstance(value, str) else value
 
 
 def _client_place(part: Mapping[str, Any]) -> str | None:

@@ -69,6 +69,11 @@ class ProcessedItems:
         with self._lock:
             return content_hash in self._kept
 
+    def keep(self, content_hash: str, made: ProcessedMedia) -> None:
+        """Keep an item that was processed elsewhere."""
+        with self._lock:
+            self._keep(content_hash, made)
+
     def _keep(self, name: str, one: ProcessedMedia) -> None:
         if name in self._kept:
             self._kept.move_to_end(name)

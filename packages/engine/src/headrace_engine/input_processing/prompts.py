@@ -116,7 +116,9 @@ class PromptReader:
         self._token_types = pooling is not None and pooling.token_types
         own = pooling.score_template if pooling is not None else None
         self._score_template = chat_template or own
-        self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
+        self._embeds: EmbedsDecoder | None = None
+        if model.prompt_embeds:
+            self._embeds = EmbedsDecoder(model.hidden_size, model.dtype, model.max_model_len)
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
             self._renderer = ChatRenderer(

@@ -20,7 +20,7 @@ from typing import Any
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
-from headrace_core.pooling.scoring import ScoreInput, check_activation, pair_up
+from headrace_core.pooling.scoring import ScoreInput, pair_up
 from headrace_core.request import ChatPrompt, Prompt, brings_media, modality_of
 from headrace_core.served_model import ServedModel
 from headrace_engine.input_processing.chat.content import PairSides
@@ -30,6 +30,7 @@ from headrace_engine.input_processing.pooling import PairPrompt, PoolingPrompt, 
 from headrace_engine.input_processing.prompts import PairParts
 from headrace_engine.input_processing.tokens import need_tokenizer
 from headrace_engine.output_processing.pooled import PooledOutput
+from headrace_engine.pooling.activation import check_activation
 from headrace_engine.pooling.jobs import PoolingJob
 
 Scored = PoolingRequestOutput[ScoringOutput]

@@ -104,8 +104,8 @@ def start_reading(resolved: ResolvedConfig) -> None:
     """Have the weights read from disk while torch is imported."""
     from headrace_models.checkpoint.read_ahead import read_ahead
 
-    if isinstance(resolved.platform, BringsWorker):
-        return
+    if isinstance(resolved.platform, BringsWorker) or resolved.config.multimodal.only_encodes:
+        return  # nothing is read, or a part
     if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
         info, available = resolved.info, resolved.platform.available_memory()
         read_ahead(

@@ -166,6 +166,7 @@ def front_end(
         reasoning_parser=reasoning_parser(config.structured_outputs),
         check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
         media=media,
+        only_encodes=config.multimodal.only_encodes,
     )
     check_backend(config.structured_outputs)
     if client is None:

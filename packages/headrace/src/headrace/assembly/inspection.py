@@ -72,7 +72,8 @@ def inspect_model(config: EngineConfig, *, memory: bool = False) -> Inspection:
     info = resolved.info
     processor, limits = media_processor(info), resolved.config.model.limit_mm_per_prompt
     possible = processor.modalities() if processor is not None else ()
-    modalities = tuple(modality for modality in possible if media_limit(limits, modality))
+    embeds = resolved.config.model.enable_mm_embeds
+    modalities = tuple(one for one in possible if embeds or media_limit(limits, one))
     model = served_model(resolved, read_tokenizer(resolved), None, modalities)
     if TASK in info.tasks and (lacking := missing_libraries()):
         model = dataclasses.replace(model, unmet={**model.unmet, TASK: lacking})

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.media_files import file_reading, frame_sampling
 from headrace.assembly.missing_packages import missing
+from headrace.assembly.served import hidden_size
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, RequestError
-from headrace_core.multimodal import MediaInput, MediaItem, media_limit
+from headrace_core.multimodal import MediaInput, MediaItem, TakesEmbeds, media_limit
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from headrace_core.multimodal import MediaProcessor, Modality
     from headrace_engine.execution.largest import LargestItem
     from headrace_engine.input_processing.media import MediaReader
-    from headrace_engine.input_processing.media_items import AudioDecode
+    from headrace_engine.input_processing.media_embeds import MediaEmbeds
+    from headrace_engine.input_processing.media_items import AudioDecode, ContentHash
 
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:
@@ -46,6 +48,7 @@ def media_reader(
     """
     config, info = resolved.config, resolved.info
     processor = media_processor(info)
+    _check_embeds(resolved, processor)
     if processor is None:
         return None
     try:
@@ -69,7 +72,33 @@ def media_reader(
         max_step=config.scheduler.max_num_batched_tokens or info.max_model_len,
         whole_items=config.scheduler.disable_chunked_mm_input,
         files=file_reading(config.multimodal, decode_audio, tuple(processor.modalities())),
+        embeds=_media_embeds(resolved, processor, content_hash),
     )
+
+
+def _check_embeds(resolved: ResolvedConfig, processor: MediaProcessor | None) -> None:
+    """Raises: ConfigError: media are to come as vectors, and the model takes none."""
+    if not resolved.config.model.enable_mm_embeds or isinstance(processor, TakesEmbeds):
+        return
+    reason = "takes no media" if processor is None else f"has {type(processor).__name__}"
+    raise ConfigError(
+        f"model.enable_mm_embeds = True: must be False for {resolved.info.architecture}, which {reason}",
+        field="model.enable_mm_embeds",
+    )
+
+
+def _media_embeds(
+    resolved: ResolvedConfig, processor: MediaProcessor, content_hash: ContentHash
+) -> MediaEmbeds | None:
+    """Reads media that come as vectors; None: none may."""
+    info = resolved.info
+    if not resolved.config.model.enable_mm_embeds:
+        return None
+    from headrace_engine.input_processing.media_embeds import MediaEmbeds
+
+    assert isinstance(processor, TakesEmbeds)
+    size = hidden_size(info, "model.enable_mm_embeds")
+    return MediaEmbeds(processor, size, info.dtype, info.max_model_len, content_hash)
 
 
 def _check_options(processor: MediaProcessor, options: Mapping[str, Any]) -> None:

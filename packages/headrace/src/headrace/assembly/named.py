@@ -36,10 +36,23 @@ def check_named(
             plugins.find("headrace.quantization", name)
     if config.attention.backend is not None:
         plugins.find("headrace.attention_backends", config.attention.backend)
+    _check_ec_transfer(config, platform)
     if not isinstance(platform, BringsWorker):
         _check_kernels(config.device.kernels)
         _check_device(config, platform)
         kv_scale_constants(config.cache, environ)
+
+
+def _check_ec_transfer(config: EngineConfig, platform: Platform) -> None:
+    transfer, field = config.multimodal.ec_transfer_config, "multimodal.ec_transfer_config"
+    if transfer and isinstance(platform, BringsWorker):
+        raise ConfigError(
+            f"{field} = {dict(transfer)!r:.200}: must be left out on this device, whose worker knows nothing "
+            "of it",
+            field=field,
+        )
+    if transfer and "ec_connector_module_path" not in transfer:
+        plugins.find("headrace.ec_connectors", transfer["ec_connector"])
 
 
 def _check_load_format(name: str) -> None:

@@ -51,7 +51,8 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
         cache=dataclasses.replace(
             config.cache,
             block_size=block_size,
-            enable_prefix_caching=_prefix_caching(config.cache.enable_prefix_caching, info),
+            enable_prefix_caching=not config.multimodal.only_encodes
+            and _prefix_caching(config.cache.enable_prefix_caching, info),
         ),
         scheduler=scheduler,
         device=dataclasses.replace(config.device, device=platform.device),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace import demo
+from headrace.assembly.encoder_transfer import check_ec_role
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
 from headrace.assembly.resolution import resolve
@@ -62,6 +63,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
     _try_profiler_folder(config.profiler)
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
+    check_ec_role(config, info)
     _check_sampling_defaults(info)
     if not isinstance(config.model.hf_overrides, Mapping):  # what the function made
         model = dataclasses.replace(config.model, hf_overrides=info.whole_config)

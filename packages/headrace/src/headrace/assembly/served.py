@@ -107,8 +107,11 @@ def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     return tuple(sorted({tokenizer.decode([i]) for i in tokenizer.special_token_ids} - {""}))
 
 
-def hidden_size(info: ModelInfo) -> int:
+def hidden_size(info: ModelInfo, setting: str = "model.enable_prompt_embeds") -> int:
     """Numbers of one input embedding.
+
+    Args:
+        setting: needs it, for messages.
 
     Raises:
         ConfigError: the checkpoint's config does not say.
@@ -118,9 +121,9 @@ def hidden_size(info: ModelInfo) -> int:
         if isinstance(size, int) and size > 0:
             return size
     raise ConfigError(
-        f"model.enable_prompt_embeds = True: must be False for {info.architecture}, whose "
-        f"config.json has none of {list(HIDDEN_SIZES)}",
-        field="model.enable_prompt_embeds",
+        f"{setting} = True: must be False for {info.architecture}, whose config.json has none of "
+        f"{list(HIDDEN_SIZES)}",
+        field=setting,
     )
 
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
@@ -104,7 +105,10 @@ def worker_factory(
             else tokens,
             pooling=info.pooling,
             rebuild_model=rebuild,
-            capture=Capture(
+            make_transfer=transfer_maker(resolved),
+            capture=None
+            if config.multimodal.only_encodes
+            else Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=bool(config.graph.enforce_eager)
             ),
         )
@@ -197,6 +201,7 @@ def build_model(
             seed=config.model.seed,
             progress=progress,
             admit=None if again else lambda model: check_room(resolved, model),
+            only_towers=config.multimodal.only_encodes and info.source == "native",
         )
     choose.check_used()
     return model

@@ -45,6 +45,7 @@ from headrace_models.loading.cache_scales import CacheScales
 from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
+from headrace_models.loading.only_towers import layers_passed_over, with_one_layer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,7 @@ def load_model(
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
     admit: Callable[[CausalLM], None] | None = None,
+    only_towers: bool = False,
 ) -> CausalLM:
     """Build ``info.architecture`` and fill it; see the module's docstring.
 
@@ -86,6 +88,7 @@ def load_model(
         seed: of ``load_format="dummy"``.
         progress: told the bytes that are done.
         admit: called with the built model before a weight is read; what it raises ends the loading.
+        only_towers: of the language model one layer is enough (:mod:`~headrace_models.loading.only_towers`).
 
     Raises:
         UnsupportedModel: the config asks for something that the family cannot do, or the class does
@@ -96,7 +99,7 @@ def load_model(
             or a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
-    built = Built.of(info, context)
+    built = Built.of(info, context, only_towers=only_towers)
     if admit is not None:
         admit(built.model)
     wanted = load.load_format.lower()
@@ -130,16 +133,18 @@ class Built(NamedTuple):
     """See :data:`HARMLESS`."""
 
     @classmethod
-    def of(cls, info: ModelInfo, context: BuildContext) -> Built:
+    def of(cls, info: ModelInfo, context: BuildContext, *, only_towers: bool = False) -> Built:
         """Raises: UnsupportedModel, PluginError, see :func:`load_model`."""
         chosen = model_class(info)
         check_constructor(chosen)
-        model = chosen(context)
+        model = chosen(with_one_layer(context) if only_towers else context)
         if info.pooling is not None and not isinstance(model, SupportsPooling):
             raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
         leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
         weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
         ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
+        if only_towers:
+            ignored = {**ignored, **layers_passed_over(model.weight_rules)}
         return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
 
     def passes_over(self, name: str) -> bool:

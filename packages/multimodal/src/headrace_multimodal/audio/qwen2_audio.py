@@ -9,6 +9,7 @@ from typing import Any
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.audio.features import FeatureExtractor, Spectrogram
+from headrace_multimodal.embeds_facts import check_facts, wrong_fact
 from headrace_multimodal.placeholders import expanded
 
 _ENCODER = {"num_mel_bins": 128, "max_source_positions": 1500}
@@ -58,6 +59,18 @@ class Qwen2AudioProcessor:
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """A clip of the full length."""
         return self.process([self.extract.longest()], {})[0]
+
+    embeds_width = 1
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """A clip of as many vectors; see :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, ())
+        most = num_audio_tokens(self.extract.num_frames)
+        if num_vectors > most:
+            raise wrong_fact("vectors", num_vectors, f"at most {most}, which a clip has")
+        return ProcessedMedia({}, num_vectors)
 
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's own chat template writes it."""

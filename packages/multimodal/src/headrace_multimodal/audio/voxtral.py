@@ -14,6 +14,7 @@ from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, Proces
 from headrace_multimodal.audio.features import INPUT_FEATURES, FeatureExtractor
 from headrace_multimodal.audio.mel import log_mel
 from headrace_multimodal.audio.waveform import samples_of
+from headrace_multimodal.embeds_facts import check_facts, wrong_fact
 from headrace_multimodal.placeholders import expanded
 
 _ENCODER = {
@@ -71,6 +72,20 @@ class VoxtralProcessor:
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """One piece: the encoder takes those of a recording one after another."""
         return self.process([self.extract.longest()], {})[0]
+
+    embeds_width = 1
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """A recording of whole pieces; see :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, ())
+        most = self.max_pieces * self.tokens_of_piece
+        if num_vectors % self.tokens_of_piece or num_vectors > most:
+            raise wrong_fact(
+                "vectors", num_vectors, f"a multiple of {self.tokens_of_piece}, at most {most}"
+            )
+        return ProcessedMedia({}, num_vectors)
 
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's tokenizer spells it."""

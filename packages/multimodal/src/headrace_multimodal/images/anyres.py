@@ -19,11 +19,15 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import ProcessedMedia
 from headrace_multimodal.images.clip import OneSize
 from headrace_multimodal.images.pixels import Pixels
-from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
+from headrace_multimodal.images.processor import (
+    IMAGE_SIZES,
+    PIXEL_VALUES,
+    ImageProcessor,
+    packed,
+    part,
+)
 from headrace_multimodal.images.steps import BICUBIC, CLIP_MEAN, CLIP_STD, cut, resized
 
-IMAGE_SIZES = "image_sizes"
-"""Model input: [2] int64, an image's height and width as it came."""
 PINPOINTS = "image_grid_pinpoints"
 Size = tuple[int, int]
 """Height and width."""
@@ -75,6 +79,10 @@ class AnyresProcessor(ImageProcessor):
             IMAGE_SIZES: packed(np.array(image, np.int64)),
         }
         return ProcessedMedia(inputs, self.num_tokens(image))
+
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """As many tokens as vectors: an image has no others."""
+        return ProcessedMedia({}, num_vectors)
 
     def num_tokens(self, image: Size) -> int:
         """Tokens of an image of that size."""

@@ -107,6 +107,10 @@ class LlavaProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         return ProcessedMedia({PIXEL_VALUES: packed(self._shape(pixels))}, self._num_tokens)
 
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """Any: all have as many vectors."""
+        return self.blank(*self.largest_size())
+
     def largest_size(self) -> tuple[int, int]:
         return self._shape.size
 

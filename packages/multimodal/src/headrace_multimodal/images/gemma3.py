@@ -83,6 +83,10 @@ class Gemma3Processor(ImageProcessor):
         most = max(2, int(self._settings[MOST]))
         return self._settings[LEAST], self._settings[LEAST] * most
 
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """An image in one part, which a square is."""
+        return self.one(np.zeros((1, 1, 3), np.uint8), {SPLITS: False})
+
     def blank(self, height: int, width: int) -> ProcessedMedia:
         """In as many parts as options may ask for."""
         return self.one(np.zeros((height, width, 3), np.uint8), {SPLITS: True})

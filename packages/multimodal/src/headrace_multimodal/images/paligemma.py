@@ -44,6 +44,10 @@ class PaliGemmaProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         return ProcessedMedia({PIXEL_VALUES: packed(self._shape(pixels))}, self._number)
 
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """Any: all have as many vectors."""
+        return self.blank(*self.largest_size())
+
     def largest_size(self) -> tuple[int, int]:
         return self._shape.size
 

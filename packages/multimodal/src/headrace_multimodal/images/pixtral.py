@@ -130,6 +130,10 @@ class LightOnOCRProcessor(ImageProcessor):
         count = (x.shape[1] // self._unit) * (x.shape[2] // self._unit)
         return ProcessedMedia({PIXEL_VALUES: packed(x)}, count)
 
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """As many tokens as vectors: an image has no others."""
+        return ProcessedMedia({}, num_vectors)
+
     def largest_size(self) -> tuple[int, int]:
         return self._shape.box
 

@@ -6,6 +6,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,15 @@ import numpy as np
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
+from headrace_multimodal.embeds_facts import check_facts, fact, missing_fact, wrong_fact
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.settings import image_settings
 from headrace_multimodal.placeholders import expanded
 
+IMAGE_SIZES = "image_sizes"
+"""[2] int64, an image's height and width as it came: an input of some models, a fact of vectors."""
+MAX_STATED_PIXELS = 1 << 24
+"""Of the image that vectors are said to be of; one of that size is laid out to know its tokens."""
 PIXEL_VALUES = "pixel_values"
 """Model input: float32, in the family's own shape."""
 
@@ -33,6 +39,8 @@ class ImageProcessor(ABC):
 
     text: str = "<image>"
     """Placeholder where a template writes none."""
+    embeds_width: int = 1
+    """See :class:`headrace_core.multimodal.TakesEmbeds`."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self.config, self.path = config, path
@@ -90,6 +98,26 @@ class ImageProcessor(ABC):
     def blank(self, height: int, width: int) -> ProcessedMedia:
         """A black image, in the form that takes most."""
         return self.one(np.zeros((height, width, 3), np.uint8), {})
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """An image of the stated ``image_sizes``, height and width; see
+        :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, (IMAGE_SIZES,))
+        if IMAGE_SIZES not in facts:
+            return replace(self.sizeless(num_vectors), inputs={})
+        size = fact(facts, IMAGE_SIZES, 2)
+        if size[0] * size[1] > MAX_STATED_PIXELS:
+            raise wrong_fact(IMAGE_SIZES, size, f"of at most {MAX_STATED_PIXELS} pixels")
+        return replace(self.one(np.zeros((*size, 3), np.uint8), {}), inputs={})
+
+    def sizeless(self, num_vectors: int) -> ProcessedMedia:
+        """An image of which nothing but vectors is known.
+
+        Raises: RequestError: its tokens depend on its size.
+        """
+        raise missing_fact(IMAGE_SIZES, "height and width of the image")
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self.text

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.multimodal import ProcessedMedia
+from headrace_core.multimodal import Modality, ProcessedMedia
+from headrace_multimodal.embeds_facts import check_facts, fact, missing_fact, wrong_fact
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import (
     PIXEL_VALUES,
@@ -64,6 +65,18 @@ class QwenVLProcessor(ImageProcessor):
             GRID: packed(np.array(grid, np.int64)),
         }
         return ProcessedMedia(inputs, math.prod(grid) // self._merge**2)
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """An image of the stated grid; see :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, (GRID,))
+        if GRID not in facts:
+            raise missing_fact(GRID, "an image's patches in time (1), height and width")
+        grid, merge = fact(facts, GRID, 3), self._merge
+        if grid[0] != 1 or grid[1] % merge or grid[2] % merge:
+            raise wrong_fact(GRID, list(grid), f"[1, height, width] in multiples of {merge}")
+        return ProcessedMedia({GRID: packed(np.array(grid, np.int64))}, math.prod(grid) // merge**2)
 
     def _patches(self, x: Float, rows: int, columns: int) -> Float:
         """[3, height, width] -> [patches, 3 * frames * patch * patch]; a still image fills its frames."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace_core.multimodal import ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
-from headrace_multimodal.images.processor import packed
+from headrace_multimodal.images.processor import packed, part
 from headrace_multimodal.images.qwen_vl import (
     QwenVLProcessor,
     near_square,
@@ -36,6 +36,8 @@ SECONDS = "second_per_grid_ts"
 """Model input: [1] float32, seconds between two patches in time."""
 FRAME_RATE = 24.0
 """Frames a second of a video that says none."""
+_LEVELS = (8, 16, 24)
+"""Layers of the tower whose vectors go to the decoder's first ones, where no config says them."""
 _MOST = 1 << 40
 """Pixels that an option may say."""
 _START, _PAD, _END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
@@ -160,6 +162,8 @@ class Qwen3VLVideos(Qwen2VLVideos):
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
         self._words = Words(path)
+        levels = part(config, "vision_config").get("deepstack_visual_indexes", _LEVELS)
+        self.embeds_width = 1 + len(levels)
 
     def frame_size(
         self, count: int, height: int, width: int, least: int, most: int

@@ -45,6 +45,8 @@ _MEDIA_KEYS = (
     "image_url", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds",
     "video_url", "input_image", "input_file", "file",
 )  # fmt: skip
+_UNSAID = ("image_pil", "image_embeds", "audio_embeds")
+"""Parts that no client can send, or that need a flag: errors do not propose them."""
 CLIENT_PLACE = "_place"
 """Key of a part with media that another protocol's request becomes: where its content stands there. The
 engine names it in errors."""
@@ -559,7 +561,7 @@ def text_part(
         place = str(part[CLIENT_PLACE])
         raise UnsupportedFeature(f"{place}: this model takes text only", param=place)
     if kind in _MEDIA_KEYS:
-        taken = [own for own, m in MEDIA_PARTS.items() if m in modalities and own != "image_pil"]
+        taken = [own for own, m in MEDIA_PARTS.items() if m in modalities and own not in _UNSAID]
         accepted = (
             f"must be one of text, {', '.join(taken)}" if taken else "this model takes text only"
         )

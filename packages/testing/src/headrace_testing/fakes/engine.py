@@ -41,7 +41,7 @@ from headrace_core.output import (
 )
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor
-from headrace_core.pooling.scoring import ScoreInput, check_activation, pair_up
+from headrace_core.pooling.scoring import ScoreInput, pair_up
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from headrace_core.served_model import ServedModel
@@ -405,8 +405,6 @@ class FakeEngine:
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         scoring = "cross" if self._model.pooling is None else self._model.pooling.scoring
-        if self._model.pooling is not None:
-            check_activation(params, self._model.pooling)
         task = {"cosine": "embed", "late_interaction": "token_embed"}.get(scoring, "score")
         verified = self._take_in_pooling(params, request_id, task)
         calls, outputs = [], []

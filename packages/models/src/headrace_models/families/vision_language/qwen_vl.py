@@ -46,12 +46,16 @@ class Qwen2VL(MediaDecoder):
     second: ClassVar[bool] = False
     """The tower is Qwen2.5-VL's."""
 
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        vision = Settings(part_of(whole, "vision_config"))
+        self.merge = vision.integer("spatial_merge_size", 2)
+        self.rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
+
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         vision = part_of(whole, "vision_config")
         self.tower: QwenVLTower | Qwen3VLTower = QwenVLTower(
             context, vision, _TOWER, self.hidden_size(), second=type(self).second
         )
-        self.rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -74,7 +78,7 @@ class Qwen2VL(MediaDecoder):
         for item in media:
             runs = item.vector_runs
             time, height, width = _grid(item.inputs[_GRID[item.modality]].tolist())
-            sizes = time // len(runs), height // self.tower.merge, width // self.tower.merge
+            sizes = time // len(runs), height // self.merge, width // self.merge
             for first, number in runs:
                 text = item.offset + first - done
                 found.append(torch.arange(place, place + text).expand(3, text))
@@ -104,8 +108,8 @@ class Qwen2_5VL(Qwen2VL):
 
     second: ClassVar[bool] = True
 
-    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
-        super().make_towers(context, whole)
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        super().place_media(whole)
         vision = Settings(part_of(whole, "vision_config"))
         self.places_per_second = vision.positive("tokens_per_second", 4)
 
@@ -127,9 +131,11 @@ class Qwen3VL(Qwen2VL):
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         vision = part_of(whole, "vision_config")
         self.tower = Qwen3VLTower(context, vision, _TOWER, self.hidden_size())
-        rope = rope_settings(self.settings.config, theta=_THETA, partial=1.0)
-        sections = rope.sections or _QWEN3_SECTIONS
-        self.rope = replace(rope, sections=sections, interleaved_sections=True)
+
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        super().place_media(whole)
+        sections = self.rope.sections or _QWEN3_SECTIONS
+        self.rope = replace(self.rope, sections=sections, interleaved_sections=True)
 
     def input_vectors(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.SupportsPromptEmbeds`: the first numbers of the given ones."""

@@ -30,9 +30,21 @@ class MediaModel(Layer, ABC):
     media_names: ClassVar[Sequence[tuple[str, str]]] = ()
     """Beginning of a tower's name in published files -> what :attr:`media_rules` have in its place."""
 
+    has_towers: ClassVar[bool] = True
+    """False: media come as vectors (:class:`headrace_core.multimodal.TakesEmbeds`)."""
+
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)  # type: ignore[call-arg] # that class's
-        self.make_towers(replace(context, quant=_plain(context)), context.whole_config)
+        self.place_media(context.whole_config)
+        if type(self).has_towers:
+            self.make_towers(replace(context, quant=_plain(context)), context.whole_config)
+
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """Read what the decoder must know of media whose vectors are there.
+
+        Args:
+            whole: ``config.json``.
+        """
 
     @abstractmethod
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
@@ -46,7 +58,8 @@ class MediaModel(Layer, ABC):
     @property
     def ignored_weights(self) -> Mapping[str, str]:
         """See :class:`headrace_core.model.IgnoresWeights`: the language model's, and the towers'."""
-        return {**getattr(super(), "ignored_weights", {}), **self.unread_weights()}
+        own = self.unread_weights() if type(self).has_towers else {}
+        return {**getattr(super(), "ignored_weights", {}), **own}
 
     def unread_weights(self) -> Mapping[str, str]:
         """Tensors of towers that are not read: pattern of the whole name -> why."""

@@ -1,0 +1,48 @@
+"""Facts that come with vectors of an item (:class:`headrace_core.multimodal.TakesEmbeds`): checks, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace_core.errors import RequestError
+
+MAX_FACT = 1 << 16
+
+
+def check_facts(facts: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises: RequestError: something else came with vectors."""
+    for name in facts:
+        if name not in known:
+            accepted = f"facts are {', '.join(known)}" if known else "this model needs none"
+            raise RequestError(
+                f"multi_modal_data: {name}: no such fact of vectors; {accepted}",
+                param="multi_modal_data",
+            )
+
+
+def fact(facts: Mapping[str, Any], name: str, count: int) -> tuple[int, ...]:
+    """Sizes that came with an item's vectors.
+
+    Raises: RequestError: they are not so many numbers from 1 to :data:`MAX_FACT`.
+    """
+    given = facts[name]
+    good = isinstance(given, list) and len(given) == count
+    if not good or not all(type(size) is int and 0 < size <= MAX_FACT for size in given):
+        raise wrong_fact(name, given, f"{count} sizes from 1 to {MAX_FACT} for each item")
+    return tuple(given)
+
+
+def missing_fact(name: str, meaning: str) -> RequestError:
+    """The error where vectors come without what the model must know beside them."""
+    return RequestError(
+        f"multi_modal_data: {name}: must be given beside the vectors: {meaning}",
+        param="multi_modal_data",
+    )
+
+
+def wrong_fact(name: str, value: object, accepted: str) -> RequestError:
+    """The error of a fact that cannot be."""
+    return RequestError(
+        f"multi_modal_data: {name} = {value!r:.100}: must be {accepted}", param="multi_modal_data"
+    )
