@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace_core.arrays import PackedArray
+from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest
 
 
@@ -60,6 +61,8 @@ class ScheduledStep:
     allows_late: bool = False
     """Tokens that this step samples may come with a later one (:attr:`StepResult.late`). A step
     without requests gives late tokens time to become known."""
+    media_ahead: list[MediaInput] = field(default_factory=list)
+    """To be embedded beside this step and later ones; :attr:`StepResult.embedded` says when it is done."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +118,8 @@ class StepResult:
     late: dict[str, RequestStepResult] = field(default_factory=dict)
     """By request id: tokens that earlier steps sampled and did not return
     (:attr:`RequestStepResult.is_slow`). They come before this step's own."""
+    embedded: list[str] = field(default_factory=list)
+    """Content hashes of media that nobody needs to wait for any more."""
     remaining: Callable[[], None] | None = None
     """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
 

@@ -151,6 +151,12 @@ class SchedulerConfig:
         cost="an item of more tokens than max_num_batched_tokens is refused; steps end before one that "
         "does not fit",
     )  # fmt: skip
+    encoder_share: float = option(
+        0.4, "Seconds that media may be encoded for beside each second of steps, while other requests "
+        "decode. 0: an item is encoded whole, in the step that reaches it.",
+        cost="tokens of requests that decode come so much later while media are encoded; small values "
+        "delay answers about media while others decode",
+    )  # fmt: skip
     scheduler_cls: str = option("default", "Scheduler: default, or the name of a plug-in.")
     async_scheduling: bool | None = option(
         None, "Schedule and detokenize while the model runs. Default: on."
@@ -190,6 +196,8 @@ class SchedulerConfig:
         vectors = self.max_num_encoder_input_tokens
         require(vectors is None or vectors >= 1, "scheduler.max_num_encoder_input_tokens", vectors,
                "at least 1")  # fmt: skip
+        require(0 <= self.encoder_share < float("inf"), "scheduler.encoder_share", self.encoder_share,
+               "a number from 0 on")  # fmt: skip
         require(self.long_prefill_token_threshold >= 0, "scheduler.long_prefill_token_threshold",
                self.long_prefill_token_threshold, "at least 0")  # fmt: skip
         if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:

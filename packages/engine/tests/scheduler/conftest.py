@@ -46,7 +46,9 @@ class World:
         self.kv = PagedKVCacheManager(cache, caching, max_model_len, budget)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_batched_tokens=budget, max_num_seqs=max_num_seqs or min(8, budget), **config
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs or min(8, budget),
+                **{"encoder_share": 0.0, **config},
             ),
             self.kv,
             max_model_len=max_model_len,

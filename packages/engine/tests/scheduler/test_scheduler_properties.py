@@ -58,6 +58,7 @@ worlds = st.fixed_dictionaries(
         "chunked": st.booleans(),
         "caching": st.sampled_from([True, True, True, False]),
         "overlapped": st.booleans(),
+        "encoder_share": st.sampled_from([0.0, 0.4]),
         "late": st.sampled_from([(0, 1), (1, 1), (2, 1), (3, 2)]),
     }
 )
@@ -122,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_long_partial_prefills=long_partial,
                 long_prefill_token_threshold=threshold,
                 policy=world["policy"],
+                encoder_share=world["encoder_share"],
                 max_queued_requests=12,
             ),
             self.kv,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
 from headrace_engine.encoder.transfer import EncoderTransfer
+from headrace_engine.execution.vectors_ahead import VectorsAhead
 
 Embed = Callable[[Sequence[MediaInput]], Sequence[Tensor]]
 Given = Callable[[MediaInput], Tensor | None]
@@ -26,6 +27,7 @@ class MediaVectors:
         max_vectors: kept at most, over all items; 0: none are.
         given: vectors that came with an item, which are not kept.
         transfer: other engines that make vectors, or take them; None: there are none.
+        make_ahead: embeds items beside steps, given what embeds one; None: nobody does.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class MediaVectors:
         max_vectors: int,
         given: Given = lambda item: None,
         transfer: EncoderTransfer | None = None,
+        make_ahead: Callable[[Callable[[MediaInput], Tensor]], VectorsAhead] | None = None,
     ) -> None:
         self._embed, self._max_vectors, self._given = embed, max_vectors, given
         self._transfer = transfer
+        self._ahead = None if make_ahead is None else make_ahead(self._one)
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
         self._num_vectors = 0
         self.num_embedded = 0
@@ -57,10 +61,33 @@ class MediaVectors:
                 self._transfer.save(item, made[item.content_hash])
         return vectors
 
+    def work_ahead(self, media: Sequence[MediaInput], step_seconds: float) -> list[str]:
+        """Take items to embed beside steps, and work at what there is for a share of a step's time.
+
+        Returns:
+            Content hashes of items that nobody needs to wait for any more.
+        """
+        if self._ahead is None:
+            return [item.content_hash for item in media]
+        kept = [item.content_hash for item in media if item.content_hash in self._kept]
+        done = self._ahead.add(item for item in media if item.content_hash not in self._kept)
+        return [*kept, *done, *self._ahead.advance(step_seconds)]
+
+    def _one(self, item: MediaInput) -> Tensor:
+        """Vectors of an item that was never here."""
+        loaded = None if self._transfer is None else self._transfer.load(item)
+        if loaded is not None:
+            return loaded
+        self.num_embedded += 1
+        return self._embed([item])[0]
+
     def _made(self, media: Sequence[MediaInput]) -> dict[str, Tensor]:
         """Vectors by hash: those that are kept, those of other engines, and those that are made now."""
         items = {item.content_hash: item for item in media}
         found = {name: self._kept[name] for name in items if name in self._kept}
+        if self._ahead is not None:
+            early = {name: self._ahead.take(name) for name in items if name not in found}
+            found |= {name: own for name, own in early.items() if own is not None}
         missing = {name: item for name, item in items.items() if name not in found}
         if missing and self._transfer is not None:
             loaded = {name: self._transfer.load(item) for name, item in missing.items()}
@@ -85,5 +112,7 @@ class MediaVectors:
 
     def clear(self) -> None:
         """Forget all: the model's weights have changed, say."""
+        if self._ahead is not None:
+            self._ahead.clear()
         self._kept.clear()
         self._num_vectors = 0

@@ -20,6 +20,7 @@ from headrace_core.errors import ReplayFailed
 from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMRoPE, SupportsMultiModal
+from headrace_core.multimodal import MediaInput
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.encoder.transfer import EncoderTransfer
 from headrace_engine.execution.alignment import Alignments
@@ -30,6 +31,7 @@ from headrace_engine.execution.media import embed, encode, given_vectors
 from headrace_engine.execution.media_vectors import MediaVectors
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
+from headrace_engine.execution.vectors_ahead import VectorsAhead
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
 from headrace_engine.structured.matching import ConstraintMaker, RowConstraint
@@ -59,6 +61,7 @@ class ModelRunner:
         token_types: True if the model takes segments of its tokens.
         max_media_vectors: vectors of media that are kept for items that come again.
         transfer: other engines that make vectors of media, or take them; None: there are none.
+        make_ahead: see :class:`~headrace_engine.execution.media_vectors.MediaVectors`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class ModelRunner:
         token_types: bool = False,
         max_media_vectors: int = 0,
         transfer: EncoderTransfer | None = None,
+        make_ahead: Callable[[Callable[[MediaInput], Tensor]], VectorsAhead] | None = None,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -110,6 +114,7 @@ class ModelRunner:
             max_media_vectors,
             lambda item: given_vectors(item, device),
             transfer,
+            make_ahead,
         )
         self.late = LateRows()
         """Rows whose tokens earlier steps left open."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
@@ -20,6 +22,7 @@ from headrace_core.model import (
     SupportsRecurrence,
     takes_prompt_embeds,
 )
+from headrace_core.multimodal import MediaInput
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
 from headrace_core.sampling.logits_processor import LogitsProcessor
@@ -40,6 +43,7 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.dummy import DummySteps
+from headrace_engine.execution.encoder_slices import EncoderSlices
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,
@@ -55,6 +59,7 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.execution.vectors_ahead import VectorsAhead
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.structured.matching import ConstraintMaker
@@ -97,6 +102,8 @@ class ModelWorker:
         rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
             read once.
         make_transfer: makes the worker's end of a disaggregated encoder; None: there is none.
+        slices: where towers pause; None: nothing is embedded beside steps.
+        encoder_share: seconds of that for each second of steps.
     """
 
     def __init__(
@@ -126,6 +133,8 @@ class ModelWorker:
         pooling: PoolingInfo | None = None,
         rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
         make_transfer: Callable[[], EncoderTransfer] | None = None,
+        slices: EncoderSlices | None = None,
+        encoder_share: float = 0.0,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -151,6 +160,8 @@ class ModelWorker:
         self._pooling = pooling
         self._rebuild_model = rebuild_model
         self._make_transfer = make_transfer
+        self._slices = slices
+        self._encoder_share = encoder_share
         self._transfer: EncoderTransfer | None = None
         self._load_changes: Mapping[str, str] = {}
         self._constraints: ConstraintMaker | None = None
@@ -278,8 +289,13 @@ class ModelWorker:
             token_types=self._takes_token_types,
             max_media_vectors=self._max_media_vectors,
             transfer=self._transfer,
+            make_ahead=None if self._slices is None else self._make_ahead,
         )
         self._runner.launching = self._launching
+
+    def _make_ahead(self, embed: Callable[[MediaInput], Tensor]) -> VectorsAhead:
+        assert self._slices is not None
+        return VectorsAhead(embed, self._slices, self._encoder_share, self._max_num_batched_tokens)
 
     def _runner_class(self) -> type[ModelRunner]:
         if self._transfer is not None and self._transfer.is_producer:
@@ -324,11 +340,16 @@ class ModelWorker:
         self._binding.narrow()
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Run one step."""
+        """Run one step, then a slice of what is embedded beside steps."""
+        begin = time.perf_counter()
         if not self._profiler.armed:
-            return self._ready().execute(step)
-        with self._profiler.step():
-            return self._ready().execute(step)
+            result = self._ready().execute(step)
+        else:
+            with self._profiler.step():
+                result = self._ready().execute(step)
+        vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
+        result.embedded = vectors.work_ahead(step.media_ahead, seconds)
+        return result
 
     def when_launching(self, call: Callable[[], None]) -> None:
         """See :meth:`headrace_core.executor.Worker.when_launching`."""
@@ -438,8 +459,10 @@ class ModelWorker:
         if self._constraints is not None:
             self._constraints.close()
             self._constraints = None
-        if self._runner is not None and self._runner.graph is not None:
-            self._runner.graph.close()
+        if self._runner is not None:
+            self._runner.media_vectors.clear()
+            if self._runner.graph is not None:
+                self._runner.graph.close()
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
         self._model = self._runner = self._cache = None

@@ -46,7 +46,12 @@ class BatchBuilder:
                 self._schedule_quarantined(state, plan)
             except Exception as error:
                 self._refuse(state, error)
-        if not plan.entries:
+        if plan.entries:
+            return plan
+        plan.may_wait = self._media.ahead.applies
+        self._fill(plan)
+        if plan.waits and not plan.entries:  # nobody gains by the waiting
+            plan = self._limits.plan(self._tracker)
             self._fill(plan)
         return plan
 
@@ -169,6 +174,9 @@ class BatchBuilder:
                 break
             try:
                 match = self._match_prefix(state)
+                if state.media and self._media.waits(state, match.num_tokens, plan):
+                    passed_over.append(waiting.pop())
+                    continue
                 most = self._limits.admissible(state.num_tokens - match.num_tokens, plan)
                 num_tokens = most and self._to_border(state, match.num_tokens, most, plan)
                 gained = self._allocate(state, num_tokens, match) if num_tokens else None

@@ -32,6 +32,10 @@ class BatchPlan:
         """Encoder states that it computes."""
         self.num_media_vectors = 0
         """Vectors that it makes of media in prompts."""
+        self.may_wait = False
+        """Requests may be left out until their media are embedded, beside steps."""
+        self.waits = False
+        """One was."""
         self.entries: list[InFlight] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []

@@ -11,6 +11,7 @@ from headrace_core.errors import RequestError
 from headrace_core.request import CoreRequest
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.scheduler.batch_plan import BatchPlan
+from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.request import SchedulerRequest
 
 Span = tuple[int, int]
@@ -19,9 +20,11 @@ Span = tuple[int, int]
 class MediaLimits:
     """Args:
     config: resolved (no None in the limits of tokens).
+    ahead: what is embedded beside steps.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, ahead: MediaAhead) -> None:
+        self.ahead = ahead
         self._whole_items = config.disable_chunked_mm_input
         self._most_vectors = config.max_num_encoder_input_tokens
         self._max_tokens: int = config.max_num_batched_tokens or 0
@@ -66,6 +69,15 @@ class MediaLimits:
         end = start + num_tokens
         return sum(item.num_vectors for item in state.media if start <= item.offset < end)
 
+    def waits(self, state: SchedulerRequest, start: int, plan: BatchPlan) -> bool:
+        """Whether a request that does not run yet waits for vectors of its media from token ``start`` on,
+        which are made beside steps."""
+        if not plan.may_wait or start >= state.num_prompt_tokens:
+            return False
+        missing = [self.ahead.lacks(item) for item in state.media if item.offset >= start]
+        plan.waits = plan.waits or any(missing)
+        return any(missing)
+
     def _end_of_encoding(
         self, state: SchedulerRequest, start: int, end: int, plan: BatchPlan
     ) -> int:
@@ -75,6 +87,9 @@ class MediaLimits:
         for item in state.media:
             if not start <= item.offset < end:
                 continue
+            if plan.may_wait and self.ahead.lacks(item):
+                plan.waits = True
+                return item.offset
             if made and made + item.num_vectors > most:
                 return item.offset
             made += item.num_vectors

@@ -48,6 +48,7 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.batch_builder import BatchBuilder
 from headrace_engine.scheduler.batch_plan import StepLimits
+from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.request import InFlight, RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker, output_of
@@ -93,7 +94,9 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._tracker = RequestTracker(config, kv, max_model_len, clock)
-        self._media = MediaLimits(config)
+        kept = (config.max_num_batched_tokens or 0) if config.encoder_share > 0 else 0
+        self._ahead = MediaAhead(self._tracker.running, kept)
+        self._media = MediaLimits(config, self._ahead)
         self._builder = BatchBuilder(
             self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks), self._media
         )
@@ -198,6 +201,7 @@ class Scheduler:
         # The step of a quarantined request must show what is wrong with it, however long that takes.
         allows_late = not self._builder.quarantined
         step = plan.build(self._next_step_id, self._tracker.gone, allows_late=allows_late)
+        step.media_ahead = self._ahead.take_wanted()
         self._tracker.gone = []
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
@@ -218,6 +222,7 @@ class Scheduler:
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
         num_unfinished = len(self._tracker.requests)
+        self._ahead.take_done(result.embedded)
         outputs = self._take_late(result.late) if result.late else []
         find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples in self._land(step):
@@ -252,6 +257,7 @@ class Scheduler:
             logger.warning("%d requests are computed again, one by one", len(concerned))
             self._builder.quarantine(concerned)
         self._tracker.drop_finished()
+        self._ahead.forget()
         self.preempt_all()
         for state in self._tracker.requests.values():
             state.epoch += 1

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from headrace_core.executor import WorkerFactory
     from headrace_core.sampling.logits_processor import LogitsProcessor
+    from headrace_engine.execution.encoder_slices import EncoderSlices
     from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
@@ -74,14 +75,16 @@ def worker_factory(
 
     def make_worker() -> ModelWorker:
         ops = choose_ops(resolved, timeline, threads)
+        slices = encoder_slices(resolved)
 
         def rebuild(changes: Mapping[str, Any]) -> CausalLM:
             load = dataclasses.replace(config.load, **changes)
             changed = dataclasses.replace(config, load=load)
-            return build_model(resolved._replace(config=changed), ops, timeline, again=True)
+            changed_model = resolved._replace(config=changed)
+            return build_model(changed_model, ops, timeline, slices, again=True)
 
         return ModelWorker(
-            lambda: build_model(resolved, ops, timeline),
+            lambda: build_model(resolved, ops, timeline, slices),
             ops=ops,
             device=platform.device,
             dtype=info.dtype,
@@ -106,6 +109,8 @@ def worker_factory(
             pooling=info.pooling,
             rebuild_model=rebuild,
             make_transfer=transfer_maker(resolved),
+            slices=slices,
+            encoder_share=config.scheduler.encoder_share,
             capture=None
             if config.multimodal.only_encodes
             else Capture(
@@ -175,12 +180,30 @@ def choose_ops(resolved: ResolvedConfig, timeline: StartupTimeline, threads: Cpu
     return ops
 
 
+def encoder_slices(resolved: ResolvedConfig) -> EncoderSlices | None:
+    """Where towers pause for steps; None: the model has none, or media are embedded whole."""
+    config = resolved.config
+    if not resolved.info.processor or not config.scheduler.encoder_share:
+        return None
+    if resolved.info.runner != "generate" or config.multimodal.only_encodes:
+        return None
+    from headrace_engine.execution.encoder_slices import EncoderSlices
+
+    return EncoderSlices()
+
+
 def build_model(
-    resolved: ResolvedConfig, ops: OpTable, timeline: StartupTimeline, *, again: bool = False
+    resolved: ResolvedConfig,
+    ops: OpTable,
+    timeline: StartupTimeline,
+    slices: EncoderSlices | None = None,
+    *,
+    again: bool = False,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
     Args:
+        slices: where towers pause; None: they never do.
         again: the model takes the place of one that is still held, so that free memory says nothing.
     """
     with timeline.phase("import models"):
@@ -189,7 +212,7 @@ def build_model(
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
-        context = build_context(resolved, ops, choose)
+        context = build_context(resolved, ops, choose, slices)
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -214,12 +237,16 @@ def backend_chooser(resolved: ResolvedConfig, ops: OpTable) -> BackendChooser:
 
 
 def build_context(
-    resolved: ResolvedConfig, ops: OpTable, choose: Callable[[AttentionNeed], BackendFacts]
+    resolved: ResolvedConfig,
+    ops: OpTable,
+    choose: Callable[[AttentionNeed], BackendFacts],
+    slices: EncoderSlices | None = None,
 ) -> BuildContext:
     """Build context of a model on one rank.
 
     Args:
         choose: the backend of each layer.
+        slices: where towers pause; None: they never do.
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
@@ -242,7 +269,7 @@ def build_context(
         ),
         communicator=SingleProcess(),
         attention=lambda need: _paged(choose(need)),
-        encoder_attention=lambda need: _without_cache(choose(need)),
+        encoder_attention=lambda need: _pausing(_without_cache(choose(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         max_model_len=info.max_model_len,
@@ -273,3 +300,14 @@ def _without_cache(backend: BackendFacts) -> EncoderBackend:
     if not isinstance(backend, EncoderBackend):
         raise PluginError(f"attention backend {backend.name!r} is not an EncoderBackend")
     return backend
+
+
+def _pausing(
+    backend: EncoderBackend, need: AttentionNeed, slices: EncoderSlices | None
+) -> EncoderBackend:
+    """A tower's backend, with pauses."""
+    if slices is None or need.attention_type != "encoder":
+        return backend
+    from headrace_engine.execution.encoder_slices import PausingBackend
+
+    return PausingBackend(backend, slices.pause)

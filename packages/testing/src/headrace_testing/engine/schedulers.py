@@ -111,6 +111,8 @@ class CheckingWorker:
         """(Pool, slot) -> (group, fingerprint)."""
         self._states: dict[tuple[int, int], tuple[int, int]] = {}
         """(Pool, block) -> (group, fingerprint of all tokens that the state has seen)."""
+        self._ahead: list[str] = []
+        """Hashes of media to embed beside steps: one is done with each step."""
         self._next_step_id = 0
         self._unsure: set[str] = set()
         """Requests that a failed step reported as gone: they may be reported again."""
@@ -125,7 +127,9 @@ class CheckingWorker:
             request_id: self._read_and_sample(self._held[request_id], count)
             for request_id, count in step.num_scheduled_tokens.items()
         }
-        return StepResult(step.step_id, results)
+        self._ahead += [item.content_hash for item in step.media_ahead]
+        done, self._ahead = self._ahead[:1], self._ahead[1:]
+        return StepResult(step.step_id, results, embedded=done)
 
     def skip(self, step: ScheduledStep) -> None:
         """Execute nothing of a step, as if it had failed after its requests were taken in."""
