@@ -25,9 +25,9 @@ from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file,
 
 MAGIC = b"HEC1"
 QUESTION = len(MAGIC) + 32
-SECONDS = 5.0
+SECONDS = 2.0
 """Limit of one exchange."""
-REST_SECONDS = 5.0
+REST_SECONDS = 10.0
 """After a failure nothing is asked for so long: steps do not wait for a producer that is away."""
 MAX_CONNECTIONS = 64
 FIELD = "multimodal.ec_transfer_config"
