@@ -124,6 +124,8 @@ def test_what_a_producer_refuses(checkpoint: Path, tmp_path: Path) -> None:
             with pytest.raises(UnsupportedFeature, match=f"{name} = {value}"):
                 encoder.generate(prompts(1), SamplingParams(**{name: value}))
         assert counts(encoder)["media_embedded"] == 0
+        with pytest.raises(UnsupportedFeature, match="reload_weights: engines of a disaggregated"):
+            encoder.collective_rpc("reload_weights")
 
 
 def test_other_models_have_other_vectors(

@@ -264,6 +264,8 @@ def test_what_is_wrong_is_refused_by_name(seer: Seer, model: LLM) -> None:
     for message, prompt in wrong.items():
         with pytest.raises(RequestError, match=f"{where}.*{message}"):
             model.generate(prompt, PARAMS)
+    with pytest.raises(RequestError, match="mm_processor_kwargs"):
+        model.generate({**given(vectors), "mm_processor_kwargs": {"colour": 1}}, PARAMS)
     assert tokens(model, given(vectors)) == tokens(model, seer.prompt(seer.items[0], 1))
 
 

@@ -221,6 +221,8 @@ class MediaReader:
                 f"{FIELD}: {len(brought)} items; must be exactly one, which the encoder reads",
                 param=FIELD,
             )
+        if options and all(isinstance(one.given, GivenEmbeds) for one in brought):
+            self.check_options(options)  # nobody else does: vectors are not processed
         pairs = self._processed(brought, chosen, salt)
         items, processed = [item for item, _ in pairs], [made for _, made in pairs]
         placed = self._processor.place(token_ids, processed)
