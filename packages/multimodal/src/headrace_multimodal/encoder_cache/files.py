@@ -16,7 +16,8 @@ from headrace_core.multimodal import ECConnector
 from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file, to_file
 
 FILE = "encoder_cache.safetensors"
-EXTRA = "multimodal.ec_transfer_config.ec_connector_extra_config"
+FIELD = "multimodal.ec_transfer_config"
+EXTRA = f"{FIELD}.ec_connector_extra_config"
 PATH = "shared_storage_path"
 LOOK_EVERY = 64
 
@@ -39,6 +40,12 @@ class FileConnector(ECConnector):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
+        for name in ("ec_ip", "ec_port"):
+            if name in settings:
+                raise ConfigError(
+                    f"{FIELD}.{name} = {settings[name]!r}: must be left out: a folder has no address",
+                    field=f"{FIELD}.{name}",
+                )
         extra = settings["ec_connector_extra_config"]
         unknown = sorted(set(extra) - {PATH})
         if unknown:
