@@ -223,6 +223,7 @@ def chat(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "the "}, *parts]}]
 
 
+@pytest.mark.parametrize("seer", ["qwen2_vl", "voxtral"], indirect=True)
 def test_chats_bring_vectors_in_every_form_and_again_by_name(seer: Seer, model: LLM) -> None:
     def answer(part: Any) -> list[int]:
         return list(model.chat(chat(part), PARAMS)[0].outputs[0].token_ids)
@@ -242,6 +243,7 @@ def test_chats_bring_vectors_in_every_form_and_again_by_name(seer: Seer, model: 
         answer({"type": seer.key, seer.key: None, "uuid": "dog"})
 
 
+@pytest.mark.parametrize("seer", ["qwen2_vl", "voxtral"], indirect=True)
 def test_what_is_wrong_is_refused_by_name(seer: Seer, model: LLM) -> None:
     vectors, key = seer.vectors[0], seer.key
     facts = {name: value[0] for name, value in seer.facts.items()}
