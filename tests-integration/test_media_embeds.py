@@ -313,6 +313,9 @@ def test_a_limit_of_0_takes_vectors_and_reads_no_tower(kind: str, tmp_path: Path
     with LLM(str(seer.folder), **SETTINGS, **EMBEDS, limit_mm_per_prompt=limits) as model:
         assert tokens(model, seer.prompt([seer.vectors_of(0), seer.vectors_of(1)])) == wanted
         assert model.apply_model(number_of_weights)[0] < size
+        named = {**seer.prompt(seer.vectors_of(0), 1), "multi_modal_uuids": {"image": "cat"}}
+        again = {**named, "multi_modal_data": {"image": None}}
+        assert tokens(model, named) == tokens(model, again)
         with pytest.raises(RequestError, match="at most 0"):
             model.generate(seer.prompt(seer.items), PARAMS)
         part = {"type": "image_url", "image_url": {"url": data_url(picture(1))}}
