@@ -12,7 +12,7 @@ from image_checkpoints import picture, save_gemma3, save_llama4, save_qwen2_vl, 
 from speech_checkpoints import save_voxtral, sound
 
 from headrace import LLM, SamplingParams
-from headrace_core.errors import ConfigError, PluginNotFound, UnsupportedFeature
+from headrace_core.errors import ConfigError, PluginError, UnsupportedFeature
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
@@ -55,7 +55,8 @@ def wanted(checkpoint: Path) -> list[list[int]]:
 def transfer(connector: str, role: str, folder: Path, **changes: Any) -> dict[str, Any]:
     extra = {} if connector == "sockets" else {"shared_storage_path": str(folder)}
     settings = {"ec_connector": connector, "ec_role": role, "ec_connector_extra_config": extra}
-    return {"ec_transfer_config": {**settings, "ec_port": PORT, **changes}}
+    port = {"ec_port": PORT} if connector == "sockets" else {}
+    return {"ec_transfer_config": {**settings, **port, **changes}}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,33 @@ def test_other_classes(kind: str, tmp_path: Path) -> None:
         assert counts(model)["media_embedded"] == 0
 
 
+def test_a_connector_in_a_module(
+    checkpoint: Path, wanted: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shared_vectors.py").write_text(
+        "from headrace_core.multimodal import ECConnector\n"
+        "KEPT = {}\n"
+        "class InMemory(ECConnector):\n"
+        "    def save(self, key, vectors): KEPT[key] = vectors\n"
+        "    def load(self, key): return KEPT.get(key)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    named = {"ec_connector": "InMemory", "ec_connector_module_path": "shared_vectors"}
+    with LLM(
+        str(checkpoint),
+        **SETTINGS,
+        ec_transfer_config={**named, "ec_role": "ec_producer", "ec_rank": 0},
+    ) as encoder:
+        encoder.generate(prompts(1), PARAMS)
+    with LLM(
+        str(checkpoint),
+        **SETTINGS,
+        ec_transfer_config={**named, "ec_role": "ec_consumer", "ec_rank": 1},
+    ) as model:
+        assert tokens(model, prompts(1)) == wanted[:1]
+        assert counts(model)["media_embedded"] == 0
+
+
 def test_what_a_producer_refuses(checkpoint: Path, tmp_path: Path) -> None:
     with LLM(str(checkpoint), **SETTINGS, **transfer("files", "ec_producer", tmp_path)) as encoder:
         with pytest.raises(UnsupportedFeature, match="must bring media"):
@@ -124,6 +152,8 @@ def test_what_a_producer_refuses(checkpoint: Path, tmp_path: Path) -> None:
             with pytest.raises(UnsupportedFeature, match=f"{name} = {value}"):
                 encoder.generate(prompts(1), SamplingParams(**{name: value}))
         assert counts(encoder)["media_embedded"] == 0
+        with pytest.raises(UnsupportedFeature, match="reload_weights: engines of a disaggregated"):
+            encoder.collective_rpc("reload_weights")
 
 
 def test_other_models_have_other_vectors(
@@ -162,6 +192,15 @@ def test_other_models_have_other_vectors(
             r"'/proc/x': must be a folder",
         ),
         ({"ec_connector": "file"}, r"'file'.*Did you mean 'files'"),
+        ({"ec_port": 1}, r"ec_port = 1: must be left out: a folder has no address"),
+        (
+            {"ec_connector_module_path": "no.such"},
+            r"module_path = 'no\.such': must be a Python module",
+        ),
+        (
+            {"ec_connector_module_path": "json", "ec_connector": "JSONDecoder"},
+            r"subclass of ECConnector",
+        ),
         ({"ec_connector": "sockets"}, r"shared_storage_path = .*must be left out"),
         (
             {"ec_connector": "sockets", "ec_connector_extra_config": {}, "ec_ip": "0.0.0.0"},
@@ -172,7 +211,7 @@ def test_other_models_have_other_vectors(
 def test_what_is_wrong_is_said_at_start(
     checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((ConfigError, PluginNotFound), match=message):
+    with pytest.raises((ConfigError, PluginError), match=message):
         LLM(str(checkpoint), **SETTINGS, **transfer("files", "ec_producer", tmp_path, **changes))
 
 

@@ -65,6 +65,29 @@ def asked(text: str, names: str) -> Any:
     return {"prompt": text, "multi_modal_data": {"image": pictures(names)}} if names else text
 
 
+def test_vectors_of_the_tower_are_the_image(seer: Seer, expected: list[list[int]]) -> None:
+    from transformers import AutoProcessor
+
+    sizes = [SIZES[name] for name in "ab"]
+    processor = AutoProcessor.from_pretrained(seer.folder)
+    vectors = []
+    for image in pictures("ab"):
+        given = processor(text="<image>", images=image, return_tensors="pt")
+        named = {name: given[name] for name in ("pixel_values", "image_grid_thw") if name in given}
+        with torch.inference_mode():
+            made = seer.oracle.model.get_image_features(**named)
+        found = getattr(made, "pooler_output", made)
+        rows = found[0] if isinstance(found, list | tuple) or found.dim() == 3 else found
+        vectors.append(rows.clone())
+    text = list(PROMPTS)[1]
+    data = {"image_embeds": vectors, "image_sizes": sizes}
+    with LLM(str(seer.folder), **SETTINGS, enable_mm_embeds=True) as model:
+        [output] = model.generate({"prompt": text, "multi_modal_data": {"image": data}}, PARAMS)
+        with pytest.raises(RequestError, match="image_sizes: must be given"):
+            model.generate({"prompt": text, "multi_modal_data": {"image": vectors}}, PARAMS)
+    assert list(output.outputs[0].token_ids) == expected[1]
+
+
 def wanted(seer: Seer, text: str, names: str) -> list[int]:
     """By transformers alone: its processor on the whole prompt, and its loop."""
     from transformers import AutoProcessor

@@ -223,6 +223,7 @@ def chat(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "text", "text": "the "}, *parts]}]
 
 
+@pytest.mark.parametrize("seer", ["qwen2_vl", "voxtral"], indirect=True)
 def test_chats_bring_vectors_in_every_form_and_again_by_name(seer: Seer, model: LLM) -> None:
     def answer(part: Any) -> list[int]:
         return list(model.chat(chat(part), PARAMS)[0].outputs[0].token_ids)
@@ -242,6 +243,7 @@ def test_chats_bring_vectors_in_every_form_and_again_by_name(seer: Seer, model: 
         answer({"type": seer.key, seer.key: None, "uuid": "dog"})
 
 
+@pytest.mark.parametrize("seer", ["qwen2_vl", "voxtral"], indirect=True)
 def test_what_is_wrong_is_refused_by_name(seer: Seer, model: LLM) -> None:
     vectors, key = seer.vectors[0], seer.key
     facts = {name: value[0] for name, value in seer.facts.items()}
@@ -264,6 +266,8 @@ def test_what_is_wrong_is_refused_by_name(seer: Seer, model: LLM) -> None:
     for message, prompt in wrong.items():
         with pytest.raises(RequestError, match=f"{where}.*{message}"):
             model.generate(prompt, PARAMS)
+    with pytest.raises(RequestError, match="mm_processor_kwargs"):
+        model.generate({**given(vectors), "mm_processor_kwargs": {"colour": 1}}, PARAMS)
     assert tokens(model, given(vectors)) == tokens(model, seer.prompt(seer.items[0], 1))
 
 
@@ -309,6 +313,9 @@ def test_a_limit_of_0_takes_vectors_and_reads_no_tower(kind: str, tmp_path: Path
     with LLM(str(seer.folder), **SETTINGS, **EMBEDS, limit_mm_per_prompt=limits) as model:
         assert tokens(model, seer.prompt([seer.vectors_of(0), seer.vectors_of(1)])) == wanted
         assert model.apply_model(number_of_weights)[0] < size
+        named = {**seer.prompt(seer.vectors_of(0), 1), "multi_modal_uuids": {"image": "cat"}}
+        again = {**named, "multi_modal_data": {"image": None}}
+        assert tokens(model, named) == tokens(model, again)
         with pytest.raises(RequestError, match="at most 0"):
             model.generate(seer.prompt(seer.items), PARAMS)
         part = {"type": "image_url", "image_url": {"url": data_url(picture(1))}}

@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from PIL import Image
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import MissingDependency, RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
+from headrace_multimodal.embeds_facts import IMAGE_SIZES, check_facts, stated_size
 from headrace_multimodal.placeholders import expanded
 
 INSTALL = "pip install 'headrace-multimodal[transformers]'"
@@ -94,6 +95,8 @@ class AutoMediaProcessor:
         self._front, self._behind = around[:at], around[at + 1 :]
         self._check_alone()
 
+    embeds_width = 1
+
     def modalities(self) -> Sequence[Modality]:
         return ("image",)
 
@@ -122,6 +125,17 @@ class AutoMediaProcessor:
         most = sizes.get("num_tokens", sys.maxsize)
         fitting = [item for item in made if item.num_tokens <= most] or made[:1]
         return max(fitting, key=lambda item: (item.num_tokens, _size(item)))
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """A blank image of the stated ``image_sizes``, height and width, without its numbers in floating
+        point; see :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, (IMAGE_SIZES,))
+        height, width = stated_size(facts)
+        whole = self._one(Image.new("RGB", (width, height)), {})
+        kept = {name: a for name, a in whole.inputs.items() if not a.dtype.startswith("float")}
+        return replace(whole, inputs=kept)
 
     def placeholder(self, modality: Modality, index: int) -> str:
         return self._text

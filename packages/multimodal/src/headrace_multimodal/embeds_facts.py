@@ -7,6 +7,10 @@ from typing import Any
 
 from headrace_core.errors import RequestError
 
+IMAGE_SIZES = "image_sizes"
+"""[2] int64, an image's height and width as it came: an input of some models, a fact of vectors."""
+MAX_STATED_PIXELS = 1 << 24
+"""Of the image that vectors are said to be of; one of that size is laid out to know its tokens."""
 MAX_FACT = 1 << 16
 
 
@@ -31,6 +35,19 @@ def fact(facts: Mapping[str, Any], name: str, count: int) -> tuple[int, ...]:
     if not good or not all(type(size) is int and 0 < size <= MAX_FACT for size in given):
         raise wrong_fact(name, given, f"{count} sizes from 1 to {MAX_FACT} for each item")
     return tuple(given)
+
+
+def stated_size(facts: Mapping[str, Any]) -> tuple[int, int]:
+    """Height and width of the image that vectors are of.
+
+    Raises: RequestError: they are missing, or no size of an image.
+    """
+    if IMAGE_SIZES not in facts:
+        raise missing_fact(IMAGE_SIZES, "height and width of the image")
+    height, width = fact(facts, IMAGE_SIZES, 2)
+    if height * width > MAX_STATED_PIXELS:
+        raise wrong_fact(IMAGE_SIZES, [height, width], f"of at most {MAX_STATED_PIXELS} pixels")
+    return height, width
 
 
 def missing_fact(name: str, meaning: str) -> RequestError:

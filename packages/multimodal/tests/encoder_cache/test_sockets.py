@@ -25,9 +25,10 @@ from headrace_testing.engine.ec_connectors import (
 def connector(role: str, port: int = 0, **changes: Any) -> SocketConnector:
     clock = changes.pop("clock", None)
     settings = {
-        "ec_role": role, "ec_buffer_size": BUFFER_SIZE, "ec_ip": "127.0.0.1", "ec_port": port,
-        "ec_connector_extra_config": {}, **changes,
+        "ec_role": role, "ec_buffer_size": BUFFER_SIZE, "ec_connector_extra_config": {}, **changes,
     }  # fmt: skip
+    if not settings["ec_connector_extra_config"]:
+        settings["ec_port"] = port
     return SocketConnector(settings) if clock is None else SocketConnector(settings, clock)
 
 
@@ -97,6 +98,9 @@ def test_answers_that_are_none_are_errors(answer: bytes) -> None:
 
 
 def test_addresses_are_of_loopback() -> None:
+    extra = {"ec_connector_extra_config": {"addresses": ["127.0.0.1:9"]}, "ec_ip": "127.0.0.1"}
+    with pytest.raises(ConfigError, match="must be left out beside addresses"):
+        connector("ec_consumer", **extra)
     with pytest.raises(ConfigError, match=r"ec_ip = '10\.0\.0\.1': must be an address of loopback"):
         connector("ec_producer", ec_ip="10.0.0.1")
     for wrong in ("127.0.0.1", "example.com:80", ":1", "127.0.0.1:0"):

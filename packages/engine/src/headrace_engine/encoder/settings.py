@@ -11,7 +11,6 @@ from headrace_core.errors import ConfigError
 FIELD = "multimodal.ec_transfer_config"
 PRODUCER, CONSUMER = "ec_producer", "ec_consumer"
 BUFFER_SIZE = 1_000_000_000
-PORT = 14579
 
 _Check = tuple[Callable[[Any], bool], str]
 """Whether a value is good, and what is."""
@@ -39,12 +38,13 @@ _KNOWN: Mapping[str, _Check] = {
 }
 _DEFAULTS: Mapping[str, Any] = {
     "ec_connector_extra_config": {}, "ec_buffer_device": "cpu", "ec_buffer_size": BUFFER_SIZE,
-    "ec_ip": "127.0.0.1", "ec_port": PORT, "ec_parallel_size": 1,
+    "ec_parallel_size": 1,
 }  # fmt: skip
 
 
 def check_ec_transfer(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings with what they leave out; {}: there is no transfer.
+    """The settings with what they leave out; not ``ec_ip`` and ``ec_port``, which some connectors refuse.
+    {}: there is no transfer.
 
     Raises:
         ConfigError: a field is unknown, missing, or its value is not accepted; names it.

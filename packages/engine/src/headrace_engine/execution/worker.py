@@ -433,6 +433,11 @@ class ModelWorker:
         cache = self._cache
         if self._rebuild_model is None or cache is None:
             raise UnsupportedFeature("reload_weights: this worker reads its weights once")
+        if self._transfer is not None:
+            raise UnsupportedFeature(
+                "reload_weights: engines of a disaggregated encoder read their weights once, as they know "
+                "vectors by the model (ec_transfer_config)"
+            )
         self._free()
         self._cache = cache  # the plan stays, whatever happens now
         self._binding.widen()

@@ -221,6 +221,8 @@ class MediaReader:
                 f"{FIELD}: {len(brought)} items; must be exactly one, which the encoder reads",
                 param=FIELD,
             )
+        if options and all(isinstance(one.given, GivenEmbeds) for one in brought):
+            self.check_options(options)  # nobody else does: vectors are not processed
         pairs = self._processed(brought, chosen, salt)
         items, processed = [item for item, _ in pairs], [made for _, made in pairs]
         placed = self._processor.place(token_ids, processed)
@@ -328,7 +330,8 @@ class MediaReader:
                     param=f"{FIELD}.{modality}",
                 )
             found[modality] = self._split(cast("Modality", modality), given)
-            as_vectors = sum(isinstance(item, GivenEmbeds) for item in found[modality])
+            # What comes by its name alone may be either; where nothing else may come, it is vectors.
+            as_vectors = sum(isinstance(item, GivenEmbeds | None) for item in found[modality])
             self.check_count(modality, len(found[modality]), vectors=as_vectors)
         named = names_of(names, {modality: len(items) for modality, items in found.items()})
         return [
@@ -558,8 +561,8 @@ class ChatMedia:
 
     def _num_vectors(self, modality: Modality) -> int:
         """Items of a modality that come as vectors."""
-        return sum(part.kind == EMBEDS_KEYS.get(modality) for part in self._parts
-                   if part.modality == modality)  # fmt: skip
+        kind = EMBEDS_KEYS.get(modality)
+        return sum(part.kind == kind for part in self._parts)
 
     def _fetched(self, part: _Part) -> object:
         """A file's bytes, or the object that was given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.config import EngineConfig
     from headrace_engine.encoder.transfer import EncoderTransfer
+
+logger = logging.getLogger(__name__)
 
 GROUP = "headrace.ec_connectors"
 
@@ -50,6 +53,11 @@ def transfer_maker(resolved: ResolvedConfig) -> Callable[[], EncoderTransfer] | 
     def make() -> EncoderTransfer:
         from headrace_engine.encoder.transfer import EncoderTransfer, model_name
 
+        stated = config.multimodal.ec_transfer_config
+        logger.info(
+            "disaggregated encoder: %s %s by %s", stated["ec_role"], stated.get("engine_id", ""),
+            stated["ec_connector"],
+        )  # fmt: skip
         return EncoderTransfer(
             connector_of(config.multimodal.ec_transfer_config),
             is_producer=config.multimodal.only_encodes,

@@ -79,6 +79,8 @@ def served_tasks(resolved: ResolvedConfig) -> tuple[str, ...]:
     Raises:
         ConfigError, PluginError: as :func:`~headrace.assembly.plugged.io_processor_class`.
     """
+    if resolved.config.multimodal.only_encodes:
+        return ("generate",)  # of which requests end early; nothing is transcribed
     tasks = resolved.info.tasks
     if "plugin" in tasks or io_processor_class(resolved) is None:
         return tasks

@@ -16,8 +16,10 @@ from headrace_core.multimodal import ECConnector
 from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file, to_file
 
 FILE = "encoder_cache.safetensors"
-EXTRA = "multimodal.ec_transfer_config.ec_connector_extra_config"
+FIELD = "multimodal.ec_transfer_config"
+EXTRA = f"{FIELD}.ec_connector_extra_config"
 PATH = "shared_storage_path"
+LOOK_EVERY = 64
 
 
 class _Kept(NamedTuple):
@@ -38,6 +40,12 @@ class FileConnector(ECConnector):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
+        for name in ("ec_ip", "ec_port"):
+            if name in settings:
+                raise ConfigError(
+                    f"{FIELD}.{name} = {settings[name]!r}: must be left out: a folder has no address",
+                    field=f"{FIELD}.{name}",
+                )
         extra = settings["ec_connector_extra_config"]
         unknown = sorted(set(extra) - {PATH})
         if unknown:
@@ -46,6 +54,7 @@ class FileConnector(ECConnector):
         if not isinstance(stated, str) or not stated:
             raise _wrong(PATH, stated, "a folder that producers and consumers share")
         self._root, self._max_bytes = Path(stated), int(settings["ec_buffer_size"])
+        self._reckoned = self._unlooked = 0
         self._try_folder(writes=settings["ec_role"] == "ec_producer")
 
     def _try_folder(self, *, writes: bool) -> None:
@@ -89,14 +98,23 @@ class FileConnector(ECConnector):
         return from_file(data)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove items until so many bytes have room."""
+        """Remove items until so many bytes have room. What others have added is seen by looking, which takes
+        its time in a large folder: after :data:`LOOK_EVERY` items, and where there seems to be no room."""
+        self._unlooked -= 1
+        if self._unlooked < 0 or self._reckoned + num_bytes > self._max_bytes:
+            self._reckoned, self._unlooked = self._freed(num_bytes), LOOK_EVERY
+        self._reckoned += num_bytes
+
+    def _freed(self, num_bytes: int) -> int:
+        """Bytes that are left in the folder once so many have room."""
         kept = sorted(self._items())
         total = sum(item.num_bytes for item in kept)
         for item in kept:
             if total + num_bytes <= self._max_bytes:
-                return
+                break
             shutil.rmtree(item.folder, ignore_errors=True)
             total -= item.num_bytes
+        return total
 
     def _items(self) -> Iterator[_Kept]:
         for folder in filter(is_key, self._root.iterdir()):

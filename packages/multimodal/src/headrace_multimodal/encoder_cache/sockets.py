@@ -25,12 +25,14 @@ from headrace_multimodal.encoder_cache.vectors_file import check_key, from_file,
 
 MAGIC = b"HEC1"
 QUESTION = len(MAGIC) + 32
-SECONDS = 5.0
+SECONDS = 2.0
 """Limit of one exchange."""
-REST_SECONDS = 5.0
+REST_SECONDS = 10.0
 """After a failure nothing is asked for so long: steps do not wait for a producer that is away."""
 MAX_CONNECTIONS = 64
 FIELD = "multimodal.ec_transfer_config"
+HOST, PORT = "127.0.0.1", 14579
+"""Where a producer listens, unless it is told."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -51,7 +53,12 @@ class SocketConnector(ECConnector):
         known = set() if produces else {"addresses"}
         for name in sorted(set(extra) - known):
             raise _wrong(f"ec_connector_extra_config.{name}", extra[name], "left out")
-        own = _loopback("ec_ip", settings["ec_ip"]), int(settings["ec_port"])
+        if "addresses" in extra and {"ec_ip", "ec_port"} & set(settings):
+            raise _wrong(
+                "ec_ip", settings.get("ec_ip"), "left out beside addresses, as must ec_port"
+            )
+        host, port = settings.get("ec_ip", HOST), settings.get("ec_port", PORT)
+        own = _loopback("ec_ip", host), int(port)
         limit = int(settings["ec_buffer_size"])
         self._store = _Store(limit)
         self._server = _listen(own, self._store) if produces else None

@@ -17,15 +17,10 @@ import numpy as np
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import ProcessedMedia
+from headrace_multimodal.embeds_facts import IMAGE_SIZES
 from headrace_multimodal.images.clip import OneSize
 from headrace_multimodal.images.pixels import Pixels
-from headrace_multimodal.images.processor import (
-    IMAGE_SIZES,
-    PIXEL_VALUES,
-    ImageProcessor,
-    packed,
-    part,
-)
+from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
 from headrace_multimodal.images.steps import BICUBIC, CLIP_MEAN, CLIP_STD, cut, resized
 
 PINPOINTS = "image_grid_pinpoints"

@@ -16,15 +16,11 @@ import numpy as np
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaItem, MediaPlacement, Modality, ProcessedMedia
-from headrace_multimodal.embeds_facts import check_facts, fact, missing_fact, wrong_fact
+from headrace_multimodal.embeds_facts import IMAGE_SIZES, check_facts, missing_fact, stated_size
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.settings import image_settings
 from headrace_multimodal.placeholders import expanded
 
-IMAGE_SIZES = "image_sizes"
-"""[2] int64, an image's height and width as it came: an input of some models, a fact of vectors."""
-MAX_STATED_PIXELS = 1 << 24
-"""Of the image that vectors are said to be of; one of that size is laid out to know its tokens."""
 PIXEL_VALUES = "pixel_values"
 """Model input: float32, in the family's own shape."""
 
@@ -107,10 +103,8 @@ class ImageProcessor(ABC):
         check_facts(facts, (IMAGE_SIZES,))
         if IMAGE_SIZES not in facts:
             return replace(self.sizeless(num_vectors), inputs={})
-        size = fact(facts, IMAGE_SIZES, 2)
-        if size[0] * size[1] > MAX_STATED_PIXELS:
-            raise wrong_fact(IMAGE_SIZES, size, f"of at most {MAX_STATED_PIXELS} pixels")
-        return replace(self.one(np.zeros((*size, 3), np.uint8), {}), inputs={})
+        height, width = stated_size(facts)
+        return replace(self.one(np.zeros((height, width, 3), np.uint8), {}), inputs={})
 
     def sizeless(self, num_vectors: int) -> ProcessedMedia:
         """An image of which nothing but vectors is known.
