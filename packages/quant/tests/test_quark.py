@@ -61,6 +61,14 @@ class Export(QuantConformance):
         found = method.decode(stored, spec.dtype, lambda _: False)
         return {name.removeprefix(f"{spec.name}."): tensor for name, tensor, _ in found}, meant
 
+    def test_what_no_layer_holds_is_left_as_it_is(self) -> None:
+        """Patterns mean norms and the embedding, too."""
+        method = self.method()
+        method.for_layer(LinearSpec("m.o", 96, (16,), "bfloat16"))
+        norm = torch.ones(64, dtype=torch.bfloat16)
+        stored = [("m.norm.weight", norm, FILE)]
+        assert list(method.decode(stored, "bfloat16", lambda _: False)) == stored
+
 
 class TestFp8(Export):
     config: ClassVar = config("fp8_e4m3", "per_tensor", {"dtype": "fp8_e4m3", "is_dynamic": False})

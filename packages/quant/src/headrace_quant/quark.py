@@ -98,6 +98,9 @@ class Quark(QuantMethod):
         self.ops, self.scheme = ops, scheme
         self.by_name, self.exclude = tuple(by_name), tuple(exclude)
         self.layers, self.parts = Fp8Layers(ops), PartCounts()
+        self.in_words: set[str] = set()
+        """Modules whose layers hold words of integers; the scheme of all others, a norm's or the embedding's,
+        means nothing."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Quark:
@@ -143,6 +146,7 @@ class Quark(QuantMethod):
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         names = module_names(spec)
         self.parts.note(spec)
+        self.in_words.update(name for name in names if self._is_in_words(name))
 
         def make(scheme: Scheme | None) -> LinearMethod:
             if scheme is None:
@@ -168,6 +172,10 @@ class Quark(QuantMethod):
             if fnmatchcase(name, pattern):
                 return scheme
         return self.scheme
+
+    def _is_in_words(self, name: str) -> bool:
+        scheme = self._scheme_of(name)
+        return scheme is not None and isinstance(scheme.storage, Words)
 
     def _fp8_of(self, name: str) -> Fp8Layout | None:
         scheme = self._scheme_of(name)
@@ -211,7 +219,7 @@ class Quark(QuantMethod):
                     raise WeightsError(
                         f"{file}: tensor {name!r}: symmetric weights have no zero points but 0"
                     )
-            elif isinstance(storage, Words):
+            elif isinstance(storage, Words) and module in self.in_words:
                 for suffix, found in _as_awq(last, tensor, storage).items():
                     yield f"{module}.{suffix}", found, file
             elif isinstance(storage, ByteFormat) and storage.of_module and last == "weight_scale":
