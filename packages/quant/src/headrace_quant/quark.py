@@ -212,6 +212,9 @@ class Quark(QuantMethod):
                 yield name, tensor, file
                 continue
             storage = scheme.storage
+            if isinstance(storage, Words) and module not in self.in_words:
+                yield name, tensor, file
+                continue
             if last == "weight_zero_point" and not (
                 isinstance(storage, Words) and not storage.symmetric
             ):
@@ -219,7 +222,7 @@ class Quark(QuantMethod):
                     raise WeightsError(
                         f"{file}: tensor {name!r}: symmetric weights have no zero points but 0"
                     )
-            elif isinstance(storage, Words) and module in self.in_words:
+            elif isinstance(storage, Words):
                 for suffix, found in _as_awq(last, tensor, storage).items():
                     yield f"{module}.{suffix}", found, file
             elif isinstance(storage, ByteFormat) and storage.of_module and last == "weight_scale":
