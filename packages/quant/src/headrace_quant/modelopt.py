@@ -60,6 +60,8 @@ ALGORITHMS: Mapping[str, Storage] = {
 MIXED = "MIXED_PRECISION"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 _CACHES = ("FP8",)
+_STATIC = "static"
+"""``kv_cache_scheme`` of exporters other than Model Optimizer: scales stand in the file."""
 _FREE = ("quant_method", "producer", "quantization", "config_groups", "kv_cache_scheme")
 
 
@@ -102,8 +104,9 @@ class ModelOpt(QuantMethod):
             if found.get(key) not in (None, "", *_CACHES):
                 raise refusal(key, found[key], f"null or {' or '.join(map(repr, _CACHES))}")
         cache = config.get("kv_cache_scheme")
-        if cache and not (isinstance(cache, Mapping) and cache.get("type") == "float"):
-            raise refusal("kv_cache_scheme", cache, "null, or floats of 8 bits")
+        is_float = isinstance(cache, Mapping) and cache.get("type") == "float"
+        if cache and cache != _STATIC and not is_float:
+            raise refusal("kv_cache_scheme", cache, f"null, {_STATIC!r}, or floats of 8 bits")
         algorithm, size = found.get("quant_algo"), found.get("group_size")
         if isinstance(algorithm, str):
             algorithm = algorithm.upper()
