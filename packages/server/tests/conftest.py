@@ -41,6 +41,7 @@ def _fields_are_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastapi.routing, "create_model_field", field)
         patch.setattr(fastapi.dependencies.utils, "get_typed_signature", _read_once())
+        patch.setattr(fastapi.dependencies.utils, "analyze_param", _analyzed_once())
         patch.setattr(fingerprint, "_version", functools.cache(fingerprint._version))
         yield
 
@@ -61,6 +62,28 @@ def _read_once() -> Callable[[Callable[..., Any]], inspect.Signature]:
         return made[key][1]
 
     return signature
+
+
+def _analyzed_once() -> Callable[..., Any]:
+    """FastAPI's reading of a route's parameter, shared by those of one name, annotation and default: it makes
+    a validator of it. Dependencies are the application's own, and are read each time."""
+    make = fastapi.dependencies.utils.analyze_param
+    made: dict[tuple[Any, ...], tuple[object, Any]] = {}
+
+    def analyze(
+        *, param_name: str, annotation: Any, value: Any, path_param_names: set[str]
+    ) -> Any:
+        key = param_name, id(annotation), id(value), param_name in path_param_names
+        if key in made:
+            return made[key][1]
+        found = make(
+            param_name=param_name, annotation=annotation, value=value, path_param_names=path_param_names
+        )
+        if found.depends is None:
+            made[key] = (annotation, value), found  # what the ids are of is kept
+        return found
+
+    return analyze
 
 
 @pytest.fixture(autouse=True)
