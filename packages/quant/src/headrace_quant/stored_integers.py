@@ -60,6 +60,18 @@ class StoredInt8(IntegerMethod):
             wanted[self.form.zeros] = replace(scales, dtype="int8", any_float=False)
         return wanted
 
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        """Integers of fewer bits than a byte are packed; what belongs to them is as in the file."""
+        if self.form.bits == 8:
+            return None
+        wanted = dict(self.create(spec))
+        del wanted[self.form.codes]
+        others: int = sum(
+            math.prod(one.shape) * getattr(torch, one.dtype or spec.dtype).itemsize
+            for one in wanted.values()
+        )
+        return spec.out_features * spec.in_features * self.form.bits // 8 + others
+
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         form = self.form
         values, zeros = tensors[form.codes], tensors.get(form.zeros)
