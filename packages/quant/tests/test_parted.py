@@ -70,12 +70,13 @@ def test_parts_that_are_alike_are_one_layer() -> None:
 
 
 def test_kept_bytes_are_those_of_all_parts() -> None:
-    """Query in 4 bits, a byte each in the file; key in floats; value in 8 bits; scales of float32."""
+    """Query in 4 bits, a byte each in the file; key in floats; value in 8 bits; scales of groups in
+    16 bits."""
     ops = method().ops
     parts = PartedMethod([
         StoredInt8(ops, ByteFormat(4, 32), activations="float"),
         PlainWeight(ops),
         StoredInt8(ops, ByteFormat(8), activations="float"),
     ])  # fmt: skip
-    query, key, value = 64 * 64 // 2 + 64 * 2 * 4, 32 * 64 * 4, 32 * 64 + 32 * 4
+    query, key, value = 64 * 64 // 2 + 64 * 2 * 2, 32 * 64 * 4, 32 * 64 + 32 * 4
     assert parts.kept_bytes(SPEC) == query + key + value
