@@ -124,8 +124,8 @@ class ExpertsInt8(Online):
         """Raises: ConfigError: there are no experts to round."""
         if not self.found_experts:
             raise ConfigError(
-                f"model.quantization = {self.name!r}: the model has no experts; 'int8_weight_only' rounds all "
-                "linear layers so",
+                f"model.quantization = {self.name!r}: the model has no experts; 'int8_weight_only' rounds "
+                "all linear layers so",
                 field="model.quantization",
             )
         return tensors
