@@ -209,3 +209,11 @@ def test_zero_points_of_symmetric_weights_must_be_zero() -> None:
 def test_it_needs_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="needs a checkpoint made with it"):
         TestFp8().method(config=None)
+
+
+def test_keys_of_newer_exports_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    known = config("fp8_e4m3", "per_tensor")
+    TestFp8().method(config=known)
+    assert not caplog.records
+    TestFp8().method(config={**known, "smoothing": 0.5})
+    assert "smoothing: keys that 'quark' is not known to have" in caplog.text
