@@ -106,9 +106,11 @@ class ModelOpt(QuantMethod):
         inner = config.get("quantization")
         found = inner if isinstance(inner, Mapping) else config
         warn_of_unknown(cls.name, {**config, **found}, _KNOWN)
-        for key in ("kv_cache_quant_algo",):
-            if found.get(key) not in (None, "", *_CACHES):
-                raise refusal(key, found[key], f"null or {' or '.join(map(repr, _CACHES))}")
+        of_cache = found.get("kv_cache_quant_algo")
+        if of_cache and str(of_cache).upper() not in _CACHES:
+            raise refusal(
+                "kv_cache_quant_algo", of_cache, f"null or {' or '.join(map(repr, _CACHES))}"
+            )
         cache = config.get("kv_cache_scheme")
         is_float = isinstance(cache, Mapping) and cache.get("type") == "float"
         if cache and cache != _STATIC and not is_float:
