@@ -15,6 +15,7 @@ from test_compressed_tensors import TestMxfp8 as Mxfp8
 from test_compressed_tensors import TestNvfp4 as Nvfp4
 from test_modelopt import TestFp8 as Fp8
 from test_modelopt import TestFp8Blocks as Fp8Blocks
+from test_quark_torchao import TestTorchAO as TorchAO
 from torch import Tensor
 
 from headrace_core import plugins
@@ -52,6 +53,7 @@ LAYERS = {
     "mxfp8": of(Mxfp8),
     "fp8": of(Fp8),
     "fp8-blocks": of(Fp8Blocks),
+    "torchao-int4": of(TorchAO),
 }
 
 

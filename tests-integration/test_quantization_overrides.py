@@ -51,6 +51,7 @@ def test_a_served_answer() -> None:
         ('["lm_head"]', "quantization"),
         ('{"lm_haed": "int8"}', "'lm_haed' is no linear layer of the model"),
         ('{"re:(": "int8"}', "is not a pattern"),
+        ('{"lm_head": "gptq"}', "quantization_overrides: 'lm_head': quantization 'gptq' needs"),
         ('{"re:.*q_proj": "int8"}', "these modules are one layer"),
     ],
 )

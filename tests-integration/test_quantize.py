@@ -76,6 +76,10 @@ def test_the_report_for_people(tmp_path: Path) -> None:
         (("--to", "q4_k", "--out", "OUT", "--tokens", "1"), "--tokens 1: must be at least 2"),
         (("--to", "q4_k", "--out", "OUT", "--text", "absent.txt"), "absent.txt"),
         (("--to", "q4_k", "--out", "OUT", "--text", "/dev/null"), "--text: has 0 tokens"),
+        (
+            ("--to", "q4_k", "--out", "OUT", "-q", "int8"),
+            "--quantization cannot be combined with --to",
+        ),
     ],
 )
 def test_what_goes_wrong_is_told_before_anything_is_written(words, message, tmp_path: Path) -> None:
@@ -85,6 +89,19 @@ def test_what_goes_wrong_is_told_before_anything_is_written(words, message, tmp_
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(out.glob("*"))
+
+
+def test_settings_count_while_the_text_is_read(tmp_path: Path) -> None:
+    """With a cache of 4 bits both models read otherwise."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ("--to", "q8_0", "--out", str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"))
+    words = (*words, "--tokens", "64")
+    found = [
+        json.loads(quantize(str(model_path()), *words, "--json", *more).stdout)
+        for more in ((), ("--kv-cache-dtype", "int4_per_token_head"))
+    ]
+    for model in ("before", "after"):
+        assert found[0][model]["perplexity"] != found[1][model]["perplexity"]
 
 
 def test_an_interrupted_run_is_told_how_to_go_on(tmp_path: Path) -> None:

@@ -96,6 +96,29 @@ def test_caches_with_scales_of_their_own_say_so(
     assert text.startswith("cache scales of 1 layers in the checkpoint are not used")
 
 
+def test_layers_without_any_are_named(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not those of a checkpoint that has none."""
+    load(plain)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    model = load(with_scales(plain, tmp_path, {"k_scale": torch.ones(1)}))
+    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    count = len(model.attention_layers())
+    assert f"scales of {count} of {count} layers are missing" in text, "the last has none of values"
+    assert LAYER.format(0) in text
+
+
+@pytest.mark.parametrize(
+    "name", ["q_scale", "attn.prob_scale", "q_proj.output_scale", "prob_output_scale"]
+)
+def test_those_of_queries_and_probabilities_are_passed_over(
+    name: str, plain: Path, tmp_path: Path
+) -> None:
+    spec = last_spec(load(with_scales(plain, tmp_path, {name: torch.tensor(0.5)})))
+    assert spec.k_scale is spec.v_scale is None
+
+
 def test_they_change_what_is_stored(plain: Path, tmp_path: Path) -> None:
     """A scale of 2 ** -20 cuts every key off at 448 * 2 ** -20: as good as no key."""
     tiny = with_scales(plain, tmp_path, {"k_scale": torch.tensor(2.0**-20)})

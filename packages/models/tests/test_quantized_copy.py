@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import test_families as families
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace_core.errors import ConfigError, WeightsError
@@ -180,3 +181,58 @@ def test_bad_numbers_name_the_tensor(llama: Checkpoint, tmp_path: Path) -> None:
 
     with pytest.raises(WeightsError, match=r"tensor 'model\.layers\.\d.*weight': .*infinities"):
         write(llama, tmp_path, Refusing())
+
+
+@pytest.fixture
+def finished(llama: Checkpoint, tmp_path: Path) -> tuple[Checkpoint, Path]:
+    """A copy of the checkpoint, and the folder of a whole run over it."""
+    source = shutil.copytree(llama.path, tmp_path / "source")
+    checkpoint = dataclasses.replace(llama, path=source)
+    write(checkpoint, tmp_path / "out", Negated(), file_bytes=40_000)
+    return checkpoint, tmp_path / "out"
+
+
+def test_a_cut_file_is_written_again(finished: tuple[Checkpoint, Path]) -> None:
+    source, out = finished
+    before = {name: tensor.clone() for name, tensor in tensors_of(out).items()}
+    path = out / "model-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    files = len(list(out.glob("*.safetensors")))
+    assert write(source, out, Negated(), file_bytes=40_000).resumed_files == files - 1
+    after = tensors_of(out)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_changed_weights_are_another_run(finished: tuple[Checkpoint, Path]) -> None:
+    """As large as they were: a model that was trained on."""
+    source, out = finished
+    path = source.path / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(ConfigError, match="the model's files have changed since"):
+        write(source, out, Negated(), file_bytes=40_000)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"stamp": "ab', "[]", '{"stamp": 1}', '{"stamp": 1, "files": 2}']
+)
+def test_a_damaged_journal_is_named(finished: tuple[Checkpoint, Path], text: str) -> None:
+    source, out = finished
+    (out / JOURNAL).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{JOURNAL}: is not a journal of a run"):
+        write(source, out, Negated(), file_bytes=40_000)
+
+
+def test_only_what_belongs_to_the_copy_is_copied(llama: Checkpoint, tmp_path: Path) -> None:
+    """Neither other frameworks' weights nor hidden folders; and no copy lies in its own source."""
+    source = shutil.copytree(llama.path, tmp_path / "source")
+    for name in ("tf_model.h5", "onnx/model.onnx", ".git/config", "1_Pooling/config.json"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("{}")
+    checkpoint = dataclasses.replace(llama, path=source)
+    write(checkpoint, tmp_path / "out", Negated())
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
+    assert not [*(tmp_path / "out").rglob("*.h5"), *(tmp_path / "out").rglob("*.onnx")]
+    assert not (tmp_path / "out" / ".git").exists()
+    with pytest.raises(ConfigError, match="and not inside it"):
+        write(checkpoint, source / "out", Negated())
+    assert not (source / "out").exists()

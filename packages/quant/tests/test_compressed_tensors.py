@@ -509,3 +509,17 @@ def test_layers_outside_all_targets_are_plain() -> None:
     groups = {"a": {"targets": ["re:.*mlp.*"], "weights": WEIGHTS}}
     method = TestIntQuantized().method(config={**config("int-quantized"), "config_groups": groups})
     assert method.for_layer(LinearSpec("m.attn.o", 8, (8,), "float32")).is_plain
+
+
+@pytest.mark.parametrize("groups", [{}, None])
+def test_the_cache_alone_may_be_quantized(groups: Any) -> None:
+    cache = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+    }
+    block = {**config("dense"), "config_groups": groups, "kv_cache_scheme": cache}
+    method = TestIntQuantized().method(config=block)
+    assert method.for_layer(LinearSpec("m.attn.o", 8, (8,), "float32")).is_plain

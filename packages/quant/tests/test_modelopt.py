@@ -214,3 +214,10 @@ def test_scales_of_the_cache_are_the_loaders() -> None:
 def test_wildcards(name: str, is_left: bool) -> None:
     found = method(config("MXFP8")).for_layer(LinearSpec(name, 64, (8,), "float32"))
     assert found.is_plain is is_left
+
+
+def test_keys_of_newer_exports_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    method(config("FP8", producer={"name": "modelopt"}))
+    assert not caplog.records
+    method(config("FP8", smoothing=0.5))
+    assert "smoothing: keys that 'modelopt' is not known to have" in caplog.text

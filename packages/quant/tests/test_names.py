@@ -72,5 +72,13 @@ def test_experts_in_int8_and_all_else_in_floats() -> None:
     assert 0 < float((found - weight).abs().max()) <= float(weight.abs().max()) / 254 + 1e-6
     for name in ("m.layers.0.self_attn.o_proj", "lm_head", "m.layers.0.mlp.gate_up_proj"):
         assert method.for_layer(LinearSpec(name, 64, (8,), "float32")).is_plain
+    assert list(method.decode([], "float32", lambda _: False)) == []
     with pytest.raises(ConfigError, match="no stored"):
         load("experts_int8").from_config({"quant_method": "experts_int8"}, OPS)
+
+
+def test_experts_in_int8_of_a_model_without_any() -> None:
+    method = load("experts_int8").from_config(None, OPS)
+    method.for_layer(LinearSpec("m.layers.0.mlp.down_proj", 64, (8,), "float32"))
+    with pytest.raises(ConfigError, match="'experts_int8': the model has no experts"):
+        method.decode([], "float32", lambda _: False)

@@ -9,7 +9,9 @@ from headrace_core import plugins
 from headrace_core.linear import LinearSpec, QuantMethod
 from headrace_core.ops import KernelNeed, bind_ops
 from headrace_quant.gptq import GPTQWeight
+from headrace_quant.none import PlainWeight
 from headrace_quant.parted import PartedMethod
+from headrace_quant.stored_integers import ByteFormat, StoredInt8
 
 NAMES = tuple(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
 SPEC = LinearSpec(
@@ -65,3 +67,16 @@ def test_the_product_is_the_parts_products_side_by_side(has_bias: bool) -> None:
 def test_parts_that_are_alike_are_one_layer() -> None:
     spec = LinearSpec("m", 64, (64, 32), "float32", part_names=(NAMES[0], "a.q_proj"))
     assert isinstance(method().for_layer(spec), GPTQWeight)
+
+
+def test_kept_bytes_are_those_of_all_parts() -> None:
+    """Query in 4 bits, a byte each in the file; key in floats; value in 8 bits; scales of groups in
+    16 bits."""
+    ops = method().ops
+    parts = PartedMethod([
+        StoredInt8(ops, ByteFormat(4, 32), activations="float"),
+        PlainWeight(ops),
+        StoredInt8(ops, ByteFormat(8), activations="float"),
+    ])  # fmt: skip
+    query, key, value = 64 * 64 // 2 + 64 * 2 * 2, 32 * 64 * 4, 32 * 64 + 32 * 4
+    assert parts.kept_bytes(SPEC) == query + key + value

@@ -61,6 +61,14 @@ class Export(QuantConformance):
         found = method.decode(stored, spec.dtype, lambda _: False)
         return {name.removeprefix(f"{spec.name}."): tensor for name, tensor, _ in found}, meant
 
+    def test_what_no_layer_holds_is_left_as_it_is(self) -> None:
+        """Patterns mean norms and the embedding, too."""
+        method = self.method()
+        method.for_layer(LinearSpec("m.o", 96, (16,), "bfloat16"))
+        norm = torch.ones(64, dtype=torch.bfloat16)
+        stored = [("m.norm.weight", norm, FILE)]
+        assert list(method.decode(stored, "bfloat16", lambda _: False)) == stored
+
 
 class TestFp8(Export):
     config: ClassVar = config("fp8_e4m3", "per_tensor", {"dtype": "fp8_e4m3", "is_dynamic": False})
@@ -201,3 +209,11 @@ def test_zero_points_of_symmetric_weights_must_be_zero() -> None:
 def test_it_needs_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="needs a checkpoint made with it"):
         TestFp8().method(config=None)
+
+
+def test_keys_of_newer_exports_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    known = config("fp8_e4m3", "per_tensor")
+    TestFp8().method(config=known)
+    assert not caplog.records
+    TestFp8().method(config={**known, "smoothing": 0.5})
+    assert "smoothing: keys that 'quark' is not known to have" in caplog.text

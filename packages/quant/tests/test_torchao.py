@@ -174,3 +174,10 @@ def test_zero_points_of_symmetric_weights_must_be_zero() -> None:
 def test_it_needs_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="needs a checkpoint made with it"):
         TorchAO.from_config(None, OPS)
+
+
+def test_a_newer_version_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for version in CONFIGS["int8"]["_version"], 99:
+        TorchAO.from_config(config({**CONFIGS["int8"], "_version": version}), OPS)
+    (record,) = caplog.records
+    assert "quant_type.default._version = 99: versions up to 2 are known" in record.getMessage()

@@ -11,9 +11,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import fastapi.dependencies.models
 import fastapi.dependencies.utils
 import fastapi.routing
 import httpx2
+import prometheus_client.metrics
 import pytest
 
 from headrace_core.engine import EngineClient
@@ -40,17 +42,40 @@ def _fields_are_made_once() -> Iterator[None]:
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastapi.routing, "create_model_field", field)
-        patch.setattr(fastapi.dependencies.utils, "get_typed_signature", _read_once())
+        for module, name in (
+            (fastapi.dependencies.utils, "get_typed_signature"),
+            (fastapi.routing, "get_typed_return_annotation"),
+        ):
+            patch.setattr(module, name, _read_once(getattr(module, name)))
+        patch.setattr(fastapi.dependencies.utils, "analyze_param", _analyzed_once())
+        patch.setattr(fastapi.dependencies.models, "_CallIdentity", _ByCode)
+        numbers = functools.cache(prometheus_client.metrics.floatToGoString)
+        patch.setattr(prometheus_client.metrics, "floatToGoString", numbers)
         patch.setattr(fingerprint, "_version", functools.cache(fingerprint._version))
         yield
 
 
-def _read_once() -> Callable[[Callable[..., Any]], inspect.Signature]:
-    """FastAPI's signatures of routes, shared by those of one code with the same defaults and annotations."""
-    make = fastapi.dependencies.utils.get_typed_signature
-    made: dict[tuple[Any, ...], tuple[object, inspect.Signature]] = {}
+class _ByCode:
+    """A function by its code, which says what kind of function it is; anything else by itself."""
 
-    def signature(call: Callable[..., Any]) -> inspect.Signature:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        is_plain = inspect.isfunction(call) and not hasattr(call, "__wrapped__")
+        self.call = call
+        self.key: object = call.__code__ if is_plain else id(call)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByCode) and self.key == other.key
+
+
+def _read_once(make: Callable[[Callable[..., Any]], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """What FastAPI reads of a route's signature, shared by those of one code with the same defaults and
+    annotations."""
+    made: dict[tuple[Any, ...], tuple[object, Any]] = {}
+
+    def signature(call: Callable[..., Any]) -> Any:
         if not inspect.isfunction(call) or hasattr(call, "__wrapped__"):
             return make(call)
         values = (call.__kwdefaults__ or {}, call.__annotations__)
@@ -61,6 +86,29 @@ def _read_once() -> Callable[[Callable[..., Any]], inspect.Signature]:
         return made[key][1]
 
     return signature
+
+
+def _analyzed_once() -> Callable[..., Any]:
+    """FastAPI's reading of a route's parameter, shared by those of one name, annotation and default: it makes
+    a validator of it. Dependencies are the application's own, and are read each time."""
+    make = fastapi.dependencies.utils.analyze_param
+    made: dict[tuple[Any, ...], tuple[object, Any]] = {}
+
+    def analyze(*, param_name: str, annotation: Any, value: Any, path_param_names: set[str]) -> Any:
+        key = param_name, id(annotation), id(value), param_name in path_param_names
+        if key in made:
+            return made[key][1]
+        found = make(
+            param_name=param_name,
+            annotation=annotation,
+            value=value,
+            path_param_names=path_param_names,
+        )
+        if found.depends is None:
+            made[key] = (annotation, value), found  # what the ids are of is kept
+        return found
+
+    return analyze
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,7 @@ BITS = {
     "iq4_xs": (4.25, 4.31),
     "nf4": (4.13, 4.5),
     "mxfp4": (4.25, 4.25),
+    "mxfp6": (6.25, 8.25),
     "nvfp4": (4.5, 4.5),
     "fp8": (8, 8.01),
     "fp8-128": (8.25, 8.25),
@@ -55,6 +56,8 @@ BITS = {
     "mxfp8": (8.25, 8.25),
 }
 """Bits of a weight, with all that belongs to it: in a file (the smallest there is), and as packed here."""
+WIDENED = ("mxfp6",)
+"""Kinds whose codes are held in more bits than a file has."""
 LEVELS = pytest.mark.parametrize("level", library.ISA_LEVELS)
 
 
@@ -84,7 +87,7 @@ def test_packed_bytes(level, kind):
     packed = linear_at(level).pack(weight, "bfloat16", activations="float")
     bits = packed.num_bytes * 8 / (256 * 2048)
     assert bits == pytest.approx(ours, abs=0.04)  # and the ends of panels
-    assert bits <= 1.15 * of_file
+    assert bits <= 1.15 * of_file or kind in WIDENED
 
 
 def at_extremes(weight: QuantizedWeight, code: int, *, largest: bool) -> QuantizedWeight:
@@ -261,11 +264,13 @@ def test_refusals(linear):
         linear.pack(QuantizedWeight(codes, scales, **options), "float32", activations="float")
 
     with pytest.raises(
-        ConfigError, match="a table of 256 entries; it may have 8, 16, or 256 that are"
+        ConfigError, match="a table of 256 entries; it may have 8, 16, 64 of those of"
     ):
         pack(table=torch.arange(256).float())
     with pytest.raises(ConfigError, match="a table of 4 entries"):
         pack(bits=2, table=torch.arange(4).float())
+    with pytest.raises(ConfigError, match=r"64 entries: each must be a number of torch\.float8"):
+        pack(bits=6, table=torch.arange(64).float() / 3)
     with pytest.raises(ConfigError, match="a table holds infinities or NaN"):
         pack(bits=4, table=torch.full((16,), torch.inf))
     float8 = torch.arange(256).byte().view(torch.float8_e4m3fn).float()

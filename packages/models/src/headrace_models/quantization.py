@@ -123,9 +123,18 @@ def _with_overrides(
             f"{block['quant_method']!r} already; overrides are for methods that round while loading",
             field="model.quantization_overrides",
         )
-    methods = {
-        name: quant_method(info, name, ops, device=device, device_capability=device_capability)
-        for name in dict.fromkeys([wanted or PLAIN, *overrides.values()])
-    }
-    entries = [(entry, methods[name]) for entry, name in overrides.items()]
-    return LayerOverrides(methods[wanted or PLAIN], entries)
+    whole = quant_method(info, wanted, ops, device=device, device_capability=device_capability)
+    methods: dict[str, QuantMethod] = {wanted or PLAIN: whole}
+    for entry, name in overrides.items():
+        if name in methods:
+            continue
+        try:
+            methods[name] = quant_method(
+                info, name, ops, device=device, device_capability=device_capability
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                f"model.quantization_overrides: {entry!r}: {error}",
+                field="model.quantization_overrides",
+            ) from error
+    return LayerOverrides(whole, [(entry, methods[name]) for entry, name in overrides.items()])

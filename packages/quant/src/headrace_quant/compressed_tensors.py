@@ -210,14 +210,21 @@ class CompressedTensors(QuantMethod):
         for key, why in _REFUSED.items():
             if config.get(key):
                 raise refusal(key, config[key], f"absent: {why}")
-        if cache := config.get("kv_cache_scheme"):
+        cache = config.get("kv_cache_scheme")
+        if cache:
             _check("kv_cache_scheme", cache, _CACHE)
         status = config.get("quantization_status", "compressed")
         if status != "compressed":
             raise refusal("quantization_status", status, "'compressed'")
         groups = config.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
-            raise refusal("config_groups", groups, "an object with at least one group")
+        if cache and groups is None:
+            groups = {}
+        if not isinstance(groups, Mapping) or not (groups or cache):
+            raise refusal(
+                "config_groups",
+                groups,
+                "an object with at least one group, or empty with kv_cache_scheme",
+            )
         return cls(
             ops,
             tuple(_group(name, group, config.get("format")) for name, group in groups.items()),

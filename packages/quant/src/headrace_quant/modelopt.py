@@ -32,7 +32,7 @@ import torch
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
-from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
 from headrace_quant.fp8.layers import Fp8Layers
 from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, module_names
@@ -60,7 +60,14 @@ ALGORITHMS: Mapping[str, Storage] = {
 MIXED = "MIXED_PRECISION"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 _CACHES = ("FP8",)
-_FREE = ("quant_method", "producer", "quantization", "config_groups", "kv_cache_scheme")
+_STATIC = "static"
+"""``kv_cache_scheme`` of exporters other than Model Optimizer: scales stand in the file."""
+_KNOWN = (
+    "quant_method", "producer", "quantization", "config_groups", "kv_cache_scheme", "kv_cache_quant_algo",
+    "quant_algo", "group_size", "exclude_modules", "ignore", "quantized_layers", "has_zero_point",
+    "pre_quant_scale",
+)  # fmt: skip
+"""Keys that Model Optimizer writes, at the top or below ``quantization``."""
 
 
 class ModelOpt(QuantMethod):
@@ -98,12 +105,16 @@ class ModelOpt(QuantMethod):
             )
         inner = config.get("quantization")
         found = inner if isinstance(inner, Mapping) else config
-        for key in ("kv_cache_quant_algo",):
-            if found.get(key) not in (None, "", *_CACHES):
-                raise refusal(key, found[key], f"null or {' or '.join(map(repr, _CACHES))}")
+        warn_of_unknown(cls.name, {**config, **found}, _KNOWN)
+        of_cache = found.get("kv_cache_quant_algo")
+        if of_cache and str(of_cache).upper() not in _CACHES:
+            raise refusal(
+                "kv_cache_quant_algo", of_cache, f"null or {' or '.join(map(repr, _CACHES))}"
+            )
         cache = config.get("kv_cache_scheme")
-        if cache and not (isinstance(cache, Mapping) and cache.get("type") == "float"):
-            raise refusal("kv_cache_scheme", cache, "null, or floats of 8 bits")
+        is_float = isinstance(cache, Mapping) and cache.get("type") == "float"
+        if cache and cache != _STATIC and not is_float:
+            raise refusal("kv_cache_scheme", cache, f"null, {_STATIC!r}, or floats of 8 bits")
         algorithm, size = found.get("quant_algo"), found.get("group_size")
         if isinstance(algorithm, str):
             algorithm = algorithm.upper()

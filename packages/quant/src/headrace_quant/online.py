@@ -21,8 +21,9 @@ the head but one row a token of the table.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
@@ -32,6 +33,9 @@ from headrace_quant.ignored_layers import is_ignored, module_names
 from headrace_quant.int_linear_methods import RoundedWeight
 from headrace_quant.none import PlainWeight
 from headrace_quant.stored_integers import StoredInt8
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEAD = "lm_head"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -99,11 +103,32 @@ class Int8WeightOnly(Online):
 
 
 class ExpertsInt8(Online):
+    """Rounds experts of mixtures, and leaves all else."""
+
     name: ClassVar[str] = "experts_int8"
+    found_experts = False
+    """A layer of experts was among those that were asked for."""
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
-        is_expert = all(_EXPERT.search(name) for name in module_names(spec))
-        return super().for_layer(spec) if is_expert else PlainWeight(self.ops)
+        if not all(_EXPERT.search(name) for name in module_names(spec)):
+            return PlainWeight(self.ops)
+        self.found_experts = True
+        return super().for_layer(spec)
+
+    def decode(
+        self,
+        tensors: Iterable[tuple[str, Tensor, Path]],
+        dtype: str,
+        passes_over: Callable[[str], bool],
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """Raises: ConfigError: there are no experts to round."""
+        if not self.found_experts:
+            raise ConfigError(
+                f"model.quantization = {self.name!r}: the model has no experts; 'int8_weight_only' rounds "
+                "all linear layers so",
+                field="model.quantization",
+            )
+        return tensors
 
 
 class Int4(Online):

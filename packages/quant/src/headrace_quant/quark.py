@@ -33,7 +33,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
 from headrace_quant.awq import ORDER, AWQWeight
-from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
 from headrace_quant.fp8.layers import Fp8Layers
 from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import PartCounts, matches, module_names
@@ -49,6 +49,12 @@ _ANY_COLUMNS = 1 << 62
 _SMALL_FLOATS = {"fp4": "e2m1", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2"}
 _DTYPES = ("fp8_e4m3", "int8", "int4", "uint4", *_SMALL_FLOATS)
 _FLOAT_DTYPES = ("fp8_e4m3", *_SMALL_FLOATS)
+_KNOWN = (
+    "quant_method", "quant_mode", "version", "global_quant_config", "layer_quant_config",
+    "layer_type_quant_config", "kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "exclude",
+    "export", "algo_config", "log_severity_level",
+)  # fmt: skip
+"""Keys that Quark writes."""
 _PASSED_OVER = ("input_scale", "input_zero_point", "output_zero_point")
 _OF_CACHE = ("k_proj", "v_proj")
 """Last parts of names of modules whose ``output_scale`` is the cache's."""
@@ -98,6 +104,9 @@ class Quark(QuantMethod):
         self.ops, self.scheme = ops, scheme
         self.by_name, self.exclude = tuple(by_name), tuple(exclude)
         self.layers, self.parts = Fp8Layers(ops), PartCounts()
+        self.in_words: set[str] = set()
+        """Modules whose layers hold words of integers; the scheme of all others, a norm's or the embedding's,
+        means nothing."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Quark:
@@ -107,6 +116,7 @@ class Quark(QuantMethod):
                 "while loading",
                 field="model.quantization",
             )
+        warn_of_unknown(cls.name, config, _KNOWN)
         export = config.get("export") or {}
         if not isinstance(export, Mapping):
             raise refusal("export", export, "an object")
@@ -143,6 +153,7 @@ class Quark(QuantMethod):
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         names = module_names(spec)
         self.parts.note(spec)
+        self.in_words.update(name for name in names if self._is_in_words(name))
 
         def make(scheme: Scheme | None) -> LinearMethod:
             if scheme is None:
@@ -168,6 +179,10 @@ class Quark(QuantMethod):
             if fnmatchcase(name, pattern):
                 return scheme
         return self.scheme
+
+    def _is_in_words(self, name: str) -> bool:
+        scheme = self._scheme_of(name)
+        return scheme is not None and isinstance(scheme.storage, Words)
 
     def _fp8_of(self, name: str) -> Fp8Layout | None:
         scheme = self._scheme_of(name)
@@ -204,6 +219,9 @@ class Quark(QuantMethod):
                 yield name, tensor, file
                 continue
             storage = scheme.storage
+            if isinstance(storage, Words) and module not in self.in_words:
+                yield name, tensor, file
+                continue
             if last == "weight_zero_point" and not (
                 isinstance(storage, Words) and not storage.symmetric
             ):

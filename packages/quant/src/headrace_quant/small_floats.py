@@ -1,6 +1,6 @@
 """Linear layers in floats of 4, 6 or 8 bits that stay packed: MXFP4, MXFP6, MXFP8, NVFP4 and FP8.
 
-Floats of 6 bits are held as E4M3, which has all their numbers: kernels have no tables of 64.
+Floats of 6 bits are codes with a table of 64, which kernels hold in 6 bits, or in 8 as E4M3.
 
 Sources: OCP Microscaling Formats (MX) specification 1.0 (the elements and E8M0); NVIDIA 2025,
 arXiv:2509.25149 (NVFP4: an E4M3 scale for 16 inputs, and one float32 for all); Micikevicius et al. 2022,
@@ -9,9 +9,10 @@ arXiv:2209.05433 (FP8).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -32,7 +33,11 @@ from headrace_quant.code_books import (
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from torch import Tensor
+
+    from headrace_core.ops import QuantLinearOp
 
 _BITS = {"e2m1": 4, "e2m3": 6, "e3m2": 6, "e4m3": 8}
 _SIX_BITS = {"e2m3": E2M3, "e3m2": E3M2}
@@ -103,10 +108,11 @@ class SmallFloatWeight(IntegerMethod):
         return wanted
 
     def kept_bytes(self, spec: LinearSpec) -> int | None:
-        """6 bits are held in 8."""
+        """Of 6 bits what the kernels hold of a small weight, which may be 8."""
         if self.layout.element not in _SIX_BITS:
             return None
-        return spec.out_features * (spec.in_features + spec.in_features // 32)
+        held = _six_bits_held(cast("Hashable", self.ops.quant_linear), spec.dtype)
+        return round(spec.out_features * spec.in_features * held / 8)
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         layout, stored = self.layout, tensors[self.layout.codes]
@@ -127,12 +133,28 @@ class SmallFloatWeight(IntegerMethod):
         weight = QuantizedWeight(
             codes,
             scales,
-            bits=4 if layout.element == "e2m1" else 8,
+            bits=_BITS[layout.element],
             group_size=layout.group_size,
             table=book,
             block_scales=outer,
         )
         return self.pack(spec, weight)
+
+
+@functools.lru_cache(maxsize=8)
+def _six_bits_held(linear: Hashable, dtype: str) -> float:
+    """Bits in memory of a weight of MXFP6, its scale included."""
+
+    def packed_bytes(rows: int) -> int:
+        scales = 2.0 ** torch.arange(-4.0, inputs // 32 - 4).expand(rows, -1)
+        codes = torch.zeros(rows, inputs, dtype=torch.int8)
+        weight = QuantizedWeight(codes, scales, bits=6, group_size=32, table=table(E2M3, scales))
+        pack = cast("QuantLinearOp", linear).pack
+        return pack(weight, dtype, activations="float").num_bytes
+
+    rows, inputs = 64, 256
+    more = packed_bytes(2 * rows) - packed_bytes(rows)  # without what a weight of any size has
+    return 8 * more / (rows * inputs)
 
 
 def _codes(spec: LinearSpec, element: str, stored: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,9 +167,8 @@ def _codes(spec: LinearSpec, element: str, stored: Tensor) -> tuple[Tensor, Tens
     if element == "e2m1":
         return nibble_codes(stored), table(E2M1, stored)
     if element in _SIX_BITS:
-        numbers = table(_SIX_BITS[element], stored).to(torch.float8_e4m3fn).view(torch.uint8)
-        octets = numbers[unpack_octets(stored, _BITS[element]).int()]
-        return octet_codes(octets), float8_table(torch.float8_e4m3fn, stored)
+        codes = unpack_octets(stored, _BITS[element]).view(torch.int8) - 32
+        return codes, table(_SIX_BITS[element], stored)
     octets = stored.contiguous().view(torch.uint8)
     if octets.numel() and int((octets & 127).amax()) == 127:
         raise WeightsError(f"layer {spec.name!r}: the weight (E4M3) has NaN")

@@ -60,6 +60,12 @@ class StoredInt8(IntegerMethod):
             wanted[self.form.zeros] = replace(scales, dtype="int8", any_float=False)
         return wanted
 
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        form = self.form
+        if form.bits == 8 and form.group_size is None:
+            return None  # as in the file
+        return _kept_bytes(spec, form.bits, form.group_size, has_zeros=form.has_zeros)
+
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         form = self.form
         values, zeros = tensors[form.codes], tensors.get(form.zeros)
@@ -133,6 +139,10 @@ class PackedWords(SortedMethod):
             wanted["weight_g_idx"] = TensorSpec((spec.in_features,), "int32", part_dim=None)
         return wanted
 
+    def kept_bytes(self, spec: LinearSpec) -> int:
+        form = self.form
+        return _kept_bytes(spec, held_bits(form.bits), form.group_size, has_zeros=form.has_zeros)
+
     def _words(self, spec: LinearSpec, what: str, values: int, why: str) -> int:
         """Words that so many values fill."""
         words = words_for(values, self.form.bits)
@@ -160,6 +170,14 @@ class PackedWords(SortedMethod):
         )
         packed = self.pack(spec, weight)
         return packed if order is None else Sorted(order, packed)
+
+
+def _kept_bytes(spec: LinearSpec, bits: int, group_size: int | None, *, has_zeros: bool) -> int:
+    """Bytes of packed integers, with scales of groups in 16 bits, in which files have them and which kernels
+    keep, or of outputs in 32; and a byte for each zero point."""
+    rows, inputs = spec.out_features, spec.in_features
+    groups, scale = (1, 4) if group_size is None else (inputs // group_size, 2)
+    return rows * inputs * bits // 8 + rows * groups * (scale + has_zeros)
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:

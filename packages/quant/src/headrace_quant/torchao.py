@@ -23,6 +23,7 @@ Source: github.com/pytorch/ao (0.18: ``prototype/safetensors``, ``quantization/q
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,11 @@ from headrace_quant.stored_integers import ByteFormat, StoredInt8
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 HEAD = "lm_head"
+_LAST_VERSION = 2
+"""Of TorchAO's configurations."""
 _ANY_COLUMNS = 1 << 62
 CODES, SCALES, ZEROS = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _OF_FP8 = {CODES: "weight", SCALES: "weight_scale"}
@@ -285,6 +290,12 @@ def _scheme(path: str, found: object) -> Scheme | None:
     kind = found.get("_type") if isinstance(found, Mapping) else found
     if not isinstance(found, Mapping) or kind not in _SCHEMES:
         raise refusal(f"{path}._type", kind, " or ".join(map(repr, (*_SCHEMES, *_MAPS))))
+    version = found.get("_version", _LAST_VERSION)
+    if type(version) is not int or version > _LAST_VERSION:
+        logger.warning(
+            "quantization_config: %s._version = %r: versions up to %d are known, and a newer one may mean "
+            "other numbers; check the answers", path, version, _LAST_VERSION,
+        )  # fmt: skip
     return _SCHEMES[str(kind)](f"{path}._data", _data(found))
 
 

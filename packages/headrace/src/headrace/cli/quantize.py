@@ -29,6 +29,11 @@ examples:
 No calibration data is used: each weight is rounded by itself. An interrupted run goes on where it stopped.
 """
 
+_ROUNDING = ("quantization", "quantization_overrides", "quantization_activations")
+"""Settings that would have the original measured as something else than it is."""
+_OF_SOURCE = ("revision", "hf_config_path", "load_format", "model_loader_extra_config")
+"""Settings that say how the original is found and read, and not how the copy is."""
+
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser(
@@ -58,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     text = None if args.text is None else _text(args.text)
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
-    original = EngineArgs.from_cli_args(args)
+    original = _original(args)
     try:
         with ending_at_once():
             print(_run(args, original, text))
@@ -68,6 +73,23 @@ def main(argv: Sequence[str]) -> int:
         )
         raise
     return 0
+
+
+def _original(args: Namespace) -> EngineArgs:
+    """The checkpoint in floats.
+
+    Raises:
+        ConfigError: a setting rounds it while loading.
+    """
+    original = EngineArgs.from_cli_args(args)
+    for name in _ROUNDING:
+        if name in original.settings:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be combined with --to: the checkpoint is read in floats, "
+                f"and the new one is {args.to!r}",
+                field=f"model.{name}",
+            )
+    return original
 
 
 def _text(name: str) -> str:
@@ -92,7 +114,8 @@ def _run(args: Namespace, original: EngineArgs, text: str | None) -> str:
         "bytes_after": copied.written_bytes,
     }
     if ids is not None:
-        quantized = EngineArgs(**{**original.settings, "model": str(copied.folder)})
+        kept = {k: v for k, v in original.settings.items() if k not in _OF_SOURCE}
+        quantized = EngineArgs(**{**kept, "model": str(copied.folder)})
         before, after = compare_quality(original, quantized, ids)
         facts |= {"before": before._asdict(), "after": after._asdict()}
     return json.dumps(facts, indent=2) if args.json else _report(copied, facts)

@@ -55,7 +55,8 @@ def compare_quality(
 ) -> list[Quality]:
     """The quality of the original and of the quantized model.
 
-    One model after the other is loaded; the text is read in windows of :data:`WINDOW` tokens.
+    One model after the other is loaded, with its settings but for the length of the context; the text is
+    read in windows of :data:`WINDOW` tokens.
 
     Args:
         ids: of the text.
@@ -71,9 +72,10 @@ def _read(args: EngineArgs, ids: Sequence[int]) -> list[PositionLogprobs]:
     from headrace.llm import LLM
 
     settings: dict[str, Any] = {
-        name: getattr(args, name) for name in ("model", "tokenizer", "dtype", "trust_remote_code")
-    }
-    with LLM(**settings, max_model_len=WINDOW + 1, max_logprobs=LIKELIEST) as llm:
+        **args.settings, "max_model_len": WINDOW + 1, "max_logprobs": LIKELIEST,
+        "logprobs_mode": "raw_logprobs",
+    }  # fmt: skip
+    with LLM(**settings) as llm:
         return list(_positions(llm, ids))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import WeightsError
-from headrace_core.kv import ROW_SCALED_BITS
+from headrace_core.kv import ROW_SCALED_BITS, MLASpec
 from headrace_core.model import AttentionLayer
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ _NAME = re.compile(
 )
 """``self_attn.k_scale``, ``self_attn.attn.k_scale``, ``self_attn.k_proj.k_scale``,
 ``self_attn.k_proj.output_scale``; ``self_attn.kv_scale`` is both."""
+_OF_QUERIES = re.compile(
+    r"(?P<layer>.+?)(?:\.attn)?\.(?:(?:q|prob)_scale|q_proj\.(?:q_scale|output_scale)|prob_output_scale)"
+)
+"""The same of queries and of attention's probabilities, which stay as they are here."""
 _FLOATS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Cache dtypes that the scales are made for."""
 
@@ -51,11 +55,15 @@ class CacheScales:
         self._unused: set[str] = set()
 
     def take(self, name: str, tensor: Tensor, file: Path) -> bool:
-        """True if the tensor is a scale of a layer, which then has it if its cache is made for it.
+        """True if the tensor is a scale of a layer, which then has it if its cache is made for it, or one of
+        its queries or probabilities, which is passed over.
 
         Raises:
             WeightsError: it is no scale: not positive, not finite, or of another number of heads.
         """
+        of_queries = _OF_QUERIES.fullmatch(name)
+        if of_queries is not None and of_queries["layer"] in self._layers:
+            return True
         match = _NAME.fullmatch(name)
         layer = None if match is None else self._layers.get(match["layer"])
         if match is None or layer is None or match["proj"] != (match["twice"] or match["proj"]):
@@ -72,13 +80,29 @@ class CacheScales:
         return True
 
     def report(self) -> None:
-        """Log how many layers have the checkpoint's scales, or that none has as rows find their own."""
+        """Log how many layers have the checkpoint's scales, and which have only some or none; or that none
+        has as rows find their own."""
         if self.found:
             logger.info("%d layers have cache scales of the checkpoint", len(self.found))
+            self._warn_of_missing()
         if self._unused and self._dtype in ROW_SCALED_BITS:
             logger.warning(
                 "cache scales of %d layers in the checkpoint are not used: with cache.kv_cache_dtype = "
                 "%r each token and head has a scale of its own", len(self._unused), self._dtype,
+            )  # fmt: skip
+
+    def _warn_of_missing(self) -> None:
+        cached = {name: layer for name, layer in self._layers.items() if layer.kv_spec is not None}
+        missing = [
+            name
+            for name, layer in cached.items()
+            if layer.spec.k_scale is None
+            or (layer.spec.v_scale is None and not isinstance(layer.kv_spec, MLASpec))
+        ]
+        if missing:
+            logger.warning(
+                "cache scales of %d of %d layers are missing from the checkpoint, which has those of others: "
+                "1 is used in their place (%s)", len(missing), len(cached), ", ".join(missing[:3]),
             )  # fmt: skip
 
     @staticmethod

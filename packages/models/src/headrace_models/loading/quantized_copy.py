@@ -18,7 +18,7 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, WeightEn
 from headrace_core.model import BuildContext, ModelInfo, ProgressCallback, ignore_progress
 from headrace_models.formats.writer import SafetensorsWriter
 from headrace_models.loading.loader import Built, choose_format
-from headrace_models.loading.sharded_state import copy_others
+from headrace_models.loading.sharded_state import WEIGHT_SUFFIXES, copy_others
 from headrace_models.quantization import quantization_config
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class _File:
 
     source_bytes: int = 0
     written_bytes: int = 0
+    file_bytes: int = 0
     tensors: list[str] = field(default_factory=list)
     encoded: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -118,8 +119,8 @@ def write_quantized(
         file_bytes: bytes of the source's tensors that go into one file; default: a sixteenth, within limits.
 
     Raises:
-        ConfigError: the model is quantized already, or a GGUF file; the folder is a file, the model's, or
-            holds something else.
+        ConfigError: the model is quantized already, or a GGUF file; the folder is a file, the model's or
+            inside it, or holds something else.
         WeightsError: see :func:`headrace_models.loading.loader.load_model`; or no layer fits the format.
     """
     load = load or LoadConfig()
@@ -135,9 +136,9 @@ def write_quantized(
         )  # fmt: skip
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file: name a folder that is new or empty")
+    if info.path.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ConfigError(f"{folder}: must be another folder than the model's, and not inside it")
     folder.mkdir(parents=True, exist_ok=True)
-    if folder.samefile(info.path):
-        raise ConfigError(f"{folder}: must be another folder than the model's")
     recorder = _Recorder(context.quant)
     built = Built.of(info, dataclasses.replace(context, quant=recorder))
     copied = Copied(folder)
@@ -163,11 +164,18 @@ def write_quantized(
 
 
 def _stamp(info: ModelInfo, encoder: WeightEncoder, with_head: bool, file_bytes: int) -> str:
-    """Tells an unfinished run of the same model, format and settings from others."""
+    """Tells an unfinished run of the same weights, format and settings from others.
+
+    Weights that were written anew into the same files have other times.
+    """
     kind = type(encoder)
+    weights = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(info.path.iterdir())
+        if path.suffix in WEIGHT_SUFFIXES
+    ]
     facts = (
-        str(info.path.resolve()), info.weight_bytes, kind.__module__, kind.__qualname__, with_head,
-        file_bytes,
+        str(info.path.resolve()), weights, kind.__module__, kind.__qualname__, with_head, file_bytes,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
@@ -189,21 +197,36 @@ class _Copy:
         self.files = self._files_before()
 
     def _files_before(self) -> dict[str, _File]:
-        """Raises: ConfigError: the folder holds something else."""
-        found: dict[str, Any] = {}
+        """Raises: ConfigError: the folder holds something else, or the journal is damaged."""
         if self.journal.is_file():
-            found = json.loads(self.journal.read_text(encoding="utf-8"))
-        elif any(self.copied.folder.iterdir()):
+            return self._noted()
+        if any(self.copied.folder.iterdir()):
             raise ConfigError(
                 f"{self.copied.folder}: is not empty: name a folder that is new or empty, or that of an "
                 "unfinished run"
             )
-        if found and found.get("stamp") != self.stamp:
+        return {}
+
+    def _noted(self) -> dict[str, _File]:
+        """The journal's files that are as they were written; others are written again."""
+        try:
+            found = json.loads(self.journal.read_text(encoding="utf-8"))
+            stamp, files = found["stamp"], found["files"]
+            noted = {name: _File(**each) for name, each in files.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise ConfigError(
-                f"{self.copied.folder}: holds a run of another model, format or setting: name a folder "
-                "that is new or empty"
+                f"{self.journal}: is not a journal of a run: name a folder that is new or empty"
+            ) from None
+        if stamp != self.stamp:
+            raise ConfigError(
+                f"{self.copied.folder}: holds a run of another model, format or setting, or the model's "
+                "files have changed since: name a folder that is new or empty"
             )
-        return {name: _File(**each) for name, each in found.get("files", {}).items()}
+        return {name: file for name, file in noted.items() if self._is_whole(name, file)}
+
+    def _is_whole(self, name: str, file: _File) -> bool:
+        path = self.copied.folder / name
+        return path.is_file() and path.stat().st_size == file.file_bytes
 
     def _note(self) -> None:
         """Write the journal, so that it is whole at every moment."""
@@ -235,7 +258,7 @@ class _Copy:
 
     def _file(self, number: int, tensors: list[tuple[str, Tensor]]) -> None:
         path = self.copied.folder / PATTERN.format(number=number)
-        if path.name in self.files and path.is_file():
+        if path.name in self.files:
             self.copied.resumed_files += 1
         else:
             self.files[path.name] = self._write(path, tensors)
@@ -251,6 +274,7 @@ class _Copy:
                     writer.add(own, value)
                     file.tensors.append(own)
             file.written_bytes = writer.num_bytes
+        file.file_bytes = path.stat().st_size
         return file
 
     def _encoded(self, name: str, tensor: Tensor, file: _File) -> Mapping[str, Tensor]:

@@ -26,7 +26,11 @@ from headrace_models.loading.loader import Built, checkpoint_tensors, choose_for
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors", ".gguf", ".tensors")
+WEIGHT_SUFFIXES = (
+    ".bin", ".pt", ".pth", ".safetensors", ".gguf", ".tensors",
+    ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".tflite",
+)  # fmt: skip
+"""Ends of names of files with weights, also of other frameworks."""
 
 
 def save_sharded_state(
@@ -109,12 +113,15 @@ def _save_rank(
 
 
 def copy_others(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's files without weights: configs, tokenizer, and the folders beside them."""
+    """Copy a checkpoint's files without weights: configs, tokenizer, and the folders beside them, but for
+    hidden ones (``.git``, ``.cache``)."""
     for path in sorted(source.iterdir()):
         if path.is_dir():
-            ignored = shutil.ignore_patterns(*(f"*{suffix}" for suffix in _WEIGHTS))
+            if path.name.startswith("."):
+                continue
+            ignored = shutil.ignore_patterns(*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES))
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True, ignore=ignored)
-        elif path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+        elif path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
 
 

@@ -48,6 +48,7 @@ _SERVED: Mapping[str, tuple[object, ...]] = {
     "dequantize": (False, True),
     "is_checkpoint_fp8_serialized": (True,),
     "modules_to_convert": ([],),
+    "kv_cache_scheme": ("static",),
 }
 """Key -> values that are served; null is served everywhere."""
 _LISTS = ("modules_to_not_convert", "ignored_layers")

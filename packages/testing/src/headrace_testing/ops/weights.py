@@ -20,9 +20,13 @@ _NF4 = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 """Quantiles of a normal distribution: Dettmers et al. 2023, arXiv:2305.14314, appendix E."""
+_E3M2 = (
+    *(m / 16 for m in range(4)), *((4 + m) / 16 * 2.0**e for e in range(7) for m in range(4)),
+)  # fmt: skip
 _IQ2 = (1.0, 3.125, 5.375)
 TABLES = {
     "e2m1": (*_E2M1, *(-value for value in _E2M1)),
+    "e3m2": (*_E3M2, *(-value for value in _E3M2)),
     "iq2": (0.0, *(-value for value in reversed(_IQ2)), *_IQ2, 0.0),
     "iq4_nl": _IQ4_NL,
     "nf4": _NF4,
@@ -149,6 +153,7 @@ KINDS = {
     "iq4_xs": WeightKind(4, 32, table="iq4_nl", block_size=256, scales="signed"),
     "nf4": WeightKind(4, 64, table="nf4"),
     "mxfp4": WeightKind(4, 32, table="e2m1", scales="power"),
+    "mxfp6": WeightKind(6, 32, table="e3m2", scales="power"),
     "nvfp4": WeightKind(4, 16, table="e2m1", block_size=0, scales="e4m3"),
     "fp8": WeightKind(8, table="float8_e4m3fn"),
     "fp8-128": WeightKind(8, 128, table="float8_e4m3fn"),

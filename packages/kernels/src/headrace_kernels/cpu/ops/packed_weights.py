@@ -125,6 +125,30 @@ def cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:
     )
 
 
+def widened(weight: QuantizedWeight) -> QuantizedWeight:
+    """Codes of 6 bits with a table as bytes of E4M3, which has all numbers of E2M3 and E3M2 (MXFP6): the
+    library has no look-up of 64 entries.
+
+    Raises:
+        ConfigError: an entry of the table is no number of E4M3.
+    """
+    table = weight.table
+    if table is None or weight.bits != 6:
+        return weight
+    numbers = table.to(torch.float8_e4m3fn)
+    if not torch.equal(numbers.float(), table):
+        raise ConfigError(
+            "quant_linear: a table of 64 entries: each must be a number of torch.float8_e4m3fn"
+        )
+    octets = numbers.view(torch.uint8) ^ 128
+    return replace(
+        weight,
+        values=octets[weight.values.int() + 32].view(torch.int8),
+        bits=8,
+        table=torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    )
+
+
 def _set_zeros(layout: Layout, weight: QuantizedWeight) -> None:
     zeros, middle = weight.zero_points, 1 << (weight.bits - 1)
     layout.zero = middle
@@ -178,8 +202,8 @@ def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
     kinds = [kind for dtype, kind in _FLOAT8.items() if _is_float8(table, dtype)]
     if not kinds:
         raise ConfigError(
-            f"quant_linear: a table of {table.numel()} entries; it may have 8, 16, or 256 that are those "
-            "of torch.float8_e4m3fn or torch.float8_e5m2"
+            f"quant_linear: a table of {table.numel()} entries; it may have 8, 16, 64 of those of "
+            "torch.float8_e4m3fn, or 256 that are those of torch.float8_e4m3fn or torch.float8_e5m2"
         )
     if weight.minimums is not None:
         raise ConfigError("quant_linear: a weight of 8-bit floats takes no minimums")

@@ -32,6 +32,7 @@ from headrace_kernels.cpu.ops.packed_weights import (
     cut_long_groups,
     layout_for,
     layout_of_rounded,
+    widened,
 )
 from headrace_kernels.cpu.ops.rounding import rounded
 
@@ -84,7 +85,7 @@ class QuantLinear:
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         _check_forms(dtype, activations)
-        weight = cut_long_groups(weight)
+        weight = cut_long_groups(widened(weight))
         layout = layout_for(weight, dtype)
         values, _, stride = matrix(weight.values)
         parts = [
