@@ -1,8 +1,8 @@
 """Text streams beside prompts with images: ``python benchmarks/media_streams.py --help``.
 
-A real server, real sockets. Text streams run alone first, then while as many prompts come, each with an image that
-nobody has seen before. What is told are the times between two tokens of the text streams, and the images' times to the
-first token.
+A real server, real sockets. Text streams run alone first, then while as many prompts come, each with an
+image that nobody has seen before. What is told are the times between two tokens of the text streams, and
+the images' times to the first token.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import io
+import itertools
 import json
 import random
 import statistics
@@ -138,7 +139,7 @@ async def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def summary(streams: list[Times]) -> dict[str, float]:
     """Of the times between two tokens, all streams together."""
-    gaps = sorted(1000 * (b - a) for times in streams for a, b in zip(times, times[1:]))
+    gaps = sorted(1000 * (b - a) for times in streams for a, b in itertools.pairwise(times))
     return {
         "mean": statistics.fmean(gaps),
         "median": statistics.median(gaps),

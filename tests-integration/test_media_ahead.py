@@ -1,4 +1,4 @@
-"""Images that come while others decode: their towers run in slices between steps, and the results are the same."""
+"""Images that come while others decode: towers run in slices between steps, and the results are the same."""
 
 from __future__ import annotations
 

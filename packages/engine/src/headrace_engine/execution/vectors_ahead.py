@@ -1,4 +1,7 @@
-"""Media that are embedded beside steps, a slice after each; see :mod:`headrace_engine.scheduler.media_ahead`."""
+"""Media that are embedded beside steps, a slice after each.
+
+Why and when: :mod:`headrace_engine.scheduler.media_ahead`.
+"""
 
 from __future__ import annotations
 
