@@ -135,6 +135,24 @@ def processor_of(architecture: str, whole: Mapping[str, Any], limits: Mapping[st
     return name if served and taken else ""
 
 
+def with_used_towers(
+    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A config without those of several towers that nothing goes into: all modalities of such a one are
+    limited to 0.
+
+    Args:
+        whole: ``config.json``.
+        limits: ``model.limit_mm_per_prompt``.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if (
+        wrapper is None or len(wrapper.takes) == 1
+    ):  # without its only tower, it is its language model
+        return whole
+    return wrapper.without_towers(whole, limits)
+
+
 AUTO_PROCESSOR = "transformers"
 """Entry of ``headrace.multimodal_processors`` that drives a checkpoint's own processor."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")

@@ -46,6 +46,7 @@ from headrace_models.generating import (
     auto_processor_of,
     generating_traits,
     processor_of,
+    with_used_towers,
 )
 from headrace_models.implementation import (
     TRANSFORMERS,
@@ -137,7 +138,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         path=path,
         architecture=architecture,
         config=text,
-        whole_config=whole,
+        whole_config=with_used_towers(architecture, whole, limits),
         generation_config=generation,
         dtype=dtype,
         max_model_len=length,

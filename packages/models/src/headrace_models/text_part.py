@@ -25,7 +25,7 @@ def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[
     Args:
         tower: see :attr:`Wrapper.towers`; None: media are not served.
     """
-    media = None if tower is None else _load(wrapper, tower)
+    media = None if tower is None else _load(tower)
     names = () if media is None else media.media_names
 
     def translate(
@@ -47,10 +47,9 @@ def text_of(own: type[Any], wrapper: Wrapper, tower: str | None = None) -> type[
     return made
 
 
-def _load(wrapper: Wrapper, tower: str) -> type[MediaDecoder]:
+def _load(tower: str) -> type[MediaDecoder]:
     module, _, name = tower.partition(":")
-    folder = "audio_language" if wrapper.takes_audio else "vision_language"
-    found = importlib.import_module(f"headrace_models.families.{folder}.{module}")
+    found = importlib.import_module(f"headrace_models.families.{module}")
     family: type[MediaDecoder] = getattr(found, name)
     return family
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _EPS, _THETA = 1e-6, 10_000.0
 _FUSED = (("qkv",), "proj")
+_APART = (("q", "k", "v"), "proj")
 """Names of the attention's modules."""
 Grid = tuple[int, int, int]
 """Patches of an item in time, height and width."""
@@ -44,6 +45,9 @@ def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
         WeightRule(f"{source}.patch_embed.proj", f"{target}.patches"),
         WeightRule(f"{block}.norm1", f"{own}.attention_norm"),
         WeightRule(f"{block}.attn.qkv", f"{own}.attention.qkv", split=()),
+        WeightRule(f"{block}.attn.q", f"{own}.attention.qkv", part=0),
+        WeightRule(f"{block}.attn.k", f"{own}.attention.qkv", part=1),
+        WeightRule(f"{block}.attn.v", f"{own}.attention.qkv", part=2),
         WeightRule(f"{block}.attn.proj", f"{own}.attention.out"),
         WeightRule(f"{block}.norm2", f"{own}.mlp_norm"),
         WeightRule(f"{block}.mlp.fc1", f"{own}.mlp.up"),
@@ -78,6 +82,7 @@ class QwenVLTower(Layer):
         name: as the checkpoint spells it.
         out_size: of a vector.
         second: the tower of Qwen2.5-VL.
+        fused: queries, keys and values are stored together; Qwen2.5-Omni has them apart.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class QwenVLTower(Layer):
         out_size: int,
         *,
         second: bool,
+        fused: bool = True,
     ) -> None:
         settings = Settings({**(_SECOND if second else _FIRST), **stated})
         hidden = settings.integer("hidden_size" if second else "embed_dim")
@@ -107,7 +113,14 @@ class QwenVLTower(Layer):
             context, f"{name}.patch_embed.proj", kernel, hidden, bias=False
         )
         self.layers = [
-            _block(context, settings, f"{name}.blocks.{index}", hidden, second=second)
+            _block(
+                context,
+                settings,
+                f"{name}.blocks.{index}",
+                hidden,
+                second=second,
+                names=_FUSED if fused else _APART,
+            )
             for index in range(settings.integer("depth", maximum=MAX_LAYERS))
         ]
         self.window = settings.integer("window_size") if second else 0
@@ -199,14 +212,20 @@ _FULL = (7, 15, 23, 31)
 
 
 def _block(
-    context: BuildContext, settings: Settings, name: str, hidden: int, *, second: bool
+    context: BuildContext,
+    settings: Settings,
+    name: str,
+    hidden: int,
+    *,
+    second: bool,
+    names: tuple[tuple[str, ...], str],
 ) -> VisionBlock:
     attention = VisionAttention(
         context,
         f"{name}.attn",
         hidden_size=hidden,
         num_heads=settings.integer("num_heads"),
-        names=_FUSED,
+        names=names,
     )
     if second:
         return VisionBlock(

@@ -1,0 +1,186 @@
+"""The thinker of Qwen2.5-Omni beside transformers on a tiny checkpoint: images, videos and recordings, each
+alone and all in one prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import test_vision_language as language
+import torch
+from safetensors.torch import load_file, save_file
+from test_vision_language import TEXT, drawn
+from test_vision_videos import SECONDS, Qwen
+from torch import Tensor
+from video_conformance import VALUES, VIDEO, Laid
+from vision_conformance import IMAGE, packed
+
+from headrace_core import plugins
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import SupportsMultiModal
+from headrace_core.multimodal import MediaInput
+
+AUDIO, BINS, WINDOW = 122, 11, 4
+FEATURES = "input_features"
+START, AUDIO_START = 118, 116
+"""Tokens in front of an item, which the library looks for."""
+PROCESSOR = "Qwen2_5OmniForConditionalGeneration"
+
+
+def recording(seed: int, frames: int) -> dict[str, Tensor]:
+    return {FEATURES: drawn(20 + seed, frames, BINS)}
+
+
+class TestQwen2_5Omni(Qwen, language.TestQwen2_5VL):
+    """A frame's two seconds are ten places."""
+
+    shapes: ClassVar = ((2, 8, 6), (3, 12, 2))
+    seconds: ClassVar = (0.4, 0.9)
+    names_of_towers: ClassVar = ("audio_tower.", "visual.")
+
+    def hf_class(self) -> Any:
+        from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+        return Qwen2_5OmniThinkerForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import Qwen2_5OmniThinkerConfig
+
+        theirs = super().hf_config().to_dict()
+        audio = {
+            "num_mel_bins": BINS, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40, "max_source_positions": 30, "n_window": WINDOW,
+            "output_dim": TEXT["hidden_size"],
+        }  # fmt: skip
+        rope = {"rope_type": "default", "mrope_section": [1, 2, 3], "rope_theta": 10_000.0}
+        vision = {**theirs["vision_config"], "model_type": "qwen2_5_omni_vision_encoder"}
+        return Qwen2_5OmniThinkerConfig(
+            audio_config=audio, vision_config=vision, text_config={**TEXT, "rope_parameters": rope},
+            image_token_index=IMAGE, video_token_index=VIDEO, audio_token_index=AUDIO,
+            vision_start_token_id=START, audio_start_token_id=AUDIO_START,
+        )  # fmt: skip
+
+    def video(self, seed: int, t: int, h: int, w: int) -> dict[str, Tensor]:
+        made = super().video(seed, t, h, w)
+        return {**made, SECONDS: torch.tensor([self.seconds[seed]])}
+
+    def recordings(self) -> Sequence[dict[str, Tensor]]:
+        """Whole pieces; and an odd number of states, of which the last is in no pair."""
+        return [recording(0, 4 * WINDOW), recording(1, 5 * WINDOW + 1)]
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        found = super().hf_inputs(images)
+        if SECONDS in found:
+            found["video_second_per_grid"] = found.pop(SECONDS)
+        sounds = [item[FEATURES] for item in images if FEATURES in item]
+        if sounds:
+            found["input_features"] = torch.nn.utils.rnn.pad_sequence(sounds, batch_first=True)
+            found["input_features"] = found["input_features"].transpose(1, 2)
+            lengths = torch.tensor([[len(sound)] for sound in sounds])
+            found["feature_attention_mask"] = (torch.arange(int(lengths.max())) < lengths).long()
+        return found
+
+    def laid(self, model: Any, items: Sequence[dict[str, Tensor]]) -> Laid:
+        """Items in a text, each between a mark and another token."""
+        tokens, media, rows, values = [5, 6], [], [], []
+        for index, item in enumerate(items):
+            modality = "audio" if FEATURES in item else "video" if VALUES in item else "image"
+            with torch.inference_mode():
+                (vectors,) = model.embed_media(modality, [item])
+            tokens.append(AUDIO_START if modality == "audio" else START)
+            count, offset = len(vectors), len(tokens)
+            rows += range(offset, offset + count)
+            media.append(MediaInput(modality, packed(item), str(index), count, offset))
+            tokens += [{"image": IMAGE, "video": VIDEO, "audio": AUDIO}[modality]] * count
+            tokens += [7 + index, 8 + index]
+            values.append(vectors)
+        return Laid([*tokens, 11, 12], media, rows, torch.cat(values))
+
+    def prompt(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        tokens, offsets = [5, 6], []
+        for index, count in enumerate(counts):
+            offsets.append(len(tokens) + 1)
+            tokens += [START, *[IMAGE] * count, 7 + index]
+        return [*tokens, 11, 12], offsets
+
+    def test_it_takes_videos(self, model: Any) -> None:
+        assert isinstance(model, SupportsMultiModal)
+        assert set(model.modalities) == {"image", "video", "audio"}
+
+    def test_recordings(self, reference: Any, model: Any) -> None:
+        self.check(reference, model, self.recordings())
+
+    def test_a_recording_is_a_vector_for_four_frames(self, model: Any) -> None:
+        with torch.inference_mode():
+            shapes = [tuple(v.shape) for v in model.embed_media("audio", self.recordings())]
+        assert shapes == [(4, TEXT["hidden_size"]), (5, TEXT["hidden_size"])]
+
+    def test_all_in_one_prompt(self, reference: Any, model: Any) -> None:
+        (image, other), (video, last), (sound, more) = (
+            self.images(), self.videos(), self.recordings(),
+        )  # fmt: skip
+        self.check(reference, model, [sound, image, video, other, more, last])
+        self.check(reference, model, [video, sound])
+
+    def test_recordings_do_not_hear_each_other(self, model: Any) -> None:
+        with torch.inference_mode():
+            together = model.embed_media("audio", self.recordings())
+            for index, sound in enumerate(self.recordings()):
+                (alone,) = model.embed_media("audio", [sound])
+                torch.testing.assert_close(alone, together[index], atol=1e-5, rtol=1e-5)
+
+    def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
+        """Text alone, where no processor is installed or all limits are 0."""
+        model = self.load(folder, limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0})
+        assert not isinstance(model, SupportsMultiModal)
+        tokens = [5, 6, 7, 8, 9]
+        found = self.forward(model, tokens, [], [], [5])
+        torch.testing.assert_close(
+            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
+        )
+
+    def test_without_media_no_tower_is_loaded(
+        self, reference: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each tower goes with its modalities; what is left is as it was."""
+        installed, group = plugins.installed, "headrace.multimodal_processors"
+        own = dict.fromkeys([PROCESSOR])
+        monkeypatch.setattr(
+            plugins, "installed", lambda name: own if name == group else installed(name)
+        )
+        for limits, left, items in (
+            ({"audio": 0}, {"image", "video"}, [self.images()[0], self.videos()[1]]),
+            ({"image": 0, "video": 0}, {"audio"}, self.recordings()),
+            ({"image": 0}, {"image", "video", "audio"}, [self.recordings()[1], self.videos()[0]]),
+        ):
+            model = self.load(folder, limit_mm_per_prompt=limits)
+            assert set(model.modalities) == left
+            assert hasattr(model, "audio_tower") == ("audio" in left)
+            assert hasattr(model, "visual") == ("image" in left)
+            self.check(reference, model, items)
+
+    @pytest.mark.parametrize("name", ["Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"])
+    def test_the_published_names(
+        self, name: str, reference: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        """The thinker's tensors and config under a name of their own, beside what speaks."""
+        stored = load_file(folder / "model.safetensors")
+        tensors = {f"thinker.{key}": tensor for key, tensor in stored.items()}
+        tensors["talker.model.embed_tokens.weight"] = torch.zeros(3)
+        tensors["token2wav.x"] = torch.zeros(2)
+        assert "thinker.visual.blocks.0.attn.q.weight" in tensors
+        assert "thinker.audio_tower.audio_bos_eos_token.weight" in tensors
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        thinker = json.loads((folder / "config.json").read_text())
+        whole = {"architectures": [name], "model_type": "qwen2_5_omni", "thinker_config": thinker}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        items = [self.recordings()[0], self.images()[0]]
+        self.check(reference, self.load(tmp_path), items)
+
+    def test_a_tower_of_another_size_is_refused(self, reference: Any, folder: Path) -> None:
+        overrides = {"audio_config": {"output_dim": TEXT["hidden_size"] + 1}}
+        with pytest.raises(UnsupportedModel, match=r"output_dim = 49.*hidden_size = 48"):
+            self.load(folder, hf_overrides=overrides)
