@@ -142,10 +142,13 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
 class Qwen2_5VLVideos(Qwen2VLVideos):
     """The model is told how many seconds two frames take."""
 
+    frame_rate: ClassVar[float] = FRAME_RATE
+    """Frames a second of a video that says none."""
+
     def further_inputs(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
         rate, total = metadata.get("fps"), metadata.get("total_num_frames")
         if rate is None or total is None:
-            shown = FRAME_RATE if rate is None else rate
+            shown = self.frame_rate if rate is None else rate
         else:
             shown = count / total * rate
         return {SECONDS: packed(np.array([self._frames / shown], np.float32))}
