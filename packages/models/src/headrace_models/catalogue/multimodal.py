@@ -598,6 +598,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
                 known,
                 _THINKER,
                 fixed=_ROUTED,
+                towers={"": "omni.qwen3_omni:Qwen3Omni"},
+                takes={**_AUDIO, **_VIDEOS},
+                processor="Qwen3OmniMoeForConditionalGeneration",
             )
             for name, known in (
                 ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),

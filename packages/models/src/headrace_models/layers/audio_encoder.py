@@ -153,7 +153,7 @@ class AudioEncoder(Layer):
             table = f"{name}.embed_positions"
             self.positions = Embedding(context, table, self.num_positions, hidden)
         self.layers = [
-            _Block(context, settings, f"{name}.layers.{index}")
+            EncoderBlock(context, settings, f"{name}.layers.{index}")
             for index in range(settings.integer("encoder_layers", maximum=MAX_LAYERS))
         ]
         self.final_norm = LayerNorm(context, f"{name}.{norm_name}", hidden, NORM_EPS)
@@ -214,11 +214,19 @@ def sines(length: int, size: int) -> Tensor:
     return torch.cat([turns.sin(), turns.cos()], dim=1)
 
 
-class _Block(Layer):
-    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+class EncoderBlock(Layer):
+    """Attention and a feed-forward layer, each behind a norm.
+
+    Args:
+        key_bias: keys have a bias; Whisper's have none.
+    """
+
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, *, key_bias: bool = False
+    ) -> None:
         hidden = settings.integer("d_model")
         self.input_norm = LayerNorm(context, f"{name}.self_attn_layer_norm", hidden, NORM_EPS)
-        self.attention = _Attention(context, settings, f"{name}.self_attn")
+        self.attention = _Attention(context, settings, f"{name}.self_attn", key_bias=key_bias)
         self.mlp_norm = LayerNorm(context, f"{name}.final_layer_norm", hidden, NORM_EPS)
         self.mlp = MLP(
             context,
@@ -241,7 +249,9 @@ class _Block(Layer):
 class _Attention(ProjectedAttention):
     """Every state of a clip sees every other."""
 
-    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, *, key_bias: bool
+    ) -> None:
         heads, head_dim = heads_of(settings, "encoder_attention_heads")
         super().__init__(
             context,
@@ -253,7 +263,7 @@ class _Attention(ProjectedAttention):
             rotary=None,
             qkv_bias=True,
             out_bias=True,
-            unbiased=(1,),
+            unbiased=() if key_bias else (1,),
             out_name="out_proj",
             attention_type=_TYPE,
         )

@@ -18,20 +18,15 @@ from headrace_models.config.settings import Settings
 from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.towers import Tower, TowersByModality, rules_of
-from headrace_models.layers.vision.grid_decoder import (
-    SECONDS,
-    THETA,
-    GridDecoder,
-    embed_grids,
-)
-from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
+from headrace_models.layers.omni import Thinker
+from headrace_models.layers.towers import Tower, rules_of
+from headrace_models.layers.vision.grid_decoder import THETA, embed_grids
+from headrace_models.layers.vision.qwen_vl import QwenVLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
-    from headrace_core.multimodal import MediaInput
 
 _AUDIO, _VISION = "audio_tower", "visual"
 _LAST_NORM = "ln_post"
@@ -40,7 +35,6 @@ _ENCODER = {
     "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu", "n_window": 100,
     "output_dim": 3584,
 }  # fmt: skip
-_PLACES_PER_SECOND = 25
 """Values that configs may leave out."""
 
 
@@ -109,34 +103,22 @@ _TOWERS = (
 )
 
 
-class Qwen2_5Omni(TowersByModality, GridDecoder):
-    """A second is as many places for frames of a video as for audio."""
+class Qwen2_5Omni(Thinker):
+    """See the module."""
 
     towers: ClassVar[Sequence[Tower]] = _TOWERS
     media_rules: ClassVar[Sequence[WeightRule]] = rules_of(_TOWERS)
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
-        thinker = whole.get("thinker_config", whole)
-        super().make_towers(context, thinker)
-        settings = Settings(thinker)
-        self.places_per_second = settings.positive("position_id_per_seconds", _PLACES_PER_SECOND)
+        super().make_towers(context, whole)
         vision: OmniVision | None = getattr(self, _VISION, None)
         self.merge = 1 if vision is None else vision.tower.merge
         self.rope = rope_settings(self.settings.config, theta=THETA, partial=1.0)
 
     def unread_weights(self) -> Mapping[str, str]:
-        """Tensors that no text comes from, too."""
+        """Tensors of the tower that no text comes from, too."""
         more = {
-            r"(talker|token2wav)\..*": "makes speech",
             rf"{_AUDIO}\.audio_bos_eos_token\.weight": "for the talker",
             rf"{_AUDIO}\.positional_embedding\..*": "computed",
         }
         return {**super().unread_weights(), **more}
-
-    def box(self, sizes: Grid, item: MediaInput) -> Tensor:
-        """See :meth:`headrace_models.layers.vision.grid_decoder.GridDecoder.box`."""
-        box = super().box(sizes, item)
-        if item.modality == "video":
-            (seconds,) = item.inputs[SECONDS].tolist()
-            box[0] = (box[0] * torch.tensor(seconds) * self.places_per_second).long()
-        return box

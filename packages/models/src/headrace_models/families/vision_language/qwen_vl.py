@@ -7,15 +7,15 @@ Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923; Bai et al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.model import INPUT_EMBEDS, InputEmbeds, WeightRule
+from headrace_core.model import WeightRule
 from headrace_core.multimodal import MediaInput
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import Settings
+from headrace_models.layers.vision.deepstack import DeepstackDecoder, interleaved_rope
 from headrace_models.layers.vision.grid_decoder import (
     SECONDS,
     THETA,
@@ -30,12 +30,9 @@ from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
 
 _TOWER = "visual"
-_QWEN3_SECTIONS = (24, 20, 20)
-"""Value that configs may leave out."""
 
 
 class Qwen2VL(GridDecoder):
@@ -82,9 +79,8 @@ class Qwen2_5VL(Qwen2VL):
         return box
 
 
-class Qwen3VL(Qwen2VL):
-    """The tower gives vectors to the decoder's first layers, too: they are added to what comes out of them
-    at the images' tokens (Meng et al. 2024, arXiv:2406.04334)."""
+class Qwen3VL(DeepstackDecoder, Qwen2VL):
+    """The tower gives vectors to the decoder's first layers, too."""
 
     media_rules: ClassVar[Sequence[WeightRule]] = qwen3_tower_rules(_TOWER, "tower")
 
@@ -92,27 +88,4 @@ class Qwen3VL(Qwen2VL):
         vision = part_of(whole, "vision_config")
         self.tower = Qwen3VLTower(context, vision, _TOWER, self.hidden_size())
         self.merge = self.tower.merge
-        rope = rope_settings(self.settings.config, theta=THETA, partial=1.0)
-        sections = rope.sections or _QWEN3_SECTIONS
-        self.rope = replace(rope, sections=sections, interleaved_sections=True)
-
-    def input_vectors(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.SupportsPromptEmbeds`: the first numbers of the given ones."""
-        given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
-        if given is not None:
-            first = given._replace(values=given.values[:, : self.hidden_size()])
-            batch = replace(batch, extra={**batch.extra, INPUT_EMBEDS: first})
-        return super().input_vectors(batch)
-
-    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`headrace_models.layers.decoder.Decoder.run_blocks`."""
-        given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
-        if given is None:
-            return super().run_blocks(x, batch)
-        levels = torch.split(given.values, self.hidden_size(), dim=1)[1:]
-        residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch)
-            if index < len(levels):
-                x = x.index_add(0, given.rows, levels[index])
-        return x, residual
+        self.rope = interleaved_rope(self.settings.config)

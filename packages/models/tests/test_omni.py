@@ -1,15 +1,16 @@
-"""The thinker of Qwen2.5-Omni beside transformers on a tiny checkpoint: images, videos and recordings, each
-alone and all in one prompt."""
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni beside transformers on tiny checkpoints: images, videos and
+recordings, each alone and all in one prompt."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import test_vision_language as language
+import test_vision_qwen3_vl as qwen3
 import torch
 from safetensors.torch import load_file, save_file
 from test_vision_language import TEXT, drawn
@@ -27,49 +28,34 @@ AUDIO, BINS, WINDOW = 122, 11, 4
 FEATURES = "input_features"
 START, AUDIO_START = 118, 116
 """Tokens in front of an item, which the library looks for."""
-PROCESSOR = "Qwen2_5OmniForConditionalGeneration"
 
 
 def recording(seed: int, frames: int) -> dict[str, Tensor]:
     return {FEATURES: drawn(20 + seed, frames, BINS)}
 
 
-class TestQwen2_5Omni(Qwen, language.TestQwen2_5VL):
-    """A frame's two seconds are ten places."""
+class Omni(Qwen):
+    """A subclass says what recordings are, and how many vectors."""
 
-    shapes: ClassVar = ((2, 8, 6), (3, 12, 2))
-    seconds: ClassVar = (0.4, 0.9)
     names_of_towers: ClassVar = ("audio_tower.", "visual.")
-
-    def hf_class(self) -> Any:
-        from transformers import Qwen2_5OmniThinkerForConditionalGeneration
-
-        return Qwen2_5OmniThinkerForConditionalGeneration
-
-    def hf_config(self) -> Any:
-        from transformers import Qwen2_5OmniThinkerConfig
-
-        theirs = super().hf_config().to_dict()
-        audio = {
-            "num_mel_bins": BINS, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 40, "max_source_positions": 30, "n_window": WINDOW,
-            "output_dim": TEXT["hidden_size"],
-        }  # fmt: skip
-        rope = {"rope_type": "default", "mrope_section": [1, 2, 3], "rope_theta": 10_000.0}
-        vision = {**theirs["vision_config"], "model_type": "qwen2_5_omni_vision_encoder"}
-        return Qwen2_5OmniThinkerConfig(
-            audio_config=audio, vision_config=vision, text_config={**TEXT, "rope_parameters": rope},
-            image_token_index=IMAGE, video_token_index=VIDEO, audio_token_index=AUDIO,
-            vision_start_token_id=START, audio_start_token_id=AUDIO_START,
-        )  # fmt: skip
+    seconds: ClassVar[tuple[float, float]]
+    """Of two frames, of each video."""
+    lengths: ClassVar[tuple[int, int]]
+    counts: ClassVar[tuple[int, int]]
+    """Frames and vectors of recordings."""
+    processor: ClassVar[str]
+    published: ClassVar[Sequence[str]]
+    """Names of the whole, in which the thinker is."""
+    marks: ClassVar[Mapping[str, Any]] = {
+        "vision_start_token_id": START, "audio_start_token_id": AUDIO_START,
+    }  # fmt: skip
 
     def video(self, seed: int, t: int, h: int, w: int) -> dict[str, Tensor]:
         made = super().video(seed, t, h, w)
         return {**made, SECONDS: torch.tensor([self.seconds[seed]])}
 
     def recordings(self) -> Sequence[dict[str, Tensor]]:
-        """Whole pieces; and an odd number of states, of which the last is in no pair."""
-        return [recording(0, 4 * WINDOW), recording(1, 5 * WINDOW + 1)]
+        return [recording(seed, length) for seed, length in enumerate(self.lengths)]
 
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         found = super().hf_inputs(images)
@@ -113,10 +99,10 @@ class TestQwen2_5Omni(Qwen, language.TestQwen2_5VL):
     def test_recordings(self, reference: Any, model: Any) -> None:
         self.check(reference, model, self.recordings())
 
-    def test_a_recording_is_a_vector_for_four_frames(self, model: Any) -> None:
+    def test_a_recording_has_as_many_vectors(self, model: Any) -> None:
         with torch.inference_mode():
-            shapes = [tuple(v.shape) for v in model.embed_media("audio", self.recordings())]
-        assert shapes == [(4, TEXT["hidden_size"]), (5, TEXT["hidden_size"])]
+            found = model.embed_media("audio", self.recordings())
+        assert tuple(len(vectors) for vectors in found) == self.counts
 
     def test_all_in_one_prompt(self, reference: Any, model: Any) -> None:
         (image, other), (video, last), (sound, more) = (
@@ -147,7 +133,7 @@ class TestQwen2_5Omni(Qwen, language.TestQwen2_5VL):
     ) -> None:
         """Each tower goes with its modalities; what is left is as it was."""
         installed, group = plugins.installed, "headrace.multimodal_processors"
-        own = dict.fromkeys([PROCESSOR])
+        own = dict.fromkeys([self.processor])
         monkeypatch.setattr(
             plugins, "installed", lambda name: own if name == group else installed(name)
         )
@@ -162,25 +148,93 @@ class TestQwen2_5Omni(Qwen, language.TestQwen2_5VL):
             assert hasattr(model, "visual") == ("image" in left)
             self.check(reference, model, items)
 
-    @pytest.mark.parametrize("name", ["Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"])
-    def test_the_published_names(
-        self, name: str, reference: Any, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_the_published_names(self, reference: Any, folder: Path, tmp_path: Path) -> None:
         """The thinker's tensors and config under a name of their own, beside what speaks."""
         stored = load_file(folder / "model.safetensors")
         tensors = {f"thinker.{key}": tensor for key, tensor in stored.items()}
         tensors["talker.model.embed_tokens.weight"] = torch.zeros(3)
-        tensors["token2wav.x"] = torch.zeros(2)
-        assert "thinker.visual.blocks.0.attn.q.weight" in tensors
-        assert "thinker.audio_tower.audio_bos_eos_token.weight" in tensors
+        tensors |= {"token2wav.x": torch.zeros(2), "code2wav.x": torch.zeros(2)}
+        assert "thinker.visual.merger.ln_q.weight" in tensors
+        assert "thinker.audio_tower.ln_post.weight" in tensors
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         thinker = json.loads((folder / "config.json").read_text())
-        whole = {"architectures": [name], "model_type": "qwen2_5_omni", "thinker_config": thinker}
-        (tmp_path / "config.json").write_text(json.dumps(whole))
-        items = [self.recordings()[0], self.images()[0]]
-        self.check(reference, self.load(tmp_path), items)
+        for name in self.published:
+            whole = {"architectures": [name], "model_type": "omni", "thinker_config": thinker}
+            (tmp_path / "config.json").write_text(json.dumps(whole))
+            items = [self.recordings()[0], self.images()[0]]
+            self.check(reference, self.load(tmp_path), items)
 
     def test_a_tower_of_another_size_is_refused(self, reference: Any, folder: Path) -> None:
         overrides = {"audio_config": {"output_dim": TEXT["hidden_size"] + 1}}
         with pytest.raises(UnsupportedModel, match=r"output_dim = 49.*hidden_size = 48"):
             self.load(folder, hf_overrides=overrides)
+
+
+class TestQwen2_5Omni(Omni, language.TestQwen2_5VL):
+    """Recordings of whole pieces, and of an odd number of states, of which the last is in no pair. Two frames
+    are ten places and more."""
+
+    shapes: ClassVar = ((2, 8, 6), (3, 12, 2))
+    seconds: ClassVar = (0.4, 0.9)
+    lengths: ClassVar = (4 * WINDOW, 5 * WINDOW + 1)
+    counts: ClassVar = (4, 5)
+    processor: ClassVar = "Qwen2_5OmniForConditionalGeneration"
+    published: ClassVar = ("Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration")
+
+    def hf_class(self) -> Any:
+        from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+        return Qwen2_5OmniThinkerForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import Qwen2_5OmniThinkerConfig
+
+        theirs = super().hf_config().to_dict()
+        audio = {
+            "num_mel_bins": BINS, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40, "max_source_positions": 30, "n_window": WINDOW,
+            "output_dim": TEXT["hidden_size"],
+        }  # fmt: skip
+        rope = {"rope_type": "default", "mrope_section": [1, 2, 3], "rope_theta": 10_000.0}
+        vision = {**theirs["vision_config"], "model_type": "qwen2_5_omni_vision_encoder"}
+        return Qwen2_5OmniThinkerConfig(
+            audio_config=audio, vision_config=vision, text_config={**TEXT, "rope_parameters": rope},
+            image_token_index=IMAGE, video_token_index=VIDEO, audio_token_index=AUDIO, **self.marks,
+        )  # fmt: skip
+
+
+class TestQwen3Omni(Omni, qwen3.Qwen3VL):
+    """Recordings of more than a piece, whose last piece the library fills up as far in a batch as alone. In
+    two pieces all states see each other."""
+
+    shapes: ClassVar = ((2, 4, 6), (3, 8, 2))
+    seconds: ClassVar = (1.0, 2.0)
+    lengths: ClassVar = (130, 215)
+    counts: ClassVar = (17, 28)
+    processor: ClassVar = "Qwen3OmniMoeForConditionalGeneration"
+    published: ClassVar = ("Qwen3OmniMoeForConditionalGeneration",)
+
+    def hf_class(self) -> Any:
+        from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+        return Qwen3OmniMoeThinkerForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import Qwen3OmniMoeThinkerConfig
+
+        audio = {
+            "num_mel_bins": BINS, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 40, "n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 6,
+            "output_dim": TEXT["hidden_size"],
+        }  # fmt: skip
+        text = {
+            **self.text(), "max_position_embeddings": 256, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        }  # fmt: skip
+        return Qwen3OmniMoeThinkerConfig(
+            audio_config=audio, vision_config=self.vision_config(), text_config=text,
+            image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=AUDIO,
+            position_id_per_seconds=13, **self.marks,
+        )  # fmt: skip
+
+    def test_a_recording_of_less_than_a_piece(self, reference: Any, model: Any) -> None:
+        self.check(reference, model, [recording(3, 45), self.images()[0]])
