@@ -177,6 +177,20 @@ def test_every_modality_in_one_prompt(oracle: Oracle) -> None:
     assert list(output.outputs[0].token_ids) == oracle.continued(prompt)
 
 
+def test_a_video_that_is_longer_in_time_than_in_tokens(oracle: Oracle) -> None:
+    """Its last frames, and what follows, stand at places behind the last token's number."""
+
+    def slow(fps: float) -> Any:
+        data = {"video": [(film(), {"fps": fps})]}
+        return {"prompt": f"{MARKS['video']} the water", "multi_modal_data": data}
+
+    with LLM(str(oracle.folder), **{**SETTINGS, "max_model_len": 320}) as llm:
+        [output] = llm.generate([slow(0.1)], PARAMS, use_tqdm=False)
+        with pytest.raises(RequestError, match=r"video of 400\.0 s: at most 41\.0 s are accepted"):
+            llm.generate([slow(0.01)], PARAMS, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == oracle.continued(slow(0.1))
+
+
 @pytest.mark.parametrize(
     ("limits", "text"), [({"audio": 0}, "<j>"), ({"image": 0, "video": 0}, "<b>")]
 )

@@ -20,7 +20,7 @@ from video_conformance import VALUES, VIDEO, Laid
 from vision_conformance import IMAGE, packed
 
 from headrace_core import plugins
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import SupportsMultiModal
 from headrace_core.multimodal import MediaInput
 
@@ -163,6 +163,13 @@ class Omni(Qwen):
             (tmp_path / "config.json").write_text(json.dumps(whole))
             items = [self.recordings()[0], self.images()[0]]
             self.check(reference, self.load(tmp_path), items)
+
+    def test_videos_that_are_too_long_together_are_refused(self, model: Any) -> None:
+        """Places behind the rotary table."""
+        (video, _) = self.videos()
+        laid = self.laid(model, [{**video, SECONDS: torch.tensor([40.0])}])
+        with pytest.raises(RequestError, match=r"places in time for \d+ tokens: at most"):
+            model.mrope_positions(len(laid.tokens), laid.media)
 
     def test_a_tower_of_another_size_is_refused(self, reference: Any, folder: Path) -> None:
         overrides = {"audio_config": {"output_dim": TEXT["hidden_size"] + 1}}

@@ -9,7 +9,7 @@ import torch
 
 from headrace_models.config.settings import Settings
 from headrace_models.layers.towers import TowersByModality
-from headrace_models.layers.vision.grid_decoder import SECONDS, GridDecoder
+from headrace_models.layers.vision.grid_decoder import SECONDS, TimedDecoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ _PLACES_PER_SECOND = 25
 """Value that configs may leave out."""
 
 
-class Thinker(TowersByModality, GridDecoder):
+class Thinker(TowersByModality, TimedDecoder):
     """A second is as many places for frames of a video as for audio. What makes speech of the thinker's
     text is not read."""
 

@@ -14,7 +14,7 @@ from headrace_multimodal.audio.pieces import OPTIONS, PiecesProcessor
 from headrace_multimodal.images.processor import PIXEL_VALUES, part, token_id
 from headrace_multimodal.omni.by_modality import ByModality, Part
 from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS
-from headrace_multimodal.video.qwen_vl import Qwen2_5VLVideos
+from headrace_multimodal.video.qwen_vl import Qwen2_5VLVideos, number
 
 _AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 _NOT_BUILT = (
@@ -34,6 +34,9 @@ class OmniVideos(Qwen2_5VLVideos):
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
         self._least_video, self._most_video = self.bounds
+
+    def places_per_second(self) -> float:
+        return number(self.config, "position_id_per_seconds", 25)
 
 
 class Qwen2_5OmniProcessor(ByModality):

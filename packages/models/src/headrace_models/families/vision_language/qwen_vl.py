@@ -20,6 +20,7 @@ from headrace_models.layers.vision.grid_decoder import (
     SECONDS,
     THETA,
     GridDecoder,
+    TimedDecoder,
     embed_grids,
 )
 from headrace_models.layers.vision.media_decoder import part_of
@@ -59,7 +60,7 @@ class Qwen2VL(GridDecoder):
         return embed_grids(self.tower, modality, inputs)
 
 
-class Qwen2_5VL(Qwen2VL):
+class Qwen2_5VL(TimedDecoder, Qwen2VL):
     """The tower has windows, RMS norms and gated layers; frames of a video stand apart by seconds."""
 
     second: ClassVar[bool] = True

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace_core.errors import RequestError
 from headrace_core.model import MROPE_POSITIONS
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
     from headrace_core.multimodal import MediaInput
     from headrace_models.config.rope import RopeSettings
 
@@ -29,8 +31,9 @@ GRID: Mapping[str, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 """Modality -> name of the model's input with an item's grid."""
 SECONDS = "second_per_grid_ts"
 """Model input of videos: seconds between two patches in time."""
+_CONTEXT = 32_768
 THETA = 1_000_000.0
-"""Base of the rotation where a config says none."""
+"""Values that configs may leave out: the context, and the base of the rotation."""
 
 
 class GridDecoder(MediaDecoder):
@@ -73,6 +76,36 @@ class GridDecoder(MediaDecoder):
             rows = rows_by_axes(table, axes, self.rope)
             batch = replace(batch, extra={**batch.extra, ROTARY_ROWS: rows})
         return super().forward(batch)
+
+
+class TimedDecoder(GridDecoder):
+    """Frames of a video stand apart by seconds, and so may take more places than tokens: of a prompt up to
+    a context more, for which the rotary table has rows."""
+
+    places_per_second: float
+
+    def num_places(self, context: BuildContext) -> int:
+        """See :meth:`headrace_models.layers.decoders.llama.LlamaDecoder.num_places`."""
+        return context.max_model_len + self._spare_places()
+
+    def _spare_places(self) -> int:
+        return self.settings.integer("max_position_embeddings", _CONTEXT)
+
+    def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
+        """See :class:`headrace_core.model.SupportsMRoPE`.
+
+        Raises:
+            RequestError: the videos of a prompt are too long together; each alone was looked at before.
+        """
+        places = super().mrope_positions(num_tokens, media)
+        over, spare = int(places.max()) + 1 - num_tokens, self._spare_places()
+        if over > spare:
+            raise RequestError(
+                f"multi_modal_data.video: {int(places.max()) + 1} places in time for {num_tokens} tokens: "
+                f"at most {spare} more than tokens are accepted",
+                param="multi_modal_data.video",
+            )
+        return places
 
 
 def embed_grids(
