@@ -235,7 +235,8 @@ class TestQwen3Omni(Omni, qwen3.Qwen3VL):
             "output_dim": TEXT["hidden_size"],
         }  # fmt: skip
         text = {
-            **self.text(), "max_position_embeddings": 256, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            **self.text(), "max_position_embeddings": 256, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
         }  # fmt: skip
         return Qwen3OmniMoeThinkerConfig(
             audio_config=audio, vision_config=self.vision_config(), text_config=text,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,11 +40,22 @@ class PiecesProcessor:
         text: placeholder where a template writes none.
     """
 
+    frames_per_token: ClassVar[int] = 4
+    """Frames of a token, in long recordings."""
+
     def __init__(self, encoder: Mapping[str, Any], path: Path, audio_token: int, text: str) -> None:
         stated = audio_settings(path)
         self.mel = mel_settings(stated, integer(encoder, "num_mel_bins", _BINS), path)
-        self.num_samples = integer(stated, "chunk_length", _SECONDS) * self.mel.sample_rate
+        self.num_samples = self.longest(stated)
         self.audio_token, self.text = audio_token, text
+
+    def longest(self, stated: Mapping[str, Any]) -> int:
+        """Samples of the longest recording.
+
+        Args:
+            stated: settings of the preprocessor.
+        """
+        return integer(stated, "chunk_length", _SECONDS) * self.mel.sample_rate
 
     def modalities(self) -> Sequence[Modality]:
         return ("audio",)
@@ -71,17 +82,21 @@ class PiecesProcessor:
                 "at once; cut it, or set mm_processor_kwargs to {'truncation': true}",
                 param="multi_modal_data",
             )
-        frames = self._frames(samples[: self.num_samples])
-        count = num_audio_tokens(len(frames))
+        frames = self.frames(samples[: self.num_samples])
+        count = self.num_tokens(len(frames))
         if count == 0:
             raise RequestError(
-                f"audio of {seconds:.2f} s: too short; the model needs 0.03 s",
+                f"audio of {seconds:.2f} s: too short to become a token",
                 param="multi_modal_data",
             )
         packed = PackedArray("float32", frames.shape, frames.tobytes())
         return ProcessedMedia({INPUT_FEATURES: packed}, count)
 
-    def _frames(self, samples: Float) -> Float:
+    def num_tokens(self, num_frames: int) -> int:
+        """Tokens of a recording."""
+        return num_audio_tokens(num_frames)
+
+    def frames(self, samples: Float) -> Float:
         """[frames, bins]. Behind the recording is silence, up to the longest that is taken; of that, only
         what its last frames look at is computed."""
         hop = self.mel.hop
@@ -93,7 +108,7 @@ class PiecesProcessor:
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """Silence as long as the model takes it, or as ``num_tokens`` allow."""
         tokens = sizes.get("num_tokens", self.num_samples)
-        length = min(self.num_samples, 4 * self.mel.hop * tokens)
+        length = min(self.num_samples, self.frames_per_token * self.mel.hop * tokens)
         return self._processed(np.zeros(length, np.float32), cut=False)
 
     def placeholder(self, modality: Modality, index: int) -> str:
