@@ -20,7 +20,7 @@ OMNI_SYSTEM = (
     "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory "
     "and visual inputs, as well as generating text and speech."
 )
-"""The system's turn that Qwen2.5-Omni was trained with."""
+"""The system's turn that Qwen2.5-Omni was trained with; Qwen3-Omni takes it, too."""
 OMNI_PROMPT = f"<|im_start|>system\n{OMNI_SYSTEM}<|im_end|>\n{CHATML.format('{media}{question}')}"
 COHERE = (
     "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{media}{question}<|END_OF_TURN_TOKEN|>"
@@ -244,6 +244,10 @@ OMNI: Mapping[str, Row] = {
     "qwen2_5_omni": Row(
         "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, {"audio": _OMNI_AUDIO, **_OMNI},
         settings=_sizes(12800, 5),
+    ),
+    "qwen3_omni": Row(
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct", OMNI_PROMPT,
+        {"audio": "<|audio_start|><|audio_pad|><|audio_end|>", **_QWEN}, settings=_sizes(12800, 5),
     ),
 }  # fmt: skip
 """Key -> how a model is asked about items of several modalities in one prompt."""

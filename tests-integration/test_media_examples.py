@@ -480,6 +480,14 @@ def test_several_modalities_in_a_prompt(omni: Path, run: Run, sent: list[Any]) -
         run(*words, "--query-type", "multi_audios", "--limit-mm-per-prompt", '{"audio": 1}')
 
 
+def test_the_row_of_qwen3_omni() -> None:
+    import media_prompts
+
+    row = media_prompts.OMNI["qwen3_omni"]
+    assert row.text("Why?", "audio") == OMNI % "<|audio_start|><|audio_pad|><|audio_end|>Why?"
+    assert row.text("Why?", "video") == OMNI % "<|vision_start|><|video_pad|><|vision_end|>Why?"
+
+
 def test_the_sound_of_a_video_is_not_put_between_its_frames(
     omni: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from image_checkpoints import data_url, picture
-from omni_checkpoints import MARKS, save_qwen2_5_omni
+from omni_checkpoints import MARKS, QWEN3_MARKS, save_qwen2_5_omni, save_qwen3_omni
 from servers import serving
 from speech_checkpoints import RATE, sound, token_ids, wav
 from together import together
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ITEMS: Mapping[str, tuple[str, Any]] = {
-    "a": ("audio", sound(1, 1.5)), "b": ("audio", sound(2, 0.33)), "i": ("image", picture(1, 40, 56)),
+    "a": ("audio", sound(1, 1.5)), "b": ("audio", sound(2, 1.2)), "i": ("image", picture(1, 40, 56)),
     "j": ("image", picture(2, 90, 60)),
 }  # fmt: skip
 """Letter in a prompt -> modality and item; "v" is :func:`film`, too long for the smallest caches."""
@@ -64,22 +64,22 @@ def letters(text: str) -> str:
     return "".join(letter for letter in (*ITEMS, "v") if f"<{letter}>" in text)
 
 
-def asked(text: str) -> Any:
+def asked(text: str, marks: Mapping[str, str] = MARKS) -> Any:
     data: dict[str, list[Any]] = {}
     for letter in sorted(letters(text), key=lambda letter: text.index(f"<{letter}>")):
         modality, item = ITEMS.get(letter) or ("video", (film(), {"fps": FPS}))
         data.setdefault(modality, []).append((item, RATE) if modality == "audio" else item)
-        text = text.replace(f"<{letter}>", MARKS[modality])
+        text = text.replace(f"<{letter}>", marks[modality])
     return {"prompt": text, "multi_modal_data": data} if data else text
 
 
 class Oracle:
     """transformers' thinker, for numbers and tokens of headrace's processor."""
 
-    def __init__(self, folder: Path, model: Any) -> None:
+    def __init__(self, folder: Path, model: Any, architecture: str) -> None:
         self.folder, self.model = folder, model
         config = json.loads((folder / "config.json").read_text())
-        self.processor = processor_for("Qwen2_5OmniForConditionalGeneration", config, folder)
+        self.processor = processor_for(architecture, config, folder)
 
     def prompt(self, prompt: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Token ids, and what the library takes beside them."""
@@ -138,7 +138,7 @@ def _array(packed: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = tmp_path_factory.mktemp("omni")
-    return Oracle(folder, save_qwen2_5_omni(folder))
+    return Oracle(folder, save_qwen2_5_omni(folder), "Qwen2_5OmniForConditionalGeneration")
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +175,20 @@ def test_every_modality_in_one_prompt(oracle: Oracle) -> None:
         with pytest.raises(RequestError, match=r"use_audio_in_video.*sound is not put between"):
             llm.generate([{**prompt, "mm_processor_kwargs": options}], PARAMS, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == oracle.continued(prompt)
+
+
+def test_qwen3_omni(tmp_path: Path) -> None:
+    """Vectors of images are wider than those of recordings would be, in one batch and in chunks."""
+    other = Oracle(tmp_path, save_qwen3_omni(tmp_path), "Qwen3OmniMoeForConditionalGeneration")
+    every = [asked(text, QWEN3_MARKS) for text in (*PROMPTS, "the <a> water<i> runs <v> over<b>")]
+    expected = [other.continued(prompt) for prompt in every]
+    for mode in ("batched", "chunked"):
+        with LLM(str(tmp_path), **{**SETTINGS, **MODES[mode]}) as llm:
+            outputs = llm.generate(every, PARAMS, use_tqdm=False)
+        assert [list(o.outputs[0].token_ids) for o in outputs] == expected
+    with LLM(str(tmp_path), **SETTINGS, limit_mm_per_prompt={"image": 0, "video": 0}) as llm:
+        [output] = llm.generate(every[:1], PARAMS, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == expected[0]
 
 
 def test_a_video_that_is_longer_in_time_than_in_tokens(oracle: Oracle) -> None:
