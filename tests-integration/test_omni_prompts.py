@@ -188,7 +188,20 @@ def test_qwen3_omni(tmp_path: Path) -> None:
         assert [list(o.outputs[0].token_ids) for o in outputs] == expected
     with LLM(str(tmp_path), **SETTINGS, limit_mm_per_prompt={"image": 0, "video": 0}) as llm:
         [output] = llm.generate(every[:1], PARAMS, use_tqdm=False)
+        text = (
+            "<|im_start|>user\n<a>names\nTranscribe the German audio into text.<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+        [wanted] = llm.generate(
+            [asked(text, QWEN3_MARKS)], SamplingParams(temperature=0, max_tokens=8)
+        )
+        [found] = llm.transcribe(
+            (ITEMS["a"][1], RATE), language="de", prompt="names", temperature=[0], max_tokens=8
+        )
+        with pytest.raises(RequestError, match=r"special token"):
+            llm.transcribe((ITEMS["a"][1], RATE), prompt="<|audio_pad|>")
     assert list(output.outputs[0].token_ids) == expected[0]
+    assert found.text == wanted.outputs[0].text.strip()
 
 
 def test_a_video_that_is_longer_in_time_than_in_tokens(oracle: Oracle) -> None:

@@ -22,6 +22,7 @@ SETTINGS = {
 }  # fmt: skip
 GREEDY = {"model": "ears", "temperature": 0, "ignore_eos": True}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ONCE = SamplingParams(temperature=0, max_tokens=8)
 CLIPS = {"a": (1, 1.5), "b": (2, 3.1), "c": (3, 2.0)}
 """Name -> seed and seconds: of one piece, two, and exactly one."""
 PROMPTS = {
@@ -129,6 +130,12 @@ def test_files_in_chats_over_a_socket(listener):
     prompt = {"prompt": "user: the water[AUDIO]assistant:", "multi_modal_data": {"audio": heard}}
     with LLM(str(listener[1]), **SETTINGS) as llm:
         [expected] = llm.generate(prompt, PARAMS, use_tqdm=False)
+        request = "[INST][BEGIN_AUDIO][AUDIO][/INST]lang:en[TRANSCRIBE]"
+        [asked_for] = llm.generate({**prompt, "prompt": request}, ONCE, use_tqdm=False)
+        [found] = llm.transcribe(
+            (heard, RATE), language="en", temperature=[0], max_tokens=8, use_tqdm=False
+        )
+        assert found.text == asked_for.outputs[0].text.strip()
 
     def sound_of(data=file, **more):
         return {"type": "input_audio", "input_audio": {"data": data, **more}}
@@ -170,10 +177,26 @@ def test_files_in_chats_over_a_socket(listener):
             assert all(word in answer.json()["error"]["message"] for word in words), answer.text
         assert chat(sound_of()).status_code == 200
 
+        def upload(path, **form):
+            files = {"file": ("a.wav", wav(clip("b")))}
+            return client.post(f"/v1/audio/{path}", files=files, data={"model": "ears", **form})
+
+        limits = {"max_completion_tokens": 8, "temperature[]": 0}
+        answer = upload("transcriptions", language="en", **limits)
+        assert answer.json()["text"] == found.text
+        for answer, word in (
+            (upload("transcriptions", prompt="names"), "prompt = 'names'"),
+            (upload("translations"), "only writes down what is said"),
+        ):
+            assert answer.status_code in (400, 501)
+            assert word in answer.json()["error"]["message"]
+
 
 def test_without_recordings_text_alone_is_served(listener, wanted):
     with LLM(str(listener[1]), **SETTINGS, limit_mm_per_prompt={"audio": 0}) as llm:
         [output] = llm.generate(["in the race"], PARAMS, use_tqdm=False)
         with pytest.raises(UnsupportedFeature, match="this model takes text only"):
             llm.generate([asked("[AUDIO]", "a")], PARAMS, use_tqdm=False)
+        with pytest.raises(UnsupportedFeature, match="does not transcribe"):
+            llm.transcribe((clip("a"), RATE))
     assert list(output.outputs[0].token_ids) == wanted[3]

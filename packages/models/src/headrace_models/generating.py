@@ -49,6 +49,9 @@ _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "VoxtralForConditionalGeneration": GeneratingTraits(transcribes=True),
     "WhisperForConditionalGeneration": GeneratingTraits(
         transcribes=True, generates=False, is_encoder_decoder=True, aligns=True
     ),
@@ -62,6 +65,17 @@ def generating_traits(architecture: str) -> GeneratingTraits:
     if plugin is None or plugin.distribution.startswith("headrace-models "):
         return TRAITS.get(architecture, _GENERATES)
     return traits_of(plugin.load())
+
+
+def served_traits(architecture: str, processor: str, limits: Mapping[str, Any]) -> GeneratingTraits:
+    """Traits of a checkpoint: a tower that is not loaded hears nothing.
+
+    Args:
+        processor: of :func:`processor_of`.
+        limits: ``model.limit_mm_per_prompt``.
+    """
+    hears = bool(processor) and media_limit(limits, "audio") > 0
+    return generating_traits(architecture) if hears or architecture not in WRAPPERS else _GENERATES
 
 
 def traits_of(model_class: Any) -> GeneratingTraits:

@@ -44,8 +44,8 @@ from headrace_models.formats.header import TensorEntry
 from headrace_models.generating import (
     GeneratingTraits,
     auto_processor_of,
-    generating_traits,
     processor_of,
+    served_traits,
     with_used_towers,
 )
 from headrace_models.implementation import (
@@ -132,7 +132,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         if by_transformers
         else processor_of(architecture, whole, limits)
     )
-    generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
+    generating = (
+        GeneratingTraits() if by_transformers else served_traits(architecture, processor, limits)
+    )
     return ModelInfo(
         name=config.model,
         path=path,

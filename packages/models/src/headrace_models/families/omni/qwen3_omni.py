@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
-from headrace_core.errors import UnsupportedModel
-from headrace_core.model import WeightRule
+from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.model import ModelInfo, WeightRule
+from headrace_core.request import TextPrompt
+from headrace_core.speech.model import (
+    AudioClip,
+    SpeechTask,
+    SpeechToTextConfig,
+    SupportsTranscription,
+)
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_conv2d import Conv2dEncoder, encoder_rules
+from headrace_models.config.special_tokens import refuse_special_tokens
+from headrace_models.layers.audio_conv2d import Conv2dEncoder, encoder_rules, num_states
 from headrace_models.layers.base import Layer
 from headrace_models.layers.omni import Thinker
 from headrace_models.layers.towers import Tower, rules_of
 from headrace_models.layers.vision.deepstack import DeepstackDecoder, interleaved_rope
 from headrace_models.layers.vision.grid_decoder import embed_grids
+from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.qwen3_vl import MergerNames, Qwen3VLTower, tower_rules
 
@@ -109,8 +118,15 @@ _TOWERS = (
 )
 
 
-class Qwen3Omni(Thinker, DeepstackDecoder):
+class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
     """See the module."""
+
+    supported_languages: ClassVar[Mapping[str, str]] = {
+        "ar": "Arabic", "de": "German", "en": "English", "es": "Spanish", "fr": "French",
+        "id": "Indonesian", "it": "Italian", "ja": "Japanese", "ko": "Korean", "ms": "Malay", "nl": "Dutch",
+        "pt": "Portuguese", "ru": "Russian", "tr": "Turkish", "ur": "Urdu", "vi": "Vietnamese",
+        "yue": "Cantonese", "zh": "Chinese",
+    }  # fmt: skip
 
     towers: ClassVar[Sequence[Tower]] = _TOWERS
     media_rules: ClassVar[Sequence[WeightRule]] = rules_of(_TOWERS)
@@ -137,3 +153,79 @@ class Qwen3Omni(Thinker, DeepstackDecoder):
         """Positions that are computed, too."""
         more = {rf"{_AUDIO}\.positional_embedding\..*": "computed"}
         return {**super().unread_weights(), **more}
+
+    # ---- what it says of itself
+
+    @classmethod
+    def get_speech_to_text_config(
+        cls, model_config: ModelInfo, task_type: SpeechTask
+    ) -> SpeechToTextConfig:
+        """Clips that take half of the context, and five minutes at most."""
+        tokens = _num_tokens(_LONGEST_SECONDS, model_config)
+        share = model_config.max_model_len / 2 / tokens
+        longest = max(1.0, _LONGEST_SECONDS * min(1.0, share))
+        return SpeechToTextConfig(max_audio_clip_s=longest, overlap_chunk_second=0.5)
+
+    @classmethod
+    def get_generation_prompt(
+        cls,
+        audio: AudioClip,
+        model_config: ModelInfo,
+        stt_config: SpeechToTextConfig,
+        language: str | None,
+        task_type: SpeechTask,
+        request_prompt: str,
+        to_language: str | None,
+        timestamps: bool = False,
+    ) -> TextPrompt:
+        """A question about the clip.
+
+        Raises:
+            RequestError: a target language that it does not know, or one for a transcript; special
+                tokens in the request's prompt.
+        """
+        question = _question(cls.supported_languages, language, task_type, to_language)
+        if request_prompt.strip():
+            refuse_special_tokens(model_config.path, request_prompt)
+            question = f"{request_prompt.strip()}\n{question}"
+        media: dict[str, Any] = {"audio": (audio.samples, audio.sample_rate)}
+        return TextPrompt(prompt=_CONVERSATION.replace("{}", question), multi_modal_data=media)
+
+    @classmethod
+    def get_num_audio_tokens(
+        cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
+    ) -> int | None:
+        return _num_tokens(audio_duration_s, model_config)
+
+
+_CONVERSATION = (
+    "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|>{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+_LONGEST_SECONDS = 300.0
+_FRAMES_PER_SECOND = 100
+
+
+def _num_tokens(seconds: float, info: ModelInfo) -> int:
+    whole = info.whole_config
+    stated = part_of(whole.get("thinker_config", whole), "audio_config")
+    piece = 2 * Settings({**_ENCODER, **stated}).integer("n_window")
+    pieces, rest = divmod(int(seconds * _FRAMES_PER_SECOND), piece)
+    return pieces * num_states(piece) + num_states(rest)
+
+
+def _question(
+    languages: Mapping[str, str], language: str | None, task: SpeechTask, to_language: str | None
+) -> str:
+    spoken = f"{languages[language]} " if language else ""
+    if task == "transcribe" and to_language in (None, language):
+        return f"Transcribe the {spoken}audio into text."
+    if task == "translate" and (to_language or "en") in languages:
+        target = languages[to_language or "en"]
+        return f"Listen to the provided {spoken}speech and produce a translation in {target} text."
+    raise RequestError(
+        f"to_language = {to_language!r}: /v1/audio/translations translates into one of "
+        f"{', '.join(sorted(languages))}",
+        param="to_language",
+        value=to_language,
+    )
