@@ -48,6 +48,7 @@ class GeneratingTraits:
 _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
+    "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),

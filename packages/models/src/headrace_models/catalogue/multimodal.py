@@ -270,7 +270,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "GLM-4.5V",
             ("visual",),
         ),
-        Wrapper("GlmAsrForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "GLM-ASR", _HEARS),
+        Wrapper(
+            "GlmAsrForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "GLM-ASR",
+            _HEARS,
+            towers={"glmasr_encoder": "audio_language.glm_asr:GlmAsr"},
+            takes=_AUDIO,
+        ),
         Wrapper(
             "GlmOcrForConditionalGeneration",
             {"glm_ocr_text": "Glm4ForCausalLM"},
