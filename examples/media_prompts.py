@@ -225,6 +225,10 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
 """Key -> how a model is asked about several images in one prompt."""
 
 AUDIO: Mapping[str, Row] = {
+    "audioflamingo3": Row(
+        "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
+        settings=_sizes(4096, 2, enforce_eager=True),
+    ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,
         {"audio": "Audio {number}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"}, settings=_sizes(4096, 5),

@@ -114,13 +114,19 @@ THREE_IMAGES = {
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
 }
+FLAMINGO = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 TWO_CLIPS = {
+    "audioflamingo3": FLAMINGO % "<sound><sound>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nAudio 2: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
     "Why?<|im_end|>\n<|im_start|>assistant\n",
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "audioflamingo3": FLAMINGO % "<sound>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}Why?",

@@ -1,4 +1,5 @@
-"""GLM-ASR beside transformers on a tiny checkpoint: recordings of one piece and of several."""
+"""GLM-ASR and Audio Flamingo 3 beside transformers on tiny checkpoints: recordings of one piece and of
+several."""
 
 from __future__ import annotations
 
@@ -30,24 +31,13 @@ def recording(pieces: int, num_frames: int) -> dict[str, Tensor]:
     }
 
 
-class TestGlmAsr(VisionConformance):
+class Sound(VisionConformance):
     """Recordings, which stand for the suite's images."""
 
+    counts: ClassVar[tuple[int, int]]
+    """Vectors of them."""
+
     names_of_towers: ClassVar = ("audio_tower.", "multi_modal_projector.")
-
-    def hf_class(self) -> Any:
-        from transformers import GlmAsrForConditionalGeneration
-
-        return GlmAsrForConditionalGeneration
-
-    def hf_config(self) -> Any:
-        from transformers import GlmAsrConfig
-
-        text = {**TEXT, "model_type": "llama", "head_dim": 12}
-        return GlmAsrConfig(
-            audio_config={**ENCODER, "model_type": "glmasr_encoder"}, text_config=text,
-            audio_token_id=IMAGE, tie_word_embeddings=False,
-        )  # fmt: skip
 
     def images(self) -> Sequence[dict[str, Tensor]]:
         return [recording(1, 29), recording(2, FRAMES + 17)]
@@ -69,10 +59,8 @@ class TestGlmAsr(VisionConformance):
         assert isinstance(model, SupportsMultiModal)
         assert list(model.modalities) == ["audio"]
 
-    def test_four_states_are_a_vector(self, model: Any) -> None:
-        """Of silence behind the recording there are none."""
-        shapes = [tuple(v.shape) for v in self.embed(model, self.images())]
-        assert shapes == [(15 // 4, TEXT["hidden_size"]), (33 // 4, TEXT["hidden_size"])]
+    def test_silence_behind_a_recording_has_no_vectors(self, model: Any) -> None:
+        assert tuple(len(vectors) for vectors in self.embed(model, self.images())) == self.counts
 
     def test_other_pixels_are_another_image(self, model: Any) -> None:
         first = recording(1, 29)
@@ -88,6 +76,26 @@ class TestGlmAsr(VisionConformance):
         torch.testing.assert_close(
             found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
         )
+
+
+class TestGlmAsr(Sound):
+    """Four states are a vector."""
+
+    counts: ClassVar = (15 // 4, 33 // 4)
+
+    def hf_class(self) -> Any:
+        from transformers import GlmAsrForConditionalGeneration
+
+        return GlmAsrForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import GlmAsrConfig
+
+        text = {**TEXT, "model_type": "llama", "head_dim": 12}
+        return GlmAsrConfig(
+            audio_config={**ENCODER, "model_type": "glmasr_encoder"}, text_config=text,
+            audio_token_id=IMAGE, tie_word_embeddings=False,
+        )  # fmt: skip
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -105,3 +113,31 @@ class TestGlmAsr(VisionConformance):
         (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
         with pytest.raises(UnsupportedModel, match=words):
             self.load(tmp_path)
+
+
+class TestAudioFlamingo3(Sound):
+    """Two states are a vector, an odd one of a piece is none."""
+
+    counts: ClassVar = (15 // 2, 24 // 2 + 9 // 2)
+
+    def hf_class(self) -> Any:
+        from transformers import AudioFlamingo3ForConditionalGeneration
+
+        return AudioFlamingo3ForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import AudioFlamingo3Config
+
+        audio = {
+            **ENCODER, "model_type": "audioflamingo3_encoder", "max_source_positions": FRAMES // 2,
+        }  # fmt: skip
+        text = {**TEXT, "model_type": "qwen2"}
+        return AudioFlamingo3Config(audio_config=audio, text_config=text, audio_token_id=IMAGE)
+
+    def test_frames_of_silence_change_nothing(self, model: Any) -> None:
+        """But for those that the last convolution looks at."""
+        first = recording(1, 29)
+        noisy = {**first, "input_features": first["input_features"].clone()}
+        noisy["input_features"][:, 31:] += 1
+        own, other = self.embed(model, [first, noisy])
+        torch.testing.assert_close(own, other)

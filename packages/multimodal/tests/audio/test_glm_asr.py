@@ -1,4 +1,4 @@
-"""GLM-ASR's media processor: numbers and tokens of transformers', pieces, refusals."""
+"""Media processors of GLM-ASR and Audio Flamingo 3: numbers and tokens of transformers', pieces, refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from headrace_core.errors import RequestError
 from headrace_core.multimodal import MediaItem, ProcessedMedia
-from headrace_multimodal.audio.glm_asr import GlmAsrProcessor
+from headrace_multimodal.audio.glm_asr import AudioFlamingo3Processor, GlmAsrProcessor
 
 CONFIG = {"text_config": {"max_position_embeddings": 800}, "audio_token_id": 7}
 """A context of two pieces of 30 s, 375 tokens each."""
@@ -63,3 +63,15 @@ def test_placeholders(processor):
     assert placed.token_ids == [3, *[7] * 12, 4, *[7] * 6, 5]
     assert processor.placeholder("audio", 0) == "<|begin_of_audio|><|pad|><|end_of_audio|>"
     assert processor.largest("audio", {}).num_tokens == 375
+
+
+def test_audio_flamingo_3(tmp_path: Path):
+    """A token for every 40 ms; its own processor takes ten minutes, or what it says."""
+    own = AudioFlamingo3Processor({"audio_token_id": 7}, tmp_path)
+    assert own.max_pieces == 20
+    (made,) = own.process([item(700_003)], {})
+    assert tuple(made.inputs["input_features"].shape) == (2, 3000, 128)
+    assert made.num_tokens == 750 + 1376 // 2 // 2
+    assert own.placeholder("audio", 0) == "<sound>"
+    (tmp_path / "processor_config.json").write_text('{"max_audio_len": 60}')
+    assert AudioFlamingo3Processor({}, tmp_path).max_pieces == 2

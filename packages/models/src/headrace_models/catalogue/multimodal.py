@@ -147,7 +147,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "AudioFlamingo3ForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM"},
             "Audio Flamingo 3",
-            ("audio_tower", "multi_modal_projector"),
+            _HEARS,
+            towers={"audioflamingo3_encoder": "audio_language.audio_flamingo3:AudioFlamingo3"},
+            takes=_AUDIO,
         ),
         Wrapper(
             "AyaVisionForConditionalGeneration",

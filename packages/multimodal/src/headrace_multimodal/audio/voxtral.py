@@ -34,12 +34,19 @@ class VoxtralProcessor:
         encoder = {**_ENCODER, **_part(config, "audio_config")}
         self.extract = FeatureExtractor.of(encoder, path)
         states = self.extract.num_frames // 2
-        self.tokens_of_piece = (
-            states * _size(encoder, "hidden_size") // _size(encoder, "intermediate_size")
-        )
+        self.tokens_of_piece = states // self.states_per_vector(encoder)
         text = {"max_position_embeddings": _CONTEXT, **_part(config, "text_config")}
         self.max_pieces = max(1, _size(text, "max_position_embeddings") // self.tokens_of_piece)
         self.audio_token = _size({"audio_token_id": _AUDIO_TOKEN, **config}, "audio_token_id")
+
+    def states_per_vector(self, encoder: Mapping[str, Any]) -> int:
+        """States of the encoder that become a vector.
+
+        Args:
+            encoder: its part of the config.
+        """
+        hidden, grouped = _size(encoder, "hidden_size"), _size(encoder, "intermediate_size")
+        return max(1, grouped // hidden)
 
     def modalities(self) -> Sequence[Modality]:
         return ("audio",)
