@@ -164,6 +164,15 @@ class Omni(Qwen):
             items = [self.recordings()[0], self.images()[0]]
             self.check(reference, self.load(tmp_path), items)
 
+    @pytest.mark.parametrize(
+        ("part", "key"),
+        [("audio_config", "n_window"), ("audio_config", "d_model"), ("vision_config", "num_heads")],
+    )
+    def test_odd_sizes_are_refused(self, reference: Any, folder: Path, part: str, key: str) -> None:
+        """Before memory is asked for."""
+        with pytest.raises(UnsupportedModel):
+            self.load(folder, hf_overrides={part: {key: 10**9}})
+
     def test_videos_that_are_too_long_together_are_refused(self, model: Any) -> None:
         """Places behind the rotary table."""
         (video, _) = self.videos()

@@ -54,7 +54,7 @@ class Wrapper:
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
         part = thinker_of(whole).get(next(iter(self.takes)))
-        kind = part.get("model_type", "") if isinstance(part, Mapping) else ""
+        kind = str(part.get("model_type", "")) if isinstance(part, Mapping) else ""
         return self.towers.get(kind, self.towers.get(""))
 
     def without_towers(self, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,13 @@ from torch.nn import functional
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.layers.audio_encoder import NORM_EPS, EncoderBlock, block_rules, sines
+from headrace_models.layers.audio_encoder import (
+    MAX_SIZE,
+    NORM_EPS,
+    EncoderBlock,
+    block_rules,
+    sines,
+)
 from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
@@ -96,7 +102,8 @@ class Conv2dEncoder(Layer):
     ) -> None:
         self.ops = context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
-        hidden, bins = settings.integer("d_model"), settings.integer("num_mel_bins")
+        hidden = settings.integer("d_model", maximum=MAX_SIZE)
+        bins = settings.integer("num_mel_bins")
         channels = settings.integer("downsample_hidden_size")
         self.piece = 2 * settings.integer("n_window", maximum=1 << 16)
         self.window = _window(settings, self.piece)

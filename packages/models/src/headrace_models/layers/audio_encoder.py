@@ -66,6 +66,8 @@ class Conv1d(WeightLayer):
 
 
 NORM_EPS = 1e-5
+MAX_SIZE = 1 << 16
+"""Most numbers of a state: a table is computed by it, before a weight shows that there are fewer."""
 _TYPE = "encoder"
 _STEM_ACTIVATION = "gelu"
 """Activation after the convolutions; the config's is that of the blocks."""
@@ -143,12 +145,13 @@ class AudioEncoder(Layer):
         self.ops = context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.pools, self.chunk = pools, chunk
-        hidden, bins = settings.integer("d_model"), settings.integer("num_mel_bins", 80)
+        hidden = settings.integer("d_model", maximum=MAX_SIZE)
+        bins = settings.integer("num_mel_bins", 80)
         self.num_positions = settings.integer("max_source_positions", 1500)
         self.conv1 = Conv1d(context, f"{name}.conv1", bins, hidden)
         self.conv2 = Conv1d(context, f"{name}.conv2", hidden, hidden, stride=2)
         if chunk:
-            self.sines = sines(self.num_positions, hidden).to(context.device, self.dtype)
+            self.sines = sines((chunk + 1) // 2, hidden).to(context.device, self.dtype)
         else:
             table = f"{name}.embed_positions"
             self.positions = Embedding(context, table, self.num_positions, hidden)

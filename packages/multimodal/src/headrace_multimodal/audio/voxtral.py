@@ -34,7 +34,7 @@ class VoxtralProcessor:
         encoder = {**_ENCODER, **_part(config, "audio_config")}
         self.extract = FeatureExtractor.of(encoder, path)
         states = self.extract.num_frames // 2
-        self.tokens_of_piece = states // self.states_per_vector(encoder)
+        self.tokens_of_piece = max(1, states // self.states_per_vector(encoder))
         text = {"max_position_embeddings": _CONTEXT, **_part(config, "text_config")}
         self.max_pieces = max(1, _size(text, "max_position_embeddings") // self.tokens_of_piece)
         self.audio_token = _size({"audio_token_id": _AUDIO_TOKEN, **config}, "audio_token_id")

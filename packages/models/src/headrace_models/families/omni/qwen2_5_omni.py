@@ -36,6 +36,7 @@ _ENCODER = {
     "output_dim": 3584,
 }  # fmt: skip
 """Values that configs may leave out."""
+_MAX_WINDOW = 1 << 14
 
 
 class OmniAudio(Layer):
@@ -51,7 +52,8 @@ class OmniAudio(Layer):
                 f"config.json: audio_config.output_dim = {size}: must be the language model's hidden_size = "
                 f"{out_size}"
             )
-        chunk = 2 * settings.integer("n_window", maximum=settings.integer("max_source_positions"))
+        most = min(settings.integer("max_source_positions"), _MAX_WINDOW)
+        chunk = 2 * settings.integer("n_window", maximum=most)
         self.encoder = AudioEncoder(
             context, settings, name, pools=True, chunk=chunk, norm_name=_LAST_NORM
         )

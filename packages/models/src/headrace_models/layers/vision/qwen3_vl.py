@@ -130,7 +130,7 @@ class Qwen3VLTower(Layer):
         hidden, heads = settings.integer("hidden_size"), settings.integer("num_heads")
         self.head_dim, self.patch = hidden // heads, settings.integer("patch_size")
         self.merge, self.theta = settings.integer("spatial_merge_size"), axial_theta(stated)
-        if self.head_dim % 4:
+        if not self.head_dim or self.head_dim % 4:
             raise UnsupportedModel(
                 f"config.json: vision_config: heads of {self.head_dim} numbers do not turn by two axes"
             )

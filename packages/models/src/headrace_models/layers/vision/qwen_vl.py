@@ -102,7 +102,7 @@ class QwenVLTower(Layer):
         self.head_dim, self.ops = hidden // self.heads, context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.device = context.device
-        if self.head_dim % 4:
+        if not self.head_dim or self.head_dim % 4:
             raise UnsupportedModel(
                 f"config.json: vision_config: heads of {self.head_dim} numbers do not turn by two axes"
             )
@@ -124,7 +124,7 @@ class QwenVLTower(Layer):
             for index in range(settings.integer("depth", maximum=MAX_LAYERS))
         ]
         self.window = settings.integer("window_size") if second else 0
-        self.full = set(stated.get("fullatt_block_indexes", _FULL)) if second else set()
+        self.full = set(settings.integers("fullatt_block_indexes")) if second else set()
         unit = hidden * self.merge**2
         norm = RMSNorm if second else LayerNorm
         self.merger_norm: RMSNorm | LayerNorm = norm(context, f"{name}.merger.ln_q", hidden, _EPS)
@@ -205,9 +205,8 @@ _FIRST: Mapping[str, Any] = {
 _SECOND: Mapping[str, Any] = {
     "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-    "hidden_act": "silu",
+    "hidden_act": "silu", "fullatt_block_indexes": [7, 15, 23, 31],
 }  # fmt: skip
-_FULL = (7, 15, 23, 31)
 """Values that configs may leave out."""
 
 
