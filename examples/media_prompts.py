@@ -16,6 +16,12 @@ from typing import Any
 SYSTEM = "You are a helpful assistant."
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHATML_WITH_SYSTEM = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{CHATML}"
+OMNI_SYSTEM = (
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory "
+    "and visual inputs, as well as generating text and speech."
+)
+"""The system's turn that Qwen2.5-Omni was trained with; Qwen3-Omni takes it, too."""
+OMNI_PROMPT = f"<|im_start|>system\n{OMNI_SYSTEM}<|im_end|>\n{CHATML.format('{media}{question}')}"
 COHERE = (
     "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{media}{question}<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
@@ -94,6 +100,11 @@ _PADDLE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 _PADDLE_PROMPT = "<|begin_of_sentence|>User: {question}{media}\nAssistant: "
 _IDEFICS_PROMPT = "<|begin_of_text|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
 _SMOLVLM_PROMPT = "<|im_start|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
+_OMNI = {
+    "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+}
+_OMNI_AUDIO = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 _NUMBERED = "Image-{number}: <image>\n"
 _IMAGE = {"image": "<image>"}
 
@@ -157,6 +168,9 @@ ONE_ITEM: Mapping[str, Row] = {
     ),
     "qwen2_vl": Row("Qwen/Qwen2-VL-7B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
     "qwen2_5_vl": Row("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
+    "qwen2_5_omni": Row(
+        "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, _OMNI, settings=_sizes(4096, 5),
+    ),
     "qwen3_vl": Row(
         "Qwen/Qwen3-VL-4B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES, with_metadata=True
     ),
@@ -211,9 +225,17 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
 """Key -> how a model is asked about several images in one prompt."""
 
 AUDIO: Mapping[str, Row] = {
+    "audioflamingo3": Row(
+        "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
+        settings=_sizes(4096, 2, enforce_eager=True),
+    ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,
         {"audio": "Audio {number}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"}, settings=_sizes(4096, 5),
+    ),
+    "qwen2_5_omni": Row(
+        "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, {"audio": f"{_OMNI_AUDIO}\n"},
+        settings=_sizes(4096, 5),
     ),
     "whisper": Row(
         "openai/whisper-large-v3-turbo", "<|startoftranscript|>", {"audio": ""},
@@ -221,3 +243,15 @@ AUDIO: Mapping[str, Row] = {
     ),
 }  # fmt: skip
 """Key -> how a model is asked about recordings."""
+
+OMNI: Mapping[str, Row] = {
+    "qwen2_5_omni": Row(
+        "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, {"audio": _OMNI_AUDIO, **_OMNI},
+        settings=_sizes(12800, 5),
+    ),
+    "qwen3_omni": Row(
+        "Qwen/Qwen3-Omni-30B-A3B-Instruct", OMNI_PROMPT,
+        {"audio": "<|audio_start|><|audio_pad|><|audio_end|>", **_QWEN}, settings=_sizes(12800, 5),
+    ),
+}  # fmt: skip
+"""Key -> how a model is asked about items of several modalities in one prompt."""

@@ -176,6 +176,40 @@ def save_voxtral(folder: Path) -> Any:
     return model
 
 
+def save_glm_asr(folder: Path) -> Any:
+    """A decoder that takes recordings in pieces of two seconds, 25 tokens each where none is silence;
+    returns the oracle."""
+    from transformers import (
+        GlmAsrConfig,
+        GlmAsrForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<|pad|>"))
+    text = {
+        "model_type": "llama", "vocab_size": 302, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256, "eos_token_id": ids["<|endoftext|>"], "bos_token_id": None,
+    }  # fmt: skip
+    audio = {
+        "model_type": "glmasr_encoder", "num_mel_bins": 16, "hidden_size": 48, "intermediate_size": 192,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "max_position_embeddings": SECONDS * 50,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = GlmAsrConfig(
+        audio_config=audio,
+        text_config=text,
+        audio_token_id=ids["<|pad|>"],
+        tie_word_embeddings=False,
+    )
+    model = GlmAsrForConditionalGeneration(config).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS).save_pretrained(folder)
+    return model
+
+
 def wav(samples: np.ndarray) -> bytes:
     """A file of 16-bit samples."""
     file = io.BytesIO()

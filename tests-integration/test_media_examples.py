@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from image_checkpoints import save_llava
+from omni_checkpoints import save_qwen2_5_omni
 from speech_checkpoints import save_qwen2_audio, save_whisper, sound, wav
 from video_checkpoints import save_qwen2, video_file
 
@@ -42,6 +43,12 @@ QWEN_VIDEO = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "<|vision_start|><|video_pad|><|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
 )
+OMNI = (
+    "<|im_start|>system\nYou are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of "
+    "perceiving auditory and visual inputs, as well as generating text and speech.<|im_end|>\n"
+    "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+)
+OMNI_CLIP = "<|audio_bos|><|AUDIO|><|audio_eos|>\n"
 GLM = (
     "[gMASK]<sop><|system|>\nYou are a helpful assistant.<|user|>\n"
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
@@ -70,6 +77,7 @@ ONE_IMAGE = {
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
+    "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_IMAGE,
     "qwen3_vl_moe": QWEN_IMAGE,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
@@ -79,6 +87,7 @@ ONE_VIDEO = {
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,
+    "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_VIDEO,
     "qwen3_vl_moe": QWEN_VIDEO,
 }
@@ -105,14 +114,22 @@ THREE_IMAGES = {
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
 }
+FLAMINGO = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 TWO_CLIPS = {
+    "audioflamingo3": FLAMINGO % "<sound><sound>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nAudio 2: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
     "Why?<|im_end|>\n<|im_start|>assistant\n",
+    "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "audioflamingo3": FLAMINGO % "<sound>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
+    "qwen2_5_omni": OMNI % f"{OMNI_CLIP}Why?",
     "whisper": "<|startoftranscript|>",
 }
 PROMPTS = [
@@ -164,7 +181,9 @@ def test_every_row_is_tested() -> None:
 def test_settings_of_rows_are_those_of_the_engine() -> None:
     import media_prompts
 
-    for table in (media_prompts.ONE_ITEM, media_prompts.SEVERAL_IMAGES, media_prompts.AUDIO):
+    for table in (
+        media_prompts.ONE_ITEM, media_prompts.SEVERAL_IMAGES, media_prompts.AUDIO, media_prompts.OMNI,
+    ):  # fmt: skip
         for row in table.values():
             config = EngineArgs(model=row.checkpoint, **row.settings).create_engine_config()
             assert config.model.model == row.checkpoint
@@ -439,3 +458,45 @@ def test_wrong_flags_are_named(
 def test_several_devices_are_the_engines_matter(llava: Path, run: Run) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2"):
         run("vision_language", "--model", llava, *TINY, "-tp", 2)
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("omni")
+    save_qwen2_5_omni(folder)
+    return folder
+
+
+def test_several_modalities_in_a_prompt(omni: Path, run: Run, sent: list[Any]) -> None:
+    words = ("omni", "--model", omni, *TINY, "--max-model-len", 1024, "--num-frames", 4)
+    said = run(*words)
+    [asked] = sent
+    assert said.startswith(f"{asked['prompt']!r} -> ")
+    marks = "<|audio_bos|><|AUDIO|><|audio_eos|><|vision_bos|><|IMAGE|><|vision_eos|>"
+    assert f"{marks}<|vision_bos|><|VIDEO|><|vision_eos|>What is said" in asked["prompt"]
+    assert {name: len(items) for name, items in asked["multi_modal_data"].items()} == {
+        "audio": 1, "image": 1, "video": 1,
+    }  # fmt: skip
+    sent.clear()
+    run(*words, "--query-type", "multi_audios")
+    [asked] = sent
+    assert len(asked["multi_modal_data"]["audio"]) == 2
+    assert asked["prompt"].count("<|AUDIO|>") == 2
+    with pytest.raises(RequestError, match="2 items; at most 1"):
+        run(*words, "--query-type", "multi_audios", "--limit-mm-per-prompt", '{"audio": 1}')
+
+
+def test_the_row_of_qwen3_omni() -> None:
+    import media_prompts
+
+    row = media_prompts.OMNI["qwen3_omni"]
+    assert row.text("Why?", "audio") == OMNI % "<|audio_start|><|audio_pad|><|audio_end|>Why?"
+    assert row.text("Why?", "video") == OMNI % "<|vision_start|><|video_pad|><|vision_end|>Why?"
+
+
+def test_the_sound_of_a_video_is_not_put_between_its_frames(
+    omni: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("omni", "--model", omni, "--query-type", "use_audio_in_video")
+    assert "choose from mixed_modalities, multi_audios" in capsys.readouterr().err.replace("'", "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.assembly.media_files import fetch_seconds, file_reading, follows_redirects
+from headrace_core.config import ModelConfig
 from headrace_core.errors import ConfigError
-from headrace_engine.config import MultiModalConfig
+from headrace_engine.config import EngineConfig, MultiModalConfig
 
 
 def test_times_of_transfers_are_variables() -> None:
@@ -26,7 +29,8 @@ def test_redirects_are_a_variable() -> None:
 
 
 def test_a_model_of_images_alone_reads_no_videos() -> None:
-    reading = file_reading(MultiModalConfig(), None, ("image",))
+    reading = file_reading(_config(), None, ("image",))
+    assert reading.audio is None
     assert reading.video is None
     assert reading.videos is None
     assert reading.image is not None
@@ -39,7 +43,7 @@ def test_transparent_pixels_are_laid_on_the_stated_colour() -> None:
     io = {"image": {"rgba_background_color": [10, 20, 30]}}
     clear = Image.new("RGBA", (2, 2), (200, 200, 200, 0))
     whole = Image.new("RGB", (2, 2), (200, 200, 200))
-    reading = file_reading(MultiModalConfig(media_io_kwargs=io), None, ("image",))
+    reading = file_reading(_config(media_io_kwargs=io), None, ("image",))
     try:
         assert reading.pixels is not None
         assert reading.pixels(clear, "image")[0, 0].tolist() == [10, 20, 30]
@@ -48,6 +52,10 @@ def test_transparent_pixels_are_laid_on_the_stated_colour() -> None:
         assert reading.image(_png(clear), "image")[0, 0].tolist() == [10, 20, 30]
     finally:
         reading.close()
+
+
+def _config(**multimodal: Any) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(model="m"), multimodal=MultiModalConfig(**multimodal))
 
 
 def _png(image: object) -> bytes:

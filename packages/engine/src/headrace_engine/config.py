@@ -491,7 +491,7 @@ class SpeechConfig:
     """Speech to text: what uploaded audio may cost before a model hears it."""
 
     audio_decoders: int = option(
-        1, "Processes that decode uploaded audio, for models that transcribe.",
+        1, "Processes that decode uploaded audio of transcriptions, and as many for that of chats.",
         cost="about 100 MB each, plus the decoded audio",
     )  # fmt: skip
     max_audio_file_bytes: int | None = option(

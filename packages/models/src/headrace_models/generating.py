@@ -48,7 +48,11 @@ class GeneratingTraits:
 _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
+    "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "VoxtralForConditionalGeneration": GeneratingTraits(transcribes=True),
     "WhisperForConditionalGeneration": GeneratingTraits(
         transcribes=True, generates=False, is_encoder_decoder=True, aligns=True
     ),
@@ -62,6 +66,17 @@ def generating_traits(architecture: str) -> GeneratingTraits:
     if plugin is None or plugin.distribution.startswith("headrace-models "):
         return TRAITS.get(architecture, _GENERATES)
     return traits_of(plugin.load())
+
+
+def served_traits(architecture: str, processor: str, limits: Mapping[str, Any]) -> GeneratingTraits:
+    """Traits of a checkpoint: a tower that is not loaded hears nothing.
+
+    Args:
+        processor: of :func:`processor_of`.
+        limits: ``model.limit_mm_per_prompt``.
+    """
+    hears = bool(processor) and media_limit(limits, "audio") > 0
+    return generating_traits(architecture) if hears or architecture not in WRAPPERS else _GENERATES
 
 
 def traits_of(model_class: Any) -> GeneratingTraits:
@@ -145,6 +160,24 @@ def reads_towers(architecture: str, limits: Mapping[str, Any]) -> bool:
 
 def _any_taken(wrapper: Wrapper, limits: Mapping[str, Any]) -> bool:
     return any(media_limit(limits, modality) for modality in wrapper.media)
+
+
+def with_used_towers(
+    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A config without those of several towers that nothing goes into: all modalities of such a one are
+    limited to 0.
+
+    Args:
+        whole: ``config.json``.
+        limits: ``model.limit_mm_per_prompt``.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if (
+        wrapper is None or len(wrapper.takes) == 1
+    ):  # without its only tower, it is its language model
+        return whole
+    return wrapper.without_towers(whole, limits)
 
 
 AUTO_PROCESSOR = "transformers"

@@ -46,9 +46,10 @@ from headrace_models.formats.header import TensorEntry
 from headrace_models.generating import (
     GeneratingTraits,
     auto_processor_of,
-    generating_traits,
     processor_of,
     reads_towers,
+    served_traits,
+    with_used_towers,
 )
 from headrace_models.implementation import (
     TRANSFORMERS,
@@ -138,13 +139,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         if by_transformers
         else processor_of(architecture, whole, limits, embeds=config.enable_mm_embeds)
     )
-    generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
+    generating = (
+        GeneratingTraits() if by_transformers else served_traits(architecture, processor, limits)
+    )
     return ModelInfo(
         name=config.model,
         path=path,
         architecture=architecture,
         config=text,
-        whole_config=whole,
+        whole_config=with_used_towers(architecture, whole, limits),
         generation_config=generation,
         dtype=dtype,
         max_model_len=length,

@@ -28,7 +28,7 @@ def text_of(
         tower: see :attr:`Wrapper.towers`; None: media are not served.
         has_towers: False: media come as vectors, and the tensors of towers are passed over.
     """
-    media = None if tower is None else _load(wrapper, tower)
+    media = None if tower is None else _load(tower)
     names = None if media is None or not has_towers else media.media_names
 
     def translate(
@@ -51,10 +51,9 @@ def text_of(
     return made
 
 
-def _load(wrapper: Wrapper, tower: str) -> type[MediaModel]:
+def _load(tower: str) -> type[MediaModel]:
     module, _, name = tower.partition(":")
-    folder = "audio_language" if wrapper.takes_audio else "vision_language"
-    found = importlib.import_module(f"headrace_models.families.{folder}.{module}")
+    found = importlib.import_module(f"headrace_models.families.{module}")
     family: type[MediaModel] = getattr(found, name)
     return family
 

@@ -49,11 +49,13 @@ class DecoderPool:
         ]
         self.turns = DecoderTurns(self._processes, QUANTUM * seconds)
 
-    def decode(self, data: bytes, where: str) -> memoryview:
+    def decode(self, data: bytes, where: str, *, size: int | None = None) -> memoryview:
         """A child's answer about a file, behind :data:`GOOD`.
 
         Args:
+            data: what the child is asked: the file, perhaps behind settings.
             where: request field that errors name.
+            size: bytes of the file; None: all of ``data``.
 
         Raises:
             RequestError: the file is over a limit, of no known format, damaged, or too slow.
@@ -61,9 +63,10 @@ class DecoderPool:
             GenerateError: no process could be started; the log says why.
             CancelledError: nobody waits for the file any more.
         """
-        if len(data) > self._max_bytes:
+        size = len(data) if size is None else size
+        if size > self._max_bytes:
             raise RequestError(
-                f"{where}: {self._what} of {len(data)} bytes: at most {self._max_bytes} are accepted",
+                f"{where}: {self._what} of {size} bytes: at most {self._max_bytes} are accepted",
                 param=where,
             )
         job, answer = DecodeJob(current()), None

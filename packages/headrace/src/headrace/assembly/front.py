@@ -148,7 +148,7 @@ def front_end(
         warn_of_broken(tokenizer, templates)
     with timeline.phase("prepare input processing"):
         speech = served_speech(resolved)
-        media = media_reader(resolved, None if speech is None else speech.decode_now)
+        media = media_reader(resolved, speech)
         model = served_model(
             resolved, tokenizer, templates.chat_template, media.modalities if media else ()
         )

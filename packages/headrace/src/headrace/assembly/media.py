@@ -14,12 +14,13 @@ from headrace_core.multimodal import MediaInput, MediaItem, TakesEmbeds, media_l
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
+    from headrace.assembly.speech import ServedSpeech
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor, Modality
     from headrace_engine.execution.largest import LargestItem
     from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.input_processing.media_embeds import MediaEmbeds
-    from headrace_engine.input_processing.media_items import AudioDecode, ContentHash
+    from headrace_engine.input_processing.media_items import ContentHash
 
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:
@@ -36,12 +37,12 @@ def media_processor(info: ModelInfo) -> MediaProcessor | None:
 
 
 def media_reader(
-    resolved: ResolvedConfig, decode_audio: AudioDecode | None = None
+    resolved: ResolvedConfig, speech: ServedSpeech | None = None
 ) -> MediaReader | None:
     """Reads what prompts bring besides text; None: the model takes nothing else.
 
     Args:
-        decode_audio: decodes recordings that chats bring; None: they may bring none.
+        speech: of a model that transcribes, too; None: it does not.
 
     Raises:
         ConfigError: the folder of local media is none.
@@ -71,7 +72,7 @@ def media_reader(
         max_tokens=info.max_model_len,
         max_step=config.scheduler.max_num_batched_tokens or info.max_model_len,
         whole_items=config.scheduler.disable_chunked_mm_input,
-        files=file_reading(config.multimodal, decode_audio, tuple(processor.modalities())),
+        files=file_reading(config, speech, tuple(processor.modalities())),
         embeds=_media_embeds(resolved, processor, content_hash),
     )
 

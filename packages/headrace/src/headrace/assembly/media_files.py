@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.assembly.speech import audio_limits, chat_audio_decoder
 from headrace.environment import FETCH_TIMEOUTS, REDIRECTS
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace_engine.config import MultiModalConfig
-    from headrace_engine.input_processing.media_items import AudioDecode, FileReading
+    from headrace.assembly.speech import ServedSpeech
+    from headrace_engine.config import EngineConfig, MultiModalConfig
+    from headrace_engine.input_processing.media_items import FileReading
     from headrace_multimodal.fetching import MediaFetcher
     from headrace_multimodal.images.pixels import Colour
     from headrace_multimodal.video.limits import VideoLimits
@@ -21,23 +23,30 @@ if TYPE_CHECKING:
 
 
 def file_reading(
-    config: MultiModalConfig, decode_audio: AudioDecode | None, modalities: tuple[str, ...]
+    config: EngineConfig, speech: ServedSpeech | None, modalities: tuple[str, ...]
 ) -> FileReading:
     """Readers for a model's modalities; processes that decode start when they are needed.
 
+    Args:
+        speech: of a model that transcribes, too; None: it does not.
+
     Raises:
-        ConfigError: the folder of local media is none, or a variable is malformed.
+        ConfigError: the folder of local media is none, a limit is wrong, or a variable is malformed.
     """
     from headrace_engine.input_processing.media_items import NO_FILES
     from headrace_multimodal.reading import reading as during
 
     fetch = _fetcher(config)
-    reading = NO_FILES._replace(audio=decode_audio, fetch=fetch, during=during)
+    reading = NO_FILES._replace(fetch=fetch, during=during)
     closers: list[Callable[[], None]] = [fetch.close]
+    if "audio" in modalities:
+        decode = chat_audio_decoder(config.speech, speech)
+        closers.append(decode.close)
+        reading = reading._replace(audio=decode)
     if "image" in modalities:
-        reading = _with_images(reading, config, closers)
+        reading = _with_images(reading, config.multimodal, closers)
     if "video" in modalities:
-        reading = _with_videos(reading, config, closers)
+        reading = _with_videos(reading, config.multimodal, closers)
 
     def close() -> None:
         for closer in closers:
@@ -104,11 +113,12 @@ def _background(config: MultiModalConfig) -> Colour:
     return red, green, blue
 
 
-def _fetcher(config: MultiModalConfig) -> MediaFetcher:
+def _fetcher(engine_config: EngineConfig) -> MediaFetcher:
     """Raises: ConfigError: the folder of local media is none, or a variable is malformed."""
     from headrace_multimodal.fetch import FetchRules
     from headrace_multimodal.fetching import MediaFetcher
 
+    config = engine_config.multimodal
     folder = config.allowed_local_media_path
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(
@@ -125,7 +135,10 @@ def _fetcher(config: MultiModalConfig) -> MediaFetcher:
     return MediaFetcher(
         rules,
         seconds=fetch_seconds(os.environ),
-        max_bytes={"video": config.max_video_file_bytes},
+        max_bytes={
+            "audio": audio_limits(engine_config.speech, os.environ).file_bytes,
+            "video": config.max_video_file_bytes,
+        },
         folder=None if folder is None else Path(folder),
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.transcription import TASK, model_class
-from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.errors import ConfigError
 from headrace_core.speech.declared import DeclaredSpeech
 from headrace_core.speech.model import AudioClip, SpeechToTextConfig, SupportsTranscription
 from headrace_engine.config import SpeechConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace_core.arrays import PackedArray
     from headrace_core.model import ModelInfo
     from headrace_core.request import Prompt
+    from headrace_multimodal.audio.chat_decoding import ChatAudioDecoder
     from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
 
 FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
@@ -27,6 +28,8 @@ DEFAULT_SECONDS = 7200.0
 OFFLINE_BYTES, OFFLINE_SECONDS = 1 << 40, 1e8
 """Limits for local files: a terabyte, three years of sound."""
 OFFLINE_DECODE_SECONDS = 3600.0
+CHAT_SAMPLE_RATE = 16_000
+"""Samples a second of recordings of chats; a processor of another rate resamples them."""
 
 
 class ServedSpeech(DeclaredSpeech):
@@ -54,11 +57,6 @@ class ServedSpeech(DeclaredSpeech):
 
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         return await self._decoder.decode(data, name=name, sample_rate=sample_rate)
-
-    def decode_now(self, data: bytes, name: str) -> AudioClip:
-        """:meth:`decode` for a thread, at the rate of transcriptions: of what chats bring."""
-        rate = self.config("transcribe").sample_rate
-        return self._decoder.decode_now(data, name=name, sample_rate=rate)
 
     def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
         from headrace_multimodal.audio.splitting import split
@@ -91,18 +89,14 @@ class ServedSpeech(DeclaredSpeech):
 
 
 def served_speech(resolved: ResolvedConfig) -> ServedSpeech | None:
-    """With a decoder whose processes start when they are needed; None: the model transcribes no files.
-
-    A model that transcribes, and is run for pooling, has one for what conversations bring.
+    """With a decoder for uploads; None: the model does not transcribe.
 
     Raises:
-        MissingDependency: the libraries that decode audio are not installed; names the extra. Not of a
-            model that is run for pooling, which then takes no files.
+        MissingDependency: the libraries that decode audio are not installed; names the extra.
         ConfigError: a limit is wrong.
     """
     info, config = resolved.info, resolved.config.speech
-    transcribes = TASK in info.tasks
-    if not transcribes and not (info.processor and info.runner == "pooling"):
+    if TASK not in info.tasks:
         return None
     try:
         from headrace_multimodal.audio.decoding import AudioDecoder
@@ -111,13 +105,20 @@ def served_speech(resolved: ResolvedConfig) -> ServedSpeech | None:
     model: type[Any] = model_class(info)
     if not issubclass(model, SupportsTranscription):
         return None
-    try:
-        decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
-    except MissingDependency:
-        if transcribes:
-            raise
-        return None
+    decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
     return ServedSpeech(model, info, decoder)
+
+
+def chat_audio_decoder(config: SpeechConfig, speech: ServedSpeech | None) -> ChatAudioDecoder:
+    """For recordings of chats, at the rate of the model's transcriptions if it makes any.
+
+    Raises: ConfigError: a limit is wrong.
+    """
+    from headrace_multimodal.audio.chat_decoding import ChatAudioDecoder
+
+    rate = CHAT_SAMPLE_RATE if speech is None else speech.config("transcribe").sample_rate
+    limits = audio_limits(config, os.environ)
+    return ChatAudioDecoder(limits, sample_rate=rate, processes=config.audio_decoders)
 
 
 def offline_decoder(config: SpeechConfig) -> AudioDecoder:

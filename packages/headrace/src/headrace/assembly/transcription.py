@@ -63,13 +63,20 @@ def model_class(info: ModelInfo) -> type:
     Raises:
         PluginError: it cannot be imported.
     """
-    if info.source == "transformers":
-        from headrace_models.convert import model_class as of_library
+    if info.source == "transformers" or _is_joined(info):
+        from headrace_models.convert import model_class as built
 
-        return of_library(info)
+        return built(info)
     plugin = serving_plugin(info)
     found: type = plugins.load(MODELS, info.architecture if plugin is None else plugin.name)
     return found
+
+
+def _is_joined(info: ModelInfo) -> bool:
+    """True if the class is made of a language model's and of one with towers."""
+    from headrace_models.catalogue.multimodal import WRAPPERS
+
+    return bool(info.processor) and info.source == "native" and info.architecture in WRAPPERS
 
 
 def serving_plugin(info: ModelInfo) -> plugins.Plugin | None:

@@ -1,5 +1,5 @@
 """Architectures that join a language model of :data:`~headrace_models.catalogue.ARCHITECTURES` with towers
-for media. Their language model is served; the towers are not read."""
+for media. Their language model is served; towers are read where a row names a class that has them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from headrace_core.multimodal import MODALITIES, media_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,14 @@ class Wrapper:
     text_key: str = "model_type"
     """The key of the config by which :attr:`texts` are told apart."""
     towers: Mapping[str, str] = field(default_factory=dict)
-    """``model_type`` of ``vision_config`` (or ``audio_config``; "": any) -> the class that joins towers of
-    that kind with the language model, as ``module:Class`` below ``headrace_models.families`` and
-    ``vision_language`` (or ``audio_language``)."""
+    """``model_type`` of the first part in :attr:`takes` ("": any) -> the class that joins towers of that
+    kind with the language model, as ``module:Class`` below ``headrace_models.families``."""
+    takes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _IMAGES)
+    """Key of a tower's part of the config -> the modalities that the tower takes."""
     needs_media: str = ""
     """Why every prompt must bring an image; "": text alone is served, too."""
-    takes_videos: bool = False
-    """These towers take videos, too."""
     processor: str = ""
     """Entry of ``headrace.multimodal_processors``; "": the class's own name."""
-    takes_audio: bool = False
-    """These towers take audio, and nothing else."""
     transposes_experts: bool = False
     """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -55,17 +54,33 @@ class Wrapper:
     @property
     def media(self) -> tuple[str, ...]:
         """Modalities that prompts may bring, with towers of the kinds that are served."""
-        if not self.towers:
-            return ()
-        if self.takes_audio:
-            return ("audio",)
-        return ("image", "video") if self.takes_videos else ("image",)
+        taken = {modality for part in self.takes.values() for modality in part}
+        return tuple(m for m in MODALITIES if self.towers and m in taken)
 
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""
-        part = whole.get("audio_config" if self.takes_audio else "vision_config")
-        kind = part.get("model_type", "") if isinstance(part, Mapping) else ""
+        part = thinker_of(whole).get(next(iter(self.takes)))
+        kind = str(part.get("model_type", "")) if isinstance(part, Mapping) else ""
         return self.towers.get(kind, self.towers.get(""))
+
+    def without_towers(self, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+        """A config without the parts of towers all of whose modalities are limited to 0; they are neither
+        built nor loaded then.
+
+        Args:
+            whole: ``config.json``.
+            limits: see :func:`headrace_core.multimodal.media_limit`.
+        """
+        unused = {
+            part
+            for part, modalities in self.takes.items()
+            if self.towers and not any(media_limit(limits, modality) for modality in modalities)
+        }
+        kept = {key: value for key, value in whole.items() if key not in unused}
+        thinker = thinker_of(whole)
+        if thinker is not whole:
+            kept[_THINKER_KEY] = {k: v for k, v in thinker.items() if k not in unused}
+        return kept
 
     def tower_name(self, tensor: str) -> str | None:
         """A tensor's name below its tower's; None: it belongs to the language model, or to nothing."""
@@ -94,6 +109,11 @@ class Wrapper:
         return tensor
 
 
+_THINKER_KEY = "thinker_config"
+_IMAGES: Mapping[str, tuple[str, ...]] = {"vision_config": ("image",)}
+_VIDEOS: Mapping[str, tuple[str, ...]] = {"vision_config": ("image", "video")}
+_AUDIO: Mapping[str, tuple[str, ...]] = {"audio_config": ("audio",)}
+"""Values of :attr:`Wrapper.takes`."""
 _PREFIXES: Mapping[str, str] = {
     "language_model.": "",
     "model.language_model.": "model.",
@@ -145,20 +165,22 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "AudioFlamingo3ForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM"},
             "Audio Flamingo 3",
-            ("audio_tower", "multi_modal_projector"),
+            _HEARS,
+            towers={"audioflamingo3_encoder": "audio_language.audio_flamingo3:AudioFlamingo3"},
+            takes=_AUDIO,
         ),
         Wrapper(
             "AyaVisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
             "Aya Vision",
-            towers={"siglip_vision_model": "cohere_vision:AyaVision"},
+            towers={"siglip_vision_model": "vision_language.cohere_vision:AyaVision"},
         ),
         Wrapper(
             "CLIPModel",
             {"clip_text_model": "CLIPTextModelWithProjection"},
             "CLIP",
             ("vision_model", "visual_projection", "logit_scale"),
-            towers={"": "clip:Clip"},
+            towers={"": "vision_language.clip:Clip"},
             defaults=_CLIP_TEXT,
             shared=("projection_dim",),
             task="pool",
@@ -167,7 +189,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Cohere2VisionForConditionalGeneration",
             {"cohere2": "Cohere2ForCausalLM"},
             "Command A Vision",
-            towers={"siglip_vision_model": "cohere_vision:Cohere2Vision"},
+            towers={"siglip_vision_model": "vision_language.cohere_vision:Cohere2Vision"},
         ),
         Wrapper(
             "Cosmos3OmniForConditionalGeneration",
@@ -239,7 +261,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Gemma3ForConditionalGeneration",
             {"gemma3_text": "Gemma3ForCausalLM"},
             "Gemma 3",
-            towers={"siglip_vision_model": "gemma3:Gemma3"},
+            towers={"siglip_vision_model": "vision_language.gemma3:Gemma3"},
         ),
         Wrapper(
             "Gemma3nForConditionalGeneration",
@@ -278,7 +300,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "GLM-4.5V",
             ("visual",),
         ),
-        Wrapper("GlmAsrForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "GLM-ASR", _HEARS),
+        Wrapper(
+            "GlmAsrForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "GLM-ASR",
+            _HEARS,
+            towers={"glmasr_encoder": "audio_language.glm_asr:GlmAsr"},
+            takes=_AUDIO,
+        ),
         Wrapper(
             "GlmOcrForConditionalGeneration",
             {"glm_ocr_text": "Glm4ForCausalLM"},
@@ -338,7 +367,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "Idefics3",
             _IDEFICS,
-            towers={"": "idefics3:Idefics3"},
+            towers={"": "vision_language.idefics3:Idefics3"},
         ),
         Wrapper(
             "InternVLChatModel",
@@ -353,14 +382,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
             },
             "InternVL 2 to 3.5",
             ("vision_model", "mlp1"),
-            towers={"intern_vit_6b": "internvl_chat:InternVLChat"},
+            towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
         ),
         Wrapper(
             "InternVLForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
-            towers={"internvl_vision": "internvl:InternVL"},
-            takes_videos=True,
+            towers={"internvl_vision": "vision_language.internvl:InternVL"},
+            takes=_VIDEOS,
         ),
         Wrapper(
             "JanusForConditionalGeneration",
@@ -397,27 +426,30 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3": "Qwen3ForCausalLM"},
             "LightOnOCR",
             ("vision_encoder", "vision_projection"),
-            towers={"pixtral": "mistral3:LightOnOCR"},
+            towers={"pixtral": "vision_language.mistral3:LightOnOCR"},
         ),
         Wrapper(
             "Llama4ForConditionalGeneration",
             {"llama4_text": "Llama4ForCausalLM"},
             "Llama 4 Scout, Maverick",
             ("vision_model", "multi_modal_projector"),
-            towers={"llama4_vision_model": "llama4:Llama4"},
+            towers={"llama4_vision_model": "vision_language.llama4:Llama4"},
         ),
         Wrapper(
             "LlavaForConditionalGeneration",
             _LLAVA,
             "LLaVA 1.5, Pixtral by transformers",
-            towers={**_one_size("llava:Llava"), "pixtral": "pixtral:Pixtral"},
+            towers={
+                **_one_size("vision_language.llava:Llava"),
+                "pixtral": "vision_language.pixtral:Pixtral",
+            },
         ),
         Wrapper(
             "LlavaNextForConditionalGeneration",
             _LLAVA,
             "LLaVA-NeXT",
             ("vision_tower", "multi_modal_projector", "image_newline"),
-            towers=_one_size("llava_next:LlavaNext"),
+            towers=_one_size("vision_language.llava_next:LlavaNext"),
         ),
         Wrapper(
             "LlavaNextVideoForConditionalGeneration",
@@ -430,8 +462,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             _LLAVA,
             "LLaVA-OneVision",
             ("vision_tower", "multi_modal_projector", "image_newline"),
-            towers=_one_size("llava_next:LlavaOnevision"),
-            takes_videos=True,
+            towers=_one_size("vision_language.llava_next:LlavaOnevision"),
+            takes=_VIDEOS,
         ),
         Wrapper(
             "MiniCPMOcrForConditionalGeneration",
@@ -446,7 +478,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("vpm", "resampler"),
             renames=((r"^llm\.", ""),),
             text_key="version",
-            towers={"": "minicpmv:MiniCPMV"},
+            towers={"": "vision_language.minicpmv:MiniCPMV"},
         ),
         Wrapper(
             "MiniCPMV4_6ForConditionalGeneration",
@@ -464,7 +496,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Mistral3ForConditionalGeneration",
             {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
             "Mistral Small 3.1 and 3.2, Ministral 3",
-            towers={"pixtral": "mistral3:Mistral3"},
+            towers={"pixtral": "vision_language.mistral3:Mistral3"},
         ),
         Wrapper(
             "MllamaForConditionalGeneration",
@@ -523,7 +555,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "PaliGemmaForConditionalGeneration",
             {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
             "PaliGemma",
-            towers={"siglip_vision_model": "paligemma:PaliGemma"},
+            towers={"siglip_vision_model": "vision_language.paligemma:PaliGemma"},
             fixed={"use_bidirectional_attention": False},  # prompts are; answers are not
             needs_media="its prompts begin with an image",
         ),
@@ -554,11 +586,19 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2_5_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl": "Qwen2ForCausalLM"},
             "Qwen2.5-VL",
             ("visual",),
-            towers={"": "qwen_vl:Qwen2_5VL"},
-            takes_videos=True,
+            towers={"": "vision_language.qwen_vl:Qwen2_5VL"},
+            takes=_VIDEOS,
         ),
         *(
-            Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
+            Wrapper(
+                name,
+                {"qwen2_5_omni_text": "Qwen2ForCausalLM"},
+                known,
+                _THINKER,
+                towers={"": "omni.qwen2_5_omni:Qwen2_5Omni"},
+                takes={**_AUDIO, **_VIDEOS},
+                processor="Qwen2_5OmniForConditionalGeneration",
+            )
             for name, known in (
                 ("Qwen2_5OmniModel", "Qwen2.5-Omni"),
                 ("Qwen2_5OmniForConditionalGeneration", "Qwen2.5-Omni"),
@@ -570,8 +610,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
             "Qwen2-VL",
             ("visual",),
-            towers={"": "qwen_vl:Qwen2VL"},
-            takes_videos=True,
+            towers={"": "vision_language.qwen_vl:Qwen2VL"},
+            takes=_VIDEOS,
         ),
         Wrapper(
             "Qwen3_5ForConditionalGeneration",
@@ -595,6 +635,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
                 known,
                 _THINKER,
                 fixed=_ROUTED,
+                towers={"": "omni.qwen3_omni:Qwen3Omni"},
+                takes={**_AUDIO, **_VIDEOS},
+                processor="Qwen3OmniMoeForConditionalGeneration",
             )
             for name, known in (
                 ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),
@@ -606,16 +649,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_vl_text": "Qwen3ForCausalLM"},
             "Qwen3-VL",
             ("visual",),
-            towers={"": "qwen_vl:Qwen3VL"},
-            takes_videos=True,
+            towers={"": "vision_language.qwen_vl:Qwen3VL"},
+            takes=_VIDEOS,
         ),
         Wrapper(
             "Qwen3VLMoeForConditionalGeneration",
             {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
             "Qwen3-VL, mixtures",
             ("visual",),
-            towers={"": "qwen_vl:Qwen3VL"},
-            takes_videos=True,
+            towers={"": "vision_language.qwen_vl:Qwen3VL"},
+            takes=_VIDEOS,
             fixed=_ROUTED,
             transposes_experts=True,
         ),
@@ -624,7 +667,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"siglip_text_model": "SiglipTextModel"},
             "SigLIP, SigLIP 2 of one resolution",
             ("vision_model", "logit_scale", "logit_bias"),
-            towers={"": "siglip:Siglip"},
+            towers={"": "vision_language.siglip:Siglip"},
             defaults=_SIGLIP_TEXT,
             task="pool",
         ),
@@ -633,8 +676,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "SmolVLM",
             _IDEFICS,
-            towers={"": "idefics3:SmolVLM"},
-            takes_videos=True,
+            towers={"": "vision_language.idefics3:SmolVLM"},
+            takes=_VIDEOS,
         ),
         Wrapper(
             "VibeVoiceAsrForConditionalGeneration",
@@ -660,8 +703,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"llama": "LlamaForCausalLM"},
             "Voxtral, by transformers",
             ("audio_tower", "multi_modal_projector"),
-            towers={"voxtral_encoder": "voxtral:Voxtral"},
-            takes_audio=True,
+            towers={"voxtral_encoder": "audio_language.voxtral:Voxtral"},
+            takes=_AUDIO,
         ),
     )
 }
@@ -679,7 +722,7 @@ _RETRIEVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "ColQwen2ForRetrieval": (
         "Qwen2VLForConditionalGeneration",
-        {"models": "ColQwen2", "takes_videos": False},
+        {"models": "ColQwen2", "takes": _IMAGES},
     ),
 }
 """Class -> the class that is in it under the name ``vlm``, and fields that differ from that one's."""
@@ -747,9 +790,18 @@ def nested_settings(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Args:
         whole: ``config.json``.
     """
-    thinker = whole.get("thinker_config")
-    around = thinker if isinstance(thinker, Mapping) else whole
+    around = thinker_of(whole)
     return next((around[key] for key in _NESTED if isinstance(around.get(key), Mapping)), None)
+
+
+def thinker_of(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of an omni model's config that reads and writes text; any other config is that part.
+
+    Args:
+        whole: ``config.json``.
+    """
+    thinker = whole.get(_THINKER_KEY)
+    return thinker if isinstance(thinker, Mapping) else whole
 
 
 def own_quantization(architecture: str, said: Any) -> Any:

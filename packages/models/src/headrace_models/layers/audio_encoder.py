@@ -8,6 +8,7 @@ Convolution over time, as a product of rows with the weight: the same kernels as
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,19 +66,23 @@ class Conv1d(WeightLayer):
 
 
 NORM_EPS = 1e-5
+MAX_SIZE = 1 << 16
+"""Most numbers of a state: a table is computed by it, before a weight shows that there are fewer."""
 _TYPE = "encoder"
 _STEM_ACTIVATION = "gelu"
 """Activation after the convolutions; the config's is that of the blocks."""
 
 
-def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+def encoder_rules(
+    source: str, target: str, norm_name: str = "layer_norm"
+) -> tuple[WeightRule, ...]:
     """Rules of an :class:`AudioEncoder`: its names in the checkpoint and in the model."""
     layer, own = f"{source}.layers.{{}}", f"{target}.layers.{{}}"
     return (
         WeightRule(f"{source}.conv1", f"{target}.conv1"),
         WeightRule(f"{source}.conv2", f"{target}.conv2"),
         WeightRule(f"{source}.embed_positions", f"{target}.positions"),
-        WeightRule(f"{source}.layer_norm", f"{target}.final_norm"),
+        WeightRule(f"{source}.{norm_name}", f"{target}.final_norm"),
         *attention_rules(f"{layer}.self_attn", f"{own}.attention"),
         *block_rules(layer, own),
     )
@@ -122,25 +127,39 @@ class AudioEncoder(Layer):
         name: as the checkpoint spells it.
         pools: before the last norm, two neighbouring states become their mean; an odd last one is
             dropped (Qwen2-Audio).
+        chunk: frames after which a clip is cut: each piece has convolutions, positions and attention of
+            its own (Qwen2.5-Omni). Positions are sines then, which no checkpoint stores. 0: not at all.
+        norm_name: of the last norm in the checkpoint.
     """
 
     def __init__(
-        self, context: BuildContext, settings: Settings, name: str, *, pools: bool = False
+        self,
+        context: BuildContext,
+        settings: Settings,
+        name: str,
+        *,
+        pools: bool = False,
+        chunk: int = 0,
+        norm_name: str = "layer_norm",
     ) -> None:
         self.ops = context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
-        self.pools = pools
-        hidden, bins = settings.integer("d_model"), settings.integer("num_mel_bins", 80)
+        self.pools, self.chunk = pools, chunk
+        hidden = settings.integer("d_model", maximum=MAX_SIZE)
+        bins = settings.integer("num_mel_bins", 80)
         self.num_positions = settings.integer("max_source_positions", 1500)
         self.conv1 = Conv1d(context, f"{name}.conv1", bins, hidden)
         self.conv2 = Conv1d(context, f"{name}.conv2", hidden, hidden, stride=2)
-        table = f"{name}.embed_positions"
-        self.positions = Embedding(context, table, self.num_positions, hidden)
+        if chunk:
+            self.sines = sines((chunk + 1) // 2, hidden).to(context.device, self.dtype)
+        else:
+            table = f"{name}.embed_positions"
+            self.positions = Embedding(context, table, self.num_positions, hidden)
         self.layers = [
-            _Block(context, settings, f"{name}.layers.{index}")
+            EncoderBlock(context, settings, f"{name}.layers.{index}")
             for index in range(settings.integer("encoder_layers", maximum=MAX_LAYERS))
         ]
-        self.final_norm = LayerNorm(context, f"{name}.layer_norm", hidden, NORM_EPS)
+        self.final_norm = LayerNorm(context, f"{name}.{norm_name}", hidden, NORM_EPS)
 
     def __call__(self, clips: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
         """Encode clips of any lengths at once; they do not see each other.
@@ -152,9 +171,19 @@ class AudioEncoder(Layer):
         Returns:
             [sum of L, H], or with pooling about half as many.
         """
+        if self.chunk:
+            return self._encoded([self._pieces(clip) for clip in clips])
         parts = [self._begin(clip) for clip in clips]
         if lengths is not None:
             parts = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        return self._encoded([[part] for part in parts])
+
+    def _encoded(self, clips: Sequence[Sequence[Tensor]]) -> Tensor:
+        """
+        Args:
+            clips: what the first block gets, [L, H] each; states of a piece see each other.
+        """
+        parts = [part for clip in clips for part in clip]
         sizes = [part.shape[0] for part in parts]
         bounds = list(itertools.accumulate(sizes, initial=0))
         x, residual = torch.cat(parts), None
@@ -165,20 +194,42 @@ class AudioEncoder(Layer):
             hidden, _ = self.final_norm.add(x, residual)
             return hidden
         total = x if residual is None else self.ops.add(x, residual)
-        return self.final_norm(torch.cat([_halved(part) for part in torch.split(total, sizes)]))
+        whole = [sum(part.shape[0] for part in clip) for clip in clips]
+        return self.final_norm(torch.cat([_halved(part) for part in torch.split(total, whole)]))
+
+    def _pieces(self, clip: Tensor) -> list[Tensor]:
+        """[F, M] -> [L, H] of each piece."""
+        return [self._begin(piece) for piece in torch.split(clip, self.chunk)]
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [L, H]: what the first block gets."""
         x = self.conv1.activated(clip.to(self.dtype), _STEM_ACTIVATION)
         x = self.conv2.activated(x, _STEM_ACTIVATION)
-        return self.ops.add(x, self.positions.weight[: x.shape[0]])
+        table = self.sines if self.chunk else self.positions.weight
+        return self.ops.add(x, table[: x.shape[0]])
 
 
-class _Block(Layer):
-    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+def sines(length: int, size: int) -> Tensor:
+    """[length, size] float32: sines, then cosines, of wavelengths from 2 pi to 10,000 times that
+    (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
+    step = math.log(10_000) / (size // 2 - 1)
+    turns = torch.arange(length)[:, None] * torch.exp(-step * torch.arange(size // 2).float())
+    return torch.cat([turns.sin(), turns.cos()], dim=1)
+
+
+class EncoderBlock(Layer):
+    """Attention and a feed-forward layer, each behind a norm.
+
+    Args:
+        key_bias: keys have a bias; Whisper's have none.
+    """
+
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, *, key_bias: bool = False
+    ) -> None:
         hidden = settings.integer("d_model")
         self.input_norm = LayerNorm(context, f"{name}.self_attn_layer_norm", hidden, NORM_EPS)
-        self.attention = _Attention(context, settings, f"{name}.self_attn")
+        self.attention = _Attention(context, settings, f"{name}.self_attn", key_bias=key_bias)
         self.mlp_norm = LayerNorm(context, f"{name}.final_layer_norm", hidden, NORM_EPS)
         self.mlp = MLP(
             context,
@@ -201,7 +252,9 @@ class _Block(Layer):
 class _Attention(ProjectedAttention):
     """Every state of a clip sees every other."""
 
-    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, *, key_bias: bool
+    ) -> None:
         heads, head_dim = heads_of(settings, "encoder_attention_heads")
         super().__init__(
             context,
@@ -213,7 +266,7 @@ class _Attention(ProjectedAttention):
             rotary=None,
             qkv_bias=True,
             out_bias=True,
-            unbiased=(1,),
+            unbiased=() if key_bias else (1,),
             out_name="out_proj",
             attention_type=_TYPE,
         )

@@ -27,21 +27,28 @@ MAX_TABLE = 2**30
 
 
 def rotary_table(
-    context: BuildContext, rope: RopeSettings, head_dim: int, *, max_positions: int | None = None
+    context: BuildContext,
+    rope: RopeSettings,
+    head_dim: int,
+    *,
+    max_positions: int | None = None,
+    length: int | None = None,
 ) -> Tensor:
-    """[context.max_model_len, R] float32: R/2 cosines, then R/2 sines, by position.
+    """[length, R] float32: R/2 cosines, then R/2 sines, by position.
 
     Args:
         max_positions: the config's ``max_position_embeddings`` (for LongRoPE's and YaRN's
             default factor and dynamic NTK).
+        length: None: ``context.max_model_len``.
     """
+    length = context.max_model_len if length is None else length
     dim = _turning(rope, head_dim)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise UnsupportedModel(
             f"head_dim = {head_dim} with partial_rotary_factor = {rope.partial_rotary_factor}: "
             "the number of rotated dimensions must be even, and at most head_dim"
         )
-    if context.max_model_len * dim > MAX_TABLE:
+    if length * dim > MAX_TABLE:
         raise UnsupportedModel(
             f"max_model_len = {context.max_model_len}: the rotary table would have more than "
             f"{MAX_TABLE} entries; set a smaller max_model_len"
@@ -55,7 +62,7 @@ def rotary_table(
         raise _impossible(rope) from error
     if not (bool(frequencies.isfinite().all()) and math.isfinite(factor)):
         raise _impossible(rope)
-    positions = torch.arange(context.max_model_len, dtype=torch.float32)
+    positions = torch.arange(length, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(context.device)
 

@@ -22,9 +22,9 @@ from headrace_multimodal.audio.decoded_limit import HeldAudio
 
 LIBRARIES = ("soundfile", "av", "soxr")
 INSTALL = "pip install 'headrace[audio]'"
-GOOD, DAMAGED = b"\0\0\0\0", b"\1\0\0\0"
+GOOD, DAMAGED = b"\0\0\0\0", b"\1"
 """First bytes of a child's answer, before the samples or the error. Four bytes, so that samples are
-aligned."""
+aligned. Each begins with the one that :mod:`headrace_multimodal.decoder_pool` knows."""
 START_SECONDS = 120.0
 """Wall-clock limit of starting a child, which imports the libraries."""
 MAX_WAITING = 64

@@ -69,26 +69,15 @@ class FeatureExtractor:
         Raises:
             UnsupportedModel: a file or value is unusable, or the two disagree.
         """
-        stated = _preprocessor(path)
-        bins = _integer(encoder, "num_mel_bins", 80)
-        mel = MelSettings(
-            num_bins=_integer(stated, "feature_size", bins),
-            sample_rate=_integer(stated, "sampling_rate", 16000),
-            fft_size=_integer(stated, "n_fft", 400),
-            hop=_integer(stated, "hop_length", 160),
-        )
-        num_frames = 2 * _integer(encoder, "max_source_positions", 1500)
+        stated = audio_settings(path)
+        bins = integer(encoder, "num_mel_bins", 80)
+        mel = mel_settings(stated, bins, path)
+        num_frames = 2 * integer(encoder, "max_source_positions", 1500)
         made = stated.get("chunk_length")
-        if mel.num_bins != bins or (
-            made is not None and made * mel.sample_rate // mel.hop != num_frames
-        ):
+        if made is not None and made * mel.sample_rate // mel.hop != num_frames:
             raise UnsupportedModel(
-                f"{path}: the preprocessor makes {mel.num_bins} bins of {made} s, the encoder takes "
-                f"{bins} bins and {num_frames} frames of {mel.hop} samples"
-            )
-        if stated.get("dither") or stated.get("do_normalize"):
-            raise UnsupportedModel(
-                f"{path}: preprocessor settings dither and do_normalize are not supported"
+                f"{path}: the preprocessor makes frames of {made} s, the encoder takes {num_frames} of "
+                f"{mel.hop} samples each"
             )
         return cls(mel, num_frames)
 
@@ -101,7 +90,7 @@ class FeatureExtractor:
         Raises:
             RequestError: an unknown option; or audio longer than the model takes at once.
         """
-        cut = _truncation(options)
+        cut = truncation(options)
         samples = samples_of(item, self.mel.sample_rate)
         # Resampling a clip of exactly the limit may yield a few samples more.
         if len(samples) >= self.num_samples + self.mel.hop and not cut:
@@ -123,7 +112,39 @@ class FeatureExtractor:
         return MediaItem("audio", silence, content_hash("audio", silence), {})
 
 
-def _truncation(options: Mapping[str, Any]) -> bool:
+def mel_settings(stated: Mapping[str, Any], bins: int, path: Path) -> MelSettings:
+    """A spectrogram as a preprocessor's settings have it.
+
+    Args:
+        stated: of :func:`audio_settings`.
+        bins: that the encoder takes.
+        path: the checkpoint's folder, for messages.
+
+    Raises:
+        UnsupportedModel: a value is unusable, or makes another number of bins.
+    """
+    mel = MelSettings(
+        num_bins=integer(stated, "feature_size", bins),
+        sample_rate=integer(stated, "sampling_rate", 16000),
+        fft_size=integer(stated, "n_fft", 400),
+        hop=integer(stated, "hop_length", 160),
+    )
+    if mel.num_bins != bins:
+        raise UnsupportedModel(
+            f"{path}: the preprocessor makes {mel.num_bins} bins, the encoder takes {bins} bins"
+        )
+    if stated.get("dither") or stated.get("do_normalize"):
+        raise UnsupportedModel(
+            f"{path}: preprocessor settings dither and do_normalize are not supported"
+        )
+    return mel
+
+
+def truncation(options: Mapping[str, Any]) -> bool:
+    """The option of that name; false where it is left out.
+
+    Raises: RequestError: it is no truth value, or another option is given.
+    """
     unknown = sorted(set(options) - {"truncation"})
     if unknown:
         raise RequestError(
@@ -140,7 +161,7 @@ def _truncation(options: Mapping[str, Any]) -> bool:
     return value
 
 
-def _preprocessor(path: Path) -> dict[str, Any]:
+def audio_settings(path: Path) -> dict[str, Any]:
     """Settings of the feature extractor; newer checkpoints keep them one level deeper."""
     for name in _NAMES:
         try:
@@ -158,7 +179,11 @@ def _preprocessor(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _integer(settings: Mapping[str, Any], name: str, default: int) -> int:
+def integer(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """A size among settings; the default where it is left out.
+
+    Raises: UnsupportedModel: it is none.
+    """
     value = settings.get(name)
     if value is None:
         return default

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import RequestError, UnsupportedModel
@@ -27,16 +28,26 @@ _CONTEXT = 131072
 class VoxtralProcessor:
     """See :class:`headrace_core.multimodal.MediaProcessor`."""
 
+    family: ClassVar[str] = "Voxtral"
+    """Name in messages."""
+
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         encoder = {**_ENCODER, **_part(config, "audio_config")}
         self.extract = FeatureExtractor.of(encoder, path)
         states = self.extract.num_frames // 2
-        self.tokens_of_piece = (
-            states * _size(encoder, "hidden_size") // _size(encoder, "intermediate_size")
-        )
+        self.tokens_of_piece = max(1, states // self.states_per_vector(encoder))
         text = {"max_position_embeddings": _CONTEXT, **_part(config, "text_config")}
         self.max_pieces = max(1, _size(text, "max_position_embeddings") // self.tokens_of_piece)
         self.audio_token = _size({"audio_token_id": _AUDIO_TOKEN, **config}, "audio_token_id")
+
+    def states_per_vector(self, encoder: Mapping[str, Any]) -> int:
+        """States of the encoder that become a vector.
+
+        Args:
+            encoder: its part of the config.
+        """
+        hidden, grouped = _size(encoder, "hidden_size"), _size(encoder, "intermediate_size")
+        return max(1, grouped // hidden)
 
     def modalities(self) -> Sequence[Modality]:
         return ("audio",)
@@ -47,8 +58,8 @@ class VoxtralProcessor:
         """Raises: RequestError: a recording that no context holds; any option: there is none."""
         if options:
             raise RequestError(
-                f"mm_processor_kwargs: {', '.join(map(repr, sorted(options)))}: Voxtral's processor has "
-                "no options",
+                f"mm_processor_kwargs: {', '.join(map(repr, sorted(options)))}: {self.family}'s "
+                "processor has no options",
                 param="mm_processor_kwargs",
             )
         return [self._processed(item) for item in items]
@@ -63,6 +74,11 @@ class VoxtralProcessor:
                 f"{self.max_pieces * seconds:g} s fit into the model's context",
                 param="multi_modal_data",
             )
+        return self.made(samples)
+
+    def made(self, samples: npt.NDArray[np.float32]) -> ProcessedMedia:
+        """Numbers and tokens of a recording."""
+        pieces = -(-len(samples) // self.extract.num_samples)
         padded = np.zeros(pieces * self.extract.num_samples, dtype=np.float32)
         padded[: len(samples)] = samples
         frames = np.ascontiguousarray(log_mel(padded, self.extract.mel))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import packed, part
@@ -144,13 +145,50 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
 class Qwen2_5VLVideos(Qwen2VLVideos):
     """The model is told how many seconds two frames take."""
 
+    frame_rate: ClassVar[float] = FRAME_RATE
+    """Frames a second of a video that says none."""
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        super().__init__(config, path)
+        self._places_per_second = self.places_per_second()
+        text = part(config, "text_config") or config
+        self._context = number(text, "max_position_embeddings", math.inf)
+
+    def places_per_second(self) -> float:
+        """Places in the prompt between frames that stand a second apart."""
+        return number(part(self.config, "vision_config"), "tokens_per_second", 4)
+
     def further_inputs(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Any]:
         rate, total = metadata.get("fps"), metadata.get("total_num_frames")
         if rate is None or total is None:
-            shown = FRAME_RATE if rate is None else rate
+            shown = self.frame_rate if rate is None else rate
         else:
             shown = count / total * rate
+        self._check_length(count / shown)
         return {SECONDS: packed(np.array([self._frames / shown], np.float32))}
+
+    def _check_length(self, seconds: float) -> None:
+        """Raises: RequestError: the video's last frames stand behind the model's context."""
+        if seconds * self._places_per_second > self._context:
+            raise RequestError(
+                f"a video of {seconds:.1f} s: at most {self._context / self._places_per_second:.1f} s are "
+                f"accepted, as a second is {self._places_per_second:g} places of the model's context of "
+                f"{self._context:g}; cut it, or state a larger fps in its metadata",
+                param="multi_modal_data",
+            )
+
+
+def number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    """A setting; the default where it is left out.
+
+    Raises: UnsupportedModel: it is no number above 0.
+    """
+    value = settings.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise UnsupportedModel(f"config.json: {key} = {value!r:.100}: must be a number above 0")
+    return float(value)
 
 
 class Qwen3VLVideos(Qwen2VLVideos):

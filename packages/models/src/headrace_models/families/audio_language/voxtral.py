@@ -5,13 +5,21 @@ Liu et al. 2025, arXiv:2507.13264.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.errors import UnsupportedModel
-from headrace_core.model import WeightRule
+from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.model import ModelInfo, WeightRule
+from headrace_core.request import TextPrompt
+from headrace_core.speech.model import (
+    AudioClip,
+    SpeechTask,
+    SpeechToTextConfig,
+    SupportsTranscription,
+)
 from headrace_models.config.settings import Settings
 from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
@@ -36,9 +44,13 @@ _ENCODER = {
 """Values that a config may leave to be known."""
 
 
-class Voxtral(MediaDecoder):
+class Voxtral(MediaDecoder, SupportsTranscription):
     """A recording takes a placeholder for every 80 ms, silence up to the next 30 s included."""
 
+    supported_languages: ClassVar[Mapping[str, str]] = {
+        "ar": "Arabic", "de": "German", "en": "English", "es": "Spanish", "fr": "French", "hi": "Hindi",
+        "it": "Italian", "nl": "Dutch", "pt": "Portuguese",
+    }  # fmt: skip
     modalities: ClassVar[Sequence[str]] = ("audio",)
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *encoder_rules(_TOWER, "encoder"),
@@ -77,6 +89,58 @@ class Voxtral(MediaDecoder):
 
     def _piece(self, frames: Tensor) -> Tensor:
         return self.projector(self.encoder([frames]).reshape(-1, self.group_size))
+
+    # ---- what it says of itself
+
+    @classmethod
+    def get_speech_to_text_config(
+        cls, model_config: ModelInfo, task_type: SpeechTask
+    ) -> SpeechToTextConfig:
+        """Clips of as many pieces as half of the context holds, and of half an hour at most."""
+        seconds, tokens = _piece_of(model_config)
+        pieces = max(1, model_config.max_model_len // 2 // tokens)
+        longest = max(seconds, min(pieces * seconds, _LONGEST_SECONDS))
+        return SpeechToTextConfig(
+            max_audio_clip_s=longest, overlap_chunk_second=min(1.0, seconds / 2)
+        )
+
+    @classmethod
+    def get_generation_prompt(  # type: ignore[override]
+        cls, audio: AudioClip, language: str | None, task_type: SpeechTask
+    ) -> TextPrompt:
+        """A request to write down what is said, which has no place for other text.
+
+        Raises: RequestError: a translation, which the model has no such request for.
+        """
+        if task_type == "translate":
+            raise RequestError(
+                "/v1/audio/translations: the model only writes down what is said; ask for a translation in a "
+                "chat that brings the recording",
+                param="file",
+            )
+        spoken = "" if language is None else f"lang:{language}"
+        media: dict[str, Any] = {"audio": (audio.samples, audio.sample_rate)}
+        return TextPrompt(prompt=_REQUEST.format(spoken), multi_modal_data=media)
+
+    @classmethod
+    def get_num_audio_tokens(
+        cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
+    ) -> int | None:
+        seconds, tokens = _piece_of(model_config)
+        return math.ceil(audio_duration_s / seconds) * tokens
+
+
+_REQUEST = "[INST][BEGIN_AUDIO][AUDIO][/INST]{}[TRANSCRIBE]"
+_LONGEST_SECONDS = 1800.0
+_FRAMES_PER_SECOND = 100
+
+
+def _piece_of(info: ModelInfo) -> tuple[float, int]:
+    """Seconds and tokens of a piece."""
+    settings = _encoder_settings(part_of(info.whole_config, "audio_config"))
+    states = settings.integer("max_source_positions")
+    grouped = settings.integer("encoder_ffn_dim") // settings.integer("d_model")
+    return 2 * states / _FRAMES_PER_SECOND, max(1, states // max(1, grouped))
 
 
 def _encoder_settings(stated: Mapping[str, Any]) -> Settings:

@@ -39,8 +39,16 @@ class LlamaDecoder(Decoder):
         )
         limit = self.settings.integer("max_position_embeddings", 2048)
         self.rotary: Tensor | None = rotary_table(
-            context, rope, self.head_dim(), max_positions=limit
+            context,
+            rope,
+            self.head_dim(),
+            max_positions=limit,
+            length=self.num_places(context),
         )
+
+    def num_places(self, context: BuildContext) -> int:
+        """Places at which a token may stand."""
+        return context.max_model_len
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return PreNormBlock(

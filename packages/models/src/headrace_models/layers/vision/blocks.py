@@ -46,6 +46,7 @@ class VisionAttention(ProjectedAttention):
     Args:
         names: of the module's query, key and value and of its output, below ``name``; one name for the
             three that are stored together.
+        unbiased: those of query, key and value that have no bias all the same.
         head_norms: of query and key, before they turn.
         interleaved: the pairs of numbers that turn together are neighbours; otherwise each number's
             partner is half a head behind it.
@@ -61,6 +62,7 @@ class VisionAttention(ProjectedAttention):
         bias: bool = True,
         names: tuple[tuple[str, ...], str] = (("q_proj", "k_proj", "v_proj"), "out_proj"),
         out_bias: bool | None = None,
+        unbiased: tuple[int, ...] = (),
         head_norms: tuple[HeadsNorm, HeadsNorm] | None = None,
         interleaved: bool = False,
     ) -> None:
@@ -76,6 +78,7 @@ class VisionAttention(ProjectedAttention):
             rotary=None,
             qkv_bias=bias,
             out_bias=bias if out_bias is None else out_bias,
+            unbiased=unbiased,
             qkv_name=parts[0] if len(parts) == 1 else "qkv_proj",
             part_names=() if len(parts) == 1 else parts,
             out_name=out_name,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -42,11 +42,23 @@ _DEFAULTS: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
-def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+class MergerNames(NamedTuple):
+    """Names of the mergers' modules in a checkpoint."""
+
+    inner: str = "deepstack_merger_list"
+    norm: str = "norm"
+    up: str = "linear_fc1"
+    down: str = "linear_fc2"
+
+
+NAMES = MergerNames()
+
+
+def tower_rules(source: str, target: str, names: MergerNames = NAMES) -> tuple[WeightRule, ...]:
     """Rules of a :class:`Qwen3VLTower`: its names in the checkpoint and in the model."""
     block, own = f"{source}.blocks.{{}}", f"{target}.layers.{{}}"
     mergers = ((f"{source}.merger", f"{target}.merger"),
-               (f"{source}.deepstack_merger_list.{{}}", f"{target}.inner_mergers.{{}}"))  # fmt: skip
+               (f"{source}.{names.inner}.{{}}", f"{target}.inner_mergers.{{}}"))  # fmt: skip
     return (
         WeightRule(f"{source}.patch_embed.proj", f"{target}.patches"),
         WeightRule(f"{source}.pos_embed", f"{target}.positions"),
@@ -60,7 +72,7 @@ def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
             WeightRule(f"{theirs}.{name}", f"{ours}.{part}")
             for theirs, ours in mergers
             for name, part in (
-                ("norm", "norm"), ("linear_fc1", "mlp.up"), ("linear_fc2", "mlp.down"),
+                (names.norm, "norm"), (names.up, "mlp.up"), (names.down, "mlp.down"),
             )
         ),
     )  # fmt: skip
@@ -73,17 +85,23 @@ class Merger(Layer):
         name: as the checkpoint spells it.
         sizes: of a patch's state, of adjacent ones together, and of the vector.
         joined: the norm is of the adjacent states together, not of each.
+        names: of its modules.
     """
 
     def __init__(
-        self, context: BuildContext, name: str, sizes: tuple[int, int, int], *, joined: bool
+        self,
+        context: BuildContext,
+        name: str,
+        sizes: tuple[int, int, int],
+        *,
+        joined: bool,
+        names: MergerNames,
     ) -> None:
         state, unit, size = sizes
         self.unit = unit
-        self.norm = LayerNorm(context, f"{name}.norm", unit if joined else state, _EPS)
-        self.mlp = Projector(
-            context, f"{name}.linear_fc1", f"{name}.linear_fc2", (unit, unit, size), "gelu"
-        )
+        self.norm = LayerNorm(context, f"{name}.{names.norm}", unit if joined else state, _EPS)
+        inner = (unit, unit, size)
+        self.mlp = Projector(context, f"{name}.{names.up}", f"{name}.{names.down}", inner, "gelu")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, sizes[0]] -> [T * sizes[0] / sizes[1], sizes[2]]."""
@@ -97,16 +115,22 @@ class Qwen3VLTower(Layer):
         stated: the tower's part of the config.
         name: as the checkpoint spells it.
         out_size: of a vector.
+        names: of the mergers' modules.
     """
 
     def __init__(
-        self, context: BuildContext, stated: Mapping[str, Any], name: str, out_size: int
+        self,
+        context: BuildContext,
+        stated: Mapping[str, Any],
+        name: str,
+        out_size: int,
+        names: MergerNames = NAMES,
     ) -> None:
         settings = Settings({**_DEFAULTS, **stated})
         hidden, heads = settings.integer("hidden_size"), settings.integer("num_heads")
         self.head_dim, self.patch = hidden // heads, settings.integer("patch_size")
         self.merge, self.theta = settings.integer("spatial_merge_size"), axial_theta(stated)
-        if self.head_dim % 4:
+        if not self.head_dim or self.head_dim % 4:
             raise UnsupportedModel(
                 f"config.json: vision_config: heads of {self.head_dim} numbers do not turn by two axes"
             )
@@ -125,10 +149,10 @@ class Qwen3VLTower(Layer):
             _block(context, settings, f"{name}.blocks.{index}") for index in range(depth)
         ]
         sizes = (hidden, hidden * self.merge**2, out_size)
-        self.merger = Merger(context, f"{name}.merger", sizes, joined=False)
+        self.merger = Merger(context, f"{name}.merger", sizes, joined=False, names=names)
         self.inner = _inner_layers(settings, depth)
         self.inner_mergers = [
-            Merger(context, f"{name}.deepstack_merger_list.{index}", sizes, joined=True)
+            Merger(context, f"{name}.{names.inner}.{index}", sizes, joined=True, names=names)
             for index in range(len(self.inner))
         ]
 

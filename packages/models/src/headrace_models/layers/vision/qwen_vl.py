@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _EPS, _THETA = 1e-6, 10_000.0
 _FUSED = (("qkv",), "proj")
+_APART = (("q", "k", "v"), "proj")
 """Names of the attention's modules."""
 Grid = tuple[int, int, int]
 """Patches of an item in time, height and width."""
@@ -44,6 +45,9 @@ def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
         WeightRule(f"{source}.patch_embed.proj", f"{target}.patches"),
         WeightRule(f"{block}.norm1", f"{own}.attention_norm"),
         WeightRule(f"{block}.attn.qkv", f"{own}.attention.qkv", split=()),
+        WeightRule(f"{block}.attn.q", f"{own}.attention.qkv", part=0),
+        WeightRule(f"{block}.attn.k", f"{own}.attention.qkv", part=1),
+        WeightRule(f"{block}.attn.v", f"{own}.attention.qkv", part=2),
         WeightRule(f"{block}.attn.proj", f"{own}.attention.out"),
         WeightRule(f"{block}.norm2", f"{own}.mlp_norm"),
         WeightRule(f"{block}.mlp.fc1", f"{own}.mlp.up"),
@@ -78,6 +82,7 @@ class QwenVLTower(Layer):
         name: as the checkpoint spells it.
         out_size: of a vector.
         second: the tower of Qwen2.5-VL.
+        fused: queries, keys and values are stored together; Qwen2.5-Omni has them apart.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class QwenVLTower(Layer):
         out_size: int,
         *,
         second: bool,
+        fused: bool = True,
     ) -> None:
         settings = Settings({**(_SECOND if second else _FIRST), **stated})
         hidden = settings.integer("hidden_size" if second else "embed_dim")
@@ -96,7 +102,7 @@ class QwenVLTower(Layer):
         self.head_dim, self.ops = hidden // self.heads, context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.device = context.device
-        if self.head_dim % 4:
+        if not self.head_dim or self.head_dim % 4:
             raise UnsupportedModel(
                 f"config.json: vision_config: heads of {self.head_dim} numbers do not turn by two axes"
             )
@@ -107,11 +113,18 @@ class QwenVLTower(Layer):
             context, f"{name}.patch_embed.proj", kernel, hidden, bias=False
         )
         self.layers = [
-            _block(context, settings, f"{name}.blocks.{index}", hidden, second=second)
+            _block(
+                context,
+                settings,
+                f"{name}.blocks.{index}",
+                hidden,
+                second=second,
+                names=_FUSED if fused else _APART,
+            )
             for index in range(settings.integer("depth", maximum=MAX_LAYERS))
         ]
         self.window = settings.integer("window_size") if second else 0
-        self.full = set(stated.get("fullatt_block_indexes", _FULL)) if second else set()
+        self.full = set(settings.integers("fullatt_block_indexes")) if second else set()
         unit = hidden * self.merge**2
         norm = RMSNorm if second else LayerNorm
         self.merger_norm: RMSNorm | LayerNorm = norm(context, f"{name}.merger.ln_q", hidden, _EPS)
@@ -192,21 +205,26 @@ _FIRST: Mapping[str, Any] = {
 _SECOND: Mapping[str, Any] = {
     "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-    "hidden_act": "silu",
+    "hidden_act": "silu", "fullatt_block_indexes": [7, 15, 23, 31],
 }  # fmt: skip
-_FULL = (7, 15, 23, 31)
 """Values that configs may leave out."""
 
 
 def _block(
-    context: BuildContext, settings: Settings, name: str, hidden: int, *, second: bool
+    context: BuildContext,
+    settings: Settings,
+    name: str,
+    hidden: int,
+    *,
+    second: bool,
+    names: tuple[tuple[str, ...], str],
 ) -> VisionBlock:
     attention = VisionAttention(
         context,
         f"{name}.attn",
         hidden_size=hidden,
         num_heads=settings.integer("num_heads"),
-        names=_FUSED,
+        names=names,
     )
     if second:
         return VisionBlock(

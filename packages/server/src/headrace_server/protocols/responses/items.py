@@ -268,7 +268,8 @@ def _part(where: str, part: dict[str, Any], modalities: Sequence[str]) -> dict[s
     if kind == "input_image" and "image" in modalities:
         return _image(where, part)
     if kind == "input_audio" and "audio" in modalities:
-        return {"type": "input_audio", "input_audio": part.get("input_audio")}
+        place = f"{where}.input_audio.data"
+        return {"type": kind, kind: part.get(kind), CLIENT_PLACE: place}
     return {"type": "text", "text": _text(where, part, modalities)}
 
 

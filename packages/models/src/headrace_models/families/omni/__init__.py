@@ -1,0 +1,1 @@
+"""Decoders of text that take images, videos and audio in one prompt."""

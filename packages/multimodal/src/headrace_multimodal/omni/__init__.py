@@ -1,0 +1,1 @@
+"""Processors of models that take images, videos and audio in one prompt."""
