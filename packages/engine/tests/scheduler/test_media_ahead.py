@@ -66,6 +66,20 @@ def test_items_are_asked_for_once_and_shared(world: Any) -> None:
     assert world.step() == {"a": 1, "b": 8}
 
 
+def test_what_goes_on_at_once_is_not_asked_for(make_world: Any) -> None:
+    """The other's last token is on its way: nothing of it can be scheduled, and nobody gains by waiting."""
+    world = make_world(budget=20, encoder_share=0.4, overlapped=True)
+    world.add("a", 3, max_tokens=2)
+    world.schedule()
+    world.land()
+    world.schedule()
+    world.add("b", 8, items=[(1, 6)])
+    step = world.schedule()
+    assert (step.num_scheduled_tokens, asked(step)) == ({"b": 8}, [])
+    world.land()
+    world.land()
+
+
 def test_it_goes_on_when_the_others_have_ended(world: Any) -> None:
     world.add("b", 8, items=[(1, 6)])
     step = world.schedule()

@@ -48,9 +48,14 @@ class MediaAhead:
 
     def take_wanted(self) -> list[MediaInput]:
         """What the next step asks for, each item once."""
-        wanted, self._wanted = self._wanted, {}
-        self._asked |= {name: item.num_vectors for name, item in wanted.items()}
-        return list(wanted.values())
+        wanted = list(self._wanted.values())
+        self._asked |= {item.content_hash: item.num_vectors for item in wanted}
+        self._wanted.clear()
+        return wanted
+
+    def drop_wanted(self) -> None:
+        """Nobody waits after all."""
+        self._wanted.clear()
 
     def take_done(self, names: Iterable[str]) -> None:
         """These are embedded, or cannot be: their requests go on."""
