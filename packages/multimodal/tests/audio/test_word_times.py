@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_multimodal.audio.word_times import token_times, warp
@@ -33,6 +33,7 @@ def _cheapest(cost: np.ndarray) -> float:
     return float(total[-1, -1])
 
 
+@settings(deadline=None)  # the first example imports transformers
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(0, 10_000))
 def test_equal_to_transformers(tokens, states, seed):
     theirs = pytest.importorskip("transformers.models.whisper.generation_whisper")
