@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, WeightEncoder
 from headrace_core.model import BuildContext, ModelInfo, ProgressCallback, ignore_progress
 from headrace_models.formats.writer import SafetensorsWriter
+from headrace_models.layers.attention.mla import HeadProjections
 from headrace_models.loading.loader import Built, choose_format
 from headrace_models.loading.sharded_state import WEIGHT_SUFFIXES, copy_others
 from headrace_models.quantization import quantization_config
@@ -145,13 +146,18 @@ def write_quantized(
     if file_bytes is None:
         file_bytes = min(MOST_FILE_BYTES, max(LEAST_FILE_BYTES, info.weight_bytes // FILES))
     stamp = _stamp(info, encoder, with_head, file_bytes)
-    copy = _Copy(copied, encoder, recorder.modules, with_head, stamp)
+    copy = _Copy(
+        copied, encoder, recorder.modules, with_head, stamp, lambda name: _stays(built, name)
+    )
     stored = choose_format(info.path, load).tensors(info.path, progress)
     wanted = ((name, tensor) for name, tensor, _ in stored if not built.passes_over(name))
     with torch.no_grad():
         copy.run(wanted, file_bytes)
     if not copied.encoded:
-        raise WeightsError(f"{info.path}: no linear layer has a shape that the format takes")
+        raise WeightsError(
+            f"{info.path}: no linear layer has a shape that the format takes, or all are stored transposed, "
+            "as GPT-2's are"
+        )
     stored_nowhere = recorder.modules - set(copied.encoded) - set(copied.left)
     copied.left += sorted(
         stored_nowhere
@@ -161,6 +167,15 @@ def write_quantized(
     config["quantization_config"] = dict(encoder.config(copied.encoded, copied.left))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return copied
+
+
+def _stays(built: Built, name: str) -> bool:
+    """True if a weight of the model is floats in every checkpoint: formats have no transposed weights, and
+    latent attention multiplies by its heads' matrices itself."""
+    match = built.weights.find(name)
+    if match is None:
+        return False
+    return match.rule.transposed or isinstance(built.leaves[match.place.leaf], HeadProjections)
 
 
 def _stamp(info: ModelInfo, encoder: WeightEncoder, with_head: bool, file_bytes: int) -> str:
@@ -184,7 +199,13 @@ class _Copy:
     """The files of one run. What is complete stands in a journal."""
 
     def __init__(
-        self, copied: Copied, encoder: WeightEncoder, modules: set[str], with_head: bool, stamp: str
+        self,
+        copied: Copied,
+        encoder: WeightEncoder,
+        modules: set[str],
+        with_head: bool,
+        stamp: str,
+        stays: Callable[[str], bool],
     ) -> None:
         self.copied, self.encoder, self.modules, self.with_head = (
             copied,
@@ -192,7 +213,7 @@ class _Copy:
             modules,
             with_head,
         )
-        self.stamp = stamp
+        self.stamp, self.stays = stamp, stays
         self.journal = copied.folder / JOURNAL
         self.files = self._files_before()
 
@@ -282,7 +303,8 @@ class _Copy:
         if module == name or module not in self.modules or tensor.dim() != 2:
             return {name: tensor}
         found = None
-        if self.with_head or module.rpartition(".")[2] != HEAD:
+        is_left = self.stays(name) or (module.rpartition(".")[2] == HEAD and not self.with_head)
+        if not is_left:
             try:
                 found = self.encoder.encode(tensor)
             except WeightsError as error:
