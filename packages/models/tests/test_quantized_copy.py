@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import test_families as families
+import test_latent_families as latent
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from headrace_models.loading.quantized_copy import INDEX, JOURNAL, Copied, write
 from headrace_testing.model.decoders import Checkpoint, build_context
 
 LLAMA, MIXTRAL = families.TestLlama(), families.TestMixtral()
+GPT2, DEEPSEEK = families.TestGPT2(), latent.TestDeepseekV3()
 
 
 class Negated(WeightEncoder):
@@ -114,6 +116,21 @@ def test_layers_that_do_not_fit_stay(llama: Checkpoint, tmp_path: Path) -> None:
 def test_no_layer_fits(llama: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no linear layer has a shape that the format takes"):
         write(llama, tmp_path, Negated(range(10_000)))
+
+
+def test_heads_of_latent_attention_stay_floats(tmp_path: Path) -> None:
+    info = DEEPSEEK.resolve(DEEPSEEK.make_checkpoint(tmp_path / "source").path, max_model_len=64)
+    copied = write_quantized(info, build_context(info), Negated(), tmp_path / "out")
+    assert any(name.endswith("kv_b_proj") for name in copied.left)
+    assert not any(name.endswith("kv_b_proj") for name in copied.encoded)
+
+
+def test_transposed_weights_are_refused(tmp_path: Path) -> None:
+    info = GPT2.resolve(GPT2.make_checkpoint(tmp_path / "source").path, max_model_len=64)
+    encoder = Negated()
+    with pytest.raises(WeightsError, match="stored transposed"):
+        write_quantized(info, build_context(info), encoder, tmp_path / "out")
+    assert not encoder.shapes
 
 
 def test_experts_are_linear_layers(

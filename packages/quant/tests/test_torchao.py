@@ -176,6 +176,12 @@ def test_it_needs_a_checkpoint() -> None:
         TorchAO.from_config(None, OPS)
 
 
+@pytest.mark.parametrize("kind", ["Int7WeightOnlyConfig", ["Int8WeightOnlyConfig"], None, 8])
+def test_a_type_that_is_no_configuration(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"quant_type\.default\._type = "):
+        TorchAO.from_config(config({**CONFIGS["int8"], "_type": kind}), OPS)
+
+
 def test_a_newer_version_is_told(caplog: pytest.LogCaptureFixture) -> None:
     for version in CONFIGS["int8"]["_version"], 99:
         TorchAO.from_config(config({**CONFIGS["int8"], "_version": version}), OPS)

@@ -288,7 +288,7 @@ def _scheme(path: str, found: object) -> Scheme | None:
     if found is None:
         return None
     kind = found.get("_type") if isinstance(found, Mapping) else found
-    if not isinstance(found, Mapping) or kind not in _SCHEMES:
+    if not isinstance(found, Mapping) or not isinstance(kind, str) or kind not in _SCHEMES:
         raise refusal(f"{path}._type", kind, " or ".join(map(repr, (*_SCHEMES, *_MAPS))))
     version = found.get("_version", _LAST_VERSION)
     if type(version) is not int or version > _LAST_VERSION:
@@ -296,7 +296,7 @@ def _scheme(path: str, found: object) -> Scheme | None:
             "quantization_config: %s._version = %r: versions up to %d are known, and a newer one may mean "
             "other numbers; check the answers", path, version, _LAST_VERSION,
         )  # fmt: skip
-    return _SCHEMES[str(kind)](f"{path}._data", _data(found))
+    return _SCHEMES[kind](f"{path}._data", _data(found))
 
 
 def _int8(path: str, data: Mapping[str, Any]) -> Scheme:
