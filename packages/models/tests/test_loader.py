@@ -434,6 +434,29 @@ class TestQuantizedLayers:
         assert all(scale.dtype == torch.float32 for scale in seen)
         assert any(not torch.equal(scale, scale.bfloat16().float()) for scale in seen)
 
+    def test_optional_tensors_of_some_parts_only(self, llama: Checkpoint, tmp_path: Path) -> None:
+        class OptionalScales(ScaledQuant):
+            def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+                return {
+                    name: dataclasses.replace(one, required=name != "weight_scale")
+                    for name, one in super().create(spec).items()
+                }
+
+        gone = "model.layers.0.self_attn.q_proj.weight_scale"
+
+        def change(tensors: dict[str, Tensor]) -> None:
+            quantize(tensors)
+            del tensors[gone]
+
+        stored = copy(llama, tmp_path / "stored", change)
+        info = LLAMA.resolve(stored, max_model_len=64)
+        context = build_context(info)
+        quant = OptionalScales(context.ops)
+        with pytest.raises(
+            WeightsError, match=r"k_proj\.weight_scale.*3 modules are one layer here"
+        ):
+            load_model(info, dataclasses.replace(context, quant=quant))
+
     def test_methods_see_the_checkpoints_names(self, llama: Checkpoint) -> None:
         seen: dict[str, LinearSpec] = {}
 

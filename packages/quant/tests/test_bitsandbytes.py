@@ -290,6 +290,28 @@ class TestFaults:
         self.refused(r"m\.q\.weight' has dtype int8", weight=torch.ones(128, 1).to(torch.int8))
         self.refused("no JSON object", state=torch.tensor([1, 2], dtype=torch.uint8))
 
+    def test_double_quantization(self) -> None:
+        """Scales of scales, and their code book, are floats in as many places as there must be."""
+        fields = {"nested_offset": 0.5, "nested_blocksize": 256}
+        whole = {
+            "absmax": torch.zeros(4, dtype=torch.uint8), "nested_absmax": torch.ones(1),
+            "nested_quant_map": torch.ones(256),
+        }  # fmt: skip
+        for name, wrong in (
+            ("absmax", torch.ones(4)), ("nested_absmax", torch.ones(2)),
+            ("nested_quant_map", torch.ones(16)),
+        ):  # fmt: skip
+            self.refused(
+                r"'m\.q\.weight': .*must be torch\.uint8, \[1\] and \[256\]",
+                fields,
+                **{**whole, name: wrong},
+            )
+        whole["nested_absmax"] = torch.ones(1, dtype=torch.int64)
+        self.refused(r"nested_absmax' is torch\.int64: must be floats", fields, **whole)
+        self.refused(
+            r"absmax' is torch\.uint8: must be floats", absmax=torch.ones(4, dtype=torch.uint8)
+        )
+
     def test_another_kind_than_the_configs(self) -> None:
         tensors, _ = packed(torch.ones(4, 64), "fp4")
         with pytest.raises(WeightsError, match=r"in fp4.*'nf4' \(bnb_4bit_quant_type\)"):

@@ -130,6 +130,22 @@ class TestInt4InOrder(Export):
     config: ClassVar = config("int4", "per_group", group_size=32, export={"pack_method": "order"})
     out_parts = (24, 16)
 
+    @pytest.mark.parametrize(
+        ("suffix", "tensor"),
+        [
+            ("weight", torch.zeros(96, 2)),
+            ("weight", torch.zeros(96, 2, dtype=torch.int8)),
+            ("weight_scale", torch.ones(2)),
+        ],
+        ids=["floats", "bytes", "row"],
+    )
+    def test_what_is_no_word(self, suffix: str, tensor: Tensor) -> None:
+        method = self.method()
+        method.for_layer(LinearSpec("m.o", 96, (16,), "float32"))
+        stored = [(f"m.o.{suffix}", tensor, FILE)]
+        with pytest.raises(WeightsError, match=rf"'m\.o\.{suffix}' is (float32|int8) \["):
+            list(method.decode(stored, "float32", lambda _: False))
+
     def parts(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         groups = weight.view(len(weight), -1, 32)
         scales = (groups.abs().amax(-1) / 7).clamp(min=1e-6)

@@ -295,7 +295,13 @@ class BitsAndBytes(QuantMethod):
                 f"{' or '.join(served)}"
             )
         octets = stored.contiguous().view(torch.uint8).flatten()
-        largest, group = _scales(own), self._groups.get(module) or group_size(inputs)
+        for name, tensor in own.tensors.items():
+            is_code = name in ("weight", "weight.absmax") or name.startswith(f"weight.{_STATE}")
+            if not (is_code or tensor.is_floating_point()):
+                raise WeightsError(
+                    f"{own.file}: tensor '{module}.{name}' is {tensor.dtype}: must be floats"
+                )
+        largest, group = _scales(module, own), self._groups.get(module) or group_size(inputs)
         counts = rows * inputs, -(-rows * inputs // size)
         if 2 * octets.numel() != counts[0] or largest.numel() != counts[1] or not group:
             raise WeightsError(
@@ -345,14 +351,30 @@ def _split(name: str, tensor: Tensor, *, is_left: Callable[[str], bool]) -> tupl
     return module, "weight" if is_code else None
 
 
-def _scales(own: _Module) -> Tensor:
-    """The magnitude of every block [blocks] float32."""
+def _scales(module: str, own: _Module) -> Tensor:
+    """The magnitude of every block [blocks] float32.
+
+    Raises:
+        WeightsError: magnitudes in 8 bits, and what belongs to them, do not fit each other.
+    """
     largest = own.tensors["weight.absmax"].flatten()
     if own.state is None or "nested_offset" not in own.state:
+        if not largest.is_floating_point():
+            raise WeightsError(
+                f"{own.file}: tensor '{module}.weight.absmax' is {largest.dtype}: must be floats"
+            )
         return largest.float()
     size = int(own.state.get("nested_blocksize", 256))
-    outer = own.tensors["weight.nested_absmax"].float().repeat_interleave(size)[: largest.numel()]
-    inner = own.tensors["weight.nested_quant_map"].float()[largest.long()]
+    outer, book = (own.tensors[f"weight.nested_{name}"] for name in ("absmax", "quant_map"))
+    counts = -(-largest.numel() // size), 256
+    if largest.dtype != torch.uint8 or (outer.numel(), *book.shape) != counts:
+        raise WeightsError(
+            f"{own.file}: '{module}.weight': absmax is {largest.dtype} [{largest.numel()}], nested_absmax "
+            f"{list(outer.shape)}, nested_quant_map {list(book.shape)}; they must be torch.uint8, "
+            f"[{counts[0]}] and [256]"
+        )
+    outer = outer.flatten().float().repeat_interleave(size)[: largest.numel()]
+    inner = book.float()[largest.long()]
     return inner * outer + float(own.state["nested_offset"])
 
 

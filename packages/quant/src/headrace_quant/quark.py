@@ -230,6 +230,11 @@ class Quark(QuantMethod):
                         f"{file}: tensor {name!r}: symmetric weights have no zero points but 0"
                     )
             elif isinstance(storage, Words):
+                if tensor.dim() != 2 or (last != "weight_scale" and tensor.dtype != torch.int32):
+                    raise WeightsError(
+                        f"{file}: tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')} "
+                        f"{list(tensor.shape)}: must be a matrix, and int32 but for scales"
+                    )
                 for suffix, found in _as_awq(last, tensor, storage).items():
                     yield f"{module}.{suffix}", found, file
             elif isinstance(storage, ByteFormat) and storage.of_module and last == "weight_scale":

@@ -381,6 +381,7 @@ class _Filling:
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
                 stored |= {name: file for _, _, name, file in parts.values()}
+                _check_whole(slot, parts)
                 tensors[key] = self._assemble(slot, parts, views)
         if self.deliver is not None:
             self.deliver(leaf, tensors)
@@ -446,6 +447,15 @@ class _Filling:
         heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
         tied = "weight" not in self.weights.slots.get("head", ("weight",))
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _check_whole(slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]]) -> None:
+    """Raises: WeightsError: some of a fused layer's parts have an optional tensor, and others have not."""
+    if len(parts) < slot.num_parts:
+        named = listed([f"{name!r} of {file}" for _, _, name, file in parts.values()])
+        raise WeightsError(
+            f"{named}: {slot.num_parts} modules are one layer here: all must have such a tensor, or none"
+        )
 
 
 def _unstacked(
