@@ -51,6 +51,7 @@ class BatchBuilder:
         plan.may_wait = self._media.ahead.applies
         self._fill(plan)
         if plan.waits and not plan.entries:  # nobody gains by the waiting
+            self._media.ahead.drop_wanted()
             plan = self._limits.plan(self._tracker)
             self._fill(plan)
         return plan
