@@ -429,7 +429,8 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
     ("name", "words", "message"),
     [
         ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
-        ("audio_language", ["-m", "ultravox"], "choose from 'audioflamingo3', 'qwen2_audio', 'qwen2_5_omni', 'whisper'"),
+        ("audio_language", ["-m", "ultravox"],
+         "choose from 'audioflamingo3', 'qwen2_audio', 'qwen2_5_omni', 'whisper'"),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),
         ("audio_language", ["-tp", "-1"], "--tensor-parallel-size: -1: must be at least 1"),
