@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +32,19 @@ class Child:
         pass
 
 
+MADE: list[Decoders] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_on() -> Iterator[None]:
+    """Else a thread that waits keeps the interpreter from ending."""
+    yield
+    while MADE:
+        decoders = MADE.pop()
+        decoders.advance(2 * FOREVER)
+        decoders.pool.shutdown()
+
+
 class Decoders:
     """So many decoders, files that wait for them in threads, and a clock."""
 
@@ -42,6 +56,7 @@ class Decoders:
             clock=lambda: self.now,
         )
         self.pool = ThreadPoolExecutor(32)
+        MADE.append(self)
 
     def begin(self, job: DecodeJob) -> Future[Any]:
         """Wait in a thread, and have the decoder begin."""
