@@ -51,13 +51,13 @@ RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.8"
 STUBS = ("types-PyYAML", "types-tqdm")
 PACKAGES = (
     "core", "reference", "testing", "kernels", "attention", "quant", "models", "multimodal",
-    "engine", "server", "demo", "headrace",
+    "engine", "server", "demo", "demo_vision", "headrace",
 )  # fmt: skip
 LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
 """Packages that know core and nothing else of headrace; their tests may use reference and testing."""
 BASE = ("core", "reference", "testing")
 """Installed first and without their extras, which name each other: pip before 23.1 finds no way in."""
-WITHOUT_TORCH = ("core", "server", "demo", "multimodal")
+WITHOUT_TORCH = ("core", "server", "demo", "demo_vision", "multimodal")
 WITH_TRITON = ("kernels", "engine")
 
 CLIENTS = {
