@@ -21,6 +21,7 @@ constexpr int64_t BLOCK = 32;           // inputs of a tile
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t PIECE_BLOCKS = 12;    // of two vectors of features: 24 KiB
 constexpr int64_t TASK_BYTES = 1 << 20;  // of a task's rows: half of the second cache
+constexpr int64_t LONE_AHEAD = 12 << 10;  // bytes: loads of tiles wait for each other, and ask for too little
 constexpr int64_t MIN_TASK_ROWS = 64, MAX_TASK_ROWS = 384;
 
 // Rows of activations in blocks: [ceil(K / BLOCK)][rows, and what a last tile reads beyond them][BLOCK].
@@ -114,6 +115,12 @@ inline void square(const TileRows& x, int64_t row, const TilePanel& panel, int a
   end_square<T, V>(sums);
 }
 
+// What a lone tile reads LONE_AHEAD later, V vectors of a block.
+template <int V> HR_INLINE inline void fetch_ahead(const bf16* weights) {
+  const char* const at = reinterpret_cast<const char*>(weights) + LONE_AHEAD;
+  for (int64_t i = 0; i < V * BLOCK / 2; ++i) __builtin_prefetch(at + 64 * i);
+}
+
 // sums [16][PANEL] = a lone tile of rows times V vectors of features: a panel is read once and in order.
 template <int V>
 inline void lone_tile(const TileRows& x, int64_t row, const TilePanel& panel, int64_t line, int64_t blocks, float* sums,
@@ -122,6 +129,7 @@ inline void lone_tile(const TileRows& x, int64_t row, const TilePanel& panel, in
   for (int64_t b = 0; b < blocks; ++b) {
     const bf16* weights = panel.block(b);
     ahead.fetch();
+    fetch_ahead<V>(weights);
     HR_TILE_LOAD(4, x.at(row, b), BLOCK * 2);
     HR_TILE_LOAD(6, weights, line);
     HR_TILE_DOT_BF16(0, 4, 6);
