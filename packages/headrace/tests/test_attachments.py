@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 
 import pytest
 
 from headrace.cli import attachments
-from headrace.cli.attachments import attachment, dropped_file
+from headrace.cli.attachments import attachment, dropped_files
 from headrace.cli.chat_commands import run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace_core.errors import RequestError
@@ -38,7 +39,7 @@ def test_the_name_says_what_it_is(tmp_path, name, kind, part):
     assert base64.b64decode(data) == b"content"
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "noending", "x.zip"])
+@pytest.mark.parametrize("name", ["notes.txt", "noending", "x.zip", "x.tiff", "x.svg"])
 def test_other_files_are_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(RequestError, match=r"must end as pictures'"):
@@ -49,25 +50,59 @@ def test_a_file_that_is_not_there_and_one_too_large(tmp_path, picture, monkeypat
     with pytest.raises(RequestError, match="No such file"):
         attachment(str(tmp_path / "missing.png"))
     monkeypatch.setattr(attachments, "MAX_BYTES", 5)
-    with pytest.raises(RequestError, match="6 bytes; at most 5"):
+    with pytest.raises(RequestError, match="more than 5 bytes"):
         attachment(str(picture))
 
 
-def test_what_terminals_type_for_a_dropped_file(picture, tmp_path):
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "folder.png").mkdir()
+    for name in ("pipe.png", "zero.png", "folder.png"):
+        with pytest.raises(RequestError, match="it is no regular file"):
+            attachment(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["~nouser/x.png", "file://[x/a.png", "https://example.com/a.png"])
+def test_names_of_no_file(name):
+    with pytest.raises(RequestError, match="it names no file"):
+        attachment(name)
+    assert dropped_files(name) == []
+
+
+def test_what_terminals_type_for_dropped_files(picture, tmp_path):
     escaped = str(picture).replace(" ", "\\ ")
     quoted, url = f"'{picture}' ", "file://" + str(picture).replace(" ", "%20")
-    for line in (escaped, quoted, url):
-        assert dropped_file(line) == str(picture)
+    for line in (escaped, quoted, str(picture)):
+        assert dropped_files(line) == [str(picture)]
+    assert dropped_files(url) == [url]
+    assert attachment(url).part == attachment(str(picture)).part
+    assert dropped_files(f"{escaped} {quoted}") == [str(picture)] * 2
     (tmp_path / "notes.txt").write_text("x")
-    for line in (
-        f"What is {escaped}",
+    others = (
         str(tmp_path / "notes.txt"),
         str(tmp_path / "no.png"),
         "it's",
         "",
         "Hi",
-    ):
-        assert dropped_file(line) is None
+        "a" * 300 + ".png",
+    )
+    for line in (f"What is {escaped}", *others):
+        assert dropped_files(line) == []
+
+
+def test_what_is_attached_may_be_quoted(picture):
+    conversation = Conversation()
+    for argument in (str(picture), f'"{picture}"', f"'{picture}' '{picture}'"):
+        shown = run_command(conversation, f"/attach {argument}")
+        assert set(shown.split("\n")) == {f"{picture.name} goes with your next question"}
+    assert len(conversation.attached) == 4
+
+
+def test_a_path_that_is_no_file_is_no_command():
+    shown = run_command(Conversation(), "/tmp/nothere.png what is it?")
+    assert "there is no such file" in shown
+    assert "unknown command" not in shown
 
 
 def test_it_goes_with_one_question_and_stays_in_the_conversation(picture):

@@ -13,6 +13,8 @@ from headrace_core.errors import RequestError
 
 PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 """First half of a media type -> type of a message's content part."""
+IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+"""Media types of pictures that are read."""
 MAX_BYTES = 64 << 20
 """Of a file."""
 
@@ -29,46 +31,83 @@ class Attachment(NamedTuple):
 def attachment(name: str) -> Attachment:
     """Read a file; its name's ending says what it is.
 
+    Args:
+        name: of the file, or its ``file:`` URL; ``~`` is the home folder.
+
     Raises:
-        RequestError: no such file, too large, or its ending names no picture, recording or clip.
+        RequestError: no such file, no regular one, too large, or its ending names no picture, recording or
+            clip.
     """
-    path = Path(name).expanduser()
-    media_type = mimetypes.guess_type(path.name)[0] or ""
-    kind = media_type.partition("/")[0]
-    if kind not in PARTS:
-        raise RequestError(
-            f"{name!r} cannot be attached: its name must end as pictures', recordings' or clips' "
-            "do (.png, .jpg, .wav, .mp4, ...)",
-            param="attach",
+    media_type = media_type_of(name)
+    if media_type is None:
+        raise _refusal(
+            name,
+            "its name must end as pictures', recordings' or clips' do (.png, .jpg, .wav, .mp4, ...)",
         )
+    path = _path(name)
+    if path is None:
+        raise _refusal(name, "it names no file; web pages' URLs are not fetched here")
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise RequestError(
-                f"{name!r} cannot be attached: it has {size:,} bytes; at most {MAX_BYTES:,} are read",
-                param="attach",
-            )
-        data = path.read_bytes()
+        if path.exists() and not path.is_file():
+            raise _refusal(name, "it is no regular file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise RequestError(f"{name!r} cannot be read: {error.strerror}", param="attach") from error
+        raise _refusal(name, error.strerror or "it cannot be read") from error
+    if len(data) > MAX_BYTES:
+        raise _refusal(name, f"it has more than {MAX_BYTES:,} bytes")
+    kind = media_type.partition("/")[0]
     url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
     return Attachment(path.name, kind, {"type": PARTS[kind], PARTS[kind]: {"url": url}})
 
 
-def dropped_file(line: str) -> str | None:
-    """The file that a line names and nothing else: what terminals type when a file is dropped on them.
+def media_type_of(name: str) -> str | None:
+    """The media type that a file's name tells; None: none that can be attached."""
+    found = mimetypes.guess_type(name)[0] or ""
+    kind = found.partition("/")[0]
+    return found if found in IMAGES or (kind in PARTS and kind != "image") else None
 
-    Spaces may be behind backslashes or within quotes, and the name may be a ``file:`` URL. None if it is
-    no file, or none that can be attached.
+
+def dropped_files(line: str) -> list[str]:
+    """The files that a line names and nothing else: what terminals type when files are dropped on them.
+
+    Spaces may be behind backslashes or within quotes, and names may be ``file:`` URLs. Empty if it names
+    anything else, or files that cannot be attached.
     """
+    names = split(line)
+    return (
+        names if all(media_type_of(name) is not None and _is_file(name) for name in names) else []
+    )
+
+
+def split(line: str) -> list[str]:
+    """The names in a line, which may be quoted; the line itself if it names a file, or its quotes are open."""
+    if _is_file(line.strip()):
+        return [line.strip()]
     try:
-        words = shlex.split(line)
+        return shlex.split(line)
     except ValueError:
+        return [line]
+
+
+def _is_file(name: str) -> bool:
+    path = _path(name)
+    try:
+        return path is not None and path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _path(name: str) -> Path | None:
+    """None: it is another URL, or somebody's home folder who is not there."""
+    try:
+        if "://" in name:
+            url = urllib.parse.urlsplit(name)
+            return Path(urllib.parse.unquote(url.path)) if url.scheme == "file" else None
+        return Path(name).expanduser()
+    except (RuntimeError, ValueError):
         return None
-    if len(words) != 1:
-        return None
-    name = words[0]
-    if name.startswith("file://"):
-        name = urllib.parse.unquote(urllib.parse.urlsplit(name).path)
-    kind = (mimetypes.guess_type(name)[0] or "").partition("/")[0]
-    return name if kind in PARTS and Path(name).expanduser().is_file() else None
+
+
+def _refusal(name: str, reason: str) -> RequestError:
+    return RequestError(f"{name!r} cannot be attached: {reason}", param="attach")

@@ -8,8 +8,8 @@ from typing import Any
 
 from headrace import demo
 from headrace.batch.prompts import check_text
-from headrace.cli.attachments import attachment, dropped_file
-from headrace.cli.chat_commands import QUIT, attach, run_command
+from headrace.cli.attachments import attachment, dropped_files
+from headrace.cli.chat_commands import QUIT, attach_files, run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace.cli.line_input import LineReader, history_file
 from headrace.cli.terminal import (
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         "chat",
         "Talk to a model in this terminal: the demo model, a checkpoint, or (with --url) a server.",
         "In a terminal /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.\n"
-        "Lines may also be piped in: one question a line.",
+        "Lines may also be piped in: one question a line, and no commands; --attach goes with the first.",
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="first message, in the system role")
     parser.add_argument(
@@ -155,8 +155,8 @@ def talk(chat: Chat) -> None:
 def _take(chat: Chat, line: str) -> None:
     if not line.strip():
         return
-    if (dropped := dropped_file(line)) is not None:
-        note(attach(chat.conversation, dropped))
+    if dropped := dropped_files(line):
+        note(attach_files(chat.conversation, dropped))
         return
     if line.startswith("/"):
         note(run_command(chat.conversation, line))
@@ -164,8 +164,11 @@ def _take(chat: Chat, line: str) -> None:
     try:
         chat.ask(line)
     except (RequestError, QueueFull, GenerateError) as error:
-        chat.conversation.attached.clear()  # what the model refuses would be refused again
         note(f"[{error}]")
+        if chat.conversation.attached:  # what the model refuses would be refused again
+            names = ", ".join(each.name for each in chat.conversation.attached)
+            note(f"[sent with it, and no longer attached: {names}]")
+            chat.conversation.attached.clear()
 
 
 def banner(model: TerminalModel) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.cli.attachments import attachment
+from headrace.cli.attachments import attachment, split
 from headrace.cli.conversation import Conversation
 from headrace.suggestions import near_names
 from headrace_core.errors import RequestError
@@ -35,6 +35,11 @@ def run_command(conversation: Conversation, line: str) -> str:
     if command is None:
         near = near_names(name, [*COMMANDS, HELP, QUIT], 1)
         hint = f"; did you mean {near[0]}?" if near else ""
+        if "/" in name[1:]:
+            return (
+                f"{name}: there is no such file that can be attached, and no such command.\n"
+                "A message that begins with a slash needs a space in front."
+            )
         names = ", ".join([HELP, *COMMANDS, QUIT])
         return (
             f"unknown command {name}{hint}\ncommands: {names}\n"
@@ -84,15 +89,24 @@ def _save(conversation: Conversation, argument: str) -> str:
 
 
 def attach(conversation: Conversation, argument: str) -> str:
-    """Attach a file to the next question; returns the text to show."""
+    """Attach files to the next question; returns the text to show."""
     if not argument:
         return "/attach needs the name of a picture, a recording or a clip"
-    try:
-        found = attachment(argument)
-    except RequestError as error:
-        return str(error)
-    conversation.attached.append(found)
-    return f"{found.name} goes with your next question"
+    return attach_files(conversation, split(argument))
+
+
+def attach_files(conversation: Conversation, names: Sequence[str]) -> str:
+    """Attach each file that can be; returns the text to show."""
+    told = []
+    for name in names:
+        try:
+            found = attachment(name)
+        except RequestError as error:
+            told.append(str(error))
+            continue
+        conversation.attached.append(found)
+        told.append(f"{found.name} goes with your next question")
+    return "\n".join(told)
 
 
 COMMANDS: Mapping[str, Command] = {

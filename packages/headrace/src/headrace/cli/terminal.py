@@ -14,6 +14,7 @@ from headrace.batch.prompts import check_text
 from headrace.cli.conversation import AnswerReport
 from headrace.engine_args import EngineArgs
 from headrace.interrupts import ending_at_once
+from headrace_core.errors import ConfigError
 
 
 class TerminalModel(Protocol):
@@ -66,7 +67,16 @@ def terminal_parser(name: str, description: str, epilog: str) -> Parser:
 
 
 def connect_model(args: Namespace) -> TerminalModel:
-    """A server if one was named, else a model in this process."""
+    """A server if one was named, else a model in this process.
+
+    Raises:
+        ConfigError: ``--url`` and ``--demo`` are given.
+    """
+    if args.url is not None and args.demo is not None:
+        raise ConfigError(
+            f"--demo {args.demo} cannot be given together with --url: the server has its own model",
+            field="demo",
+        )
     if args.url is not None:
         from headrace.cli.remote import connect_server
 

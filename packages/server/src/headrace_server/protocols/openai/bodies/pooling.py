@@ -55,6 +55,7 @@ class PoolingBody(RequestBody):
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "mm_processor_kwargs": Refusal("media come with messages; leave it out", {}),
+        "messages": Refusal("give either input or messages, not both"),
     }  # fmt: skip
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
