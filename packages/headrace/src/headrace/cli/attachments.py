@@ -81,7 +81,7 @@ def dropped_files(line: str) -> list[str]:
 
 
 def split(line: str) -> list[str]:
-    """The names in a line, which may be quoted; the line itself if it names a file, or its quotes are open."""
+    """The names in a line, which may be quoted; the line itself if it names a file or its quotes are open."""
     if _is_file(line.strip()):
         return [line.strip()]
     try:

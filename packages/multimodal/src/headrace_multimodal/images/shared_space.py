@@ -53,8 +53,8 @@ class ClipProcessor(ImageProcessor):
             )
         if not self._words.special.issuperset(token_ids):
             raise RequestError(
-                "prompt: must be empty beside an image, and in a conversation no text may stand beside it: this model "
-                "embeds either a text or an image",
+                "prompt: must be empty beside an image, and in a conversation no text may stand beside it: "
+                "this model embeds either a text or an image",
                 param="prompt",
             )
         return MediaPlacement([self.placeholder_id], [0])
