@@ -19,7 +19,7 @@ from headrace_core.multimodal import MediaInput
 from headrace_core.step import NewRequest
 from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
-from headrace_engine.input_processing.media_embeds import VECTORS
+from headrace_engine.given_vectors import VECTORS
 
 
 def tensors(inputs: Mapping[str, PackedArray], device: torch.device) -> dict[str, Tensor]:

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from headrace_core.arrays import PackedArray, own_values
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaItem, Modality, ProcessedMedia, TakesEmbeds
+from headrace_engine.given_vectors import VECTORS
 from headrace_engine.input_processing.embeds import EmbedsDecoder
 from headrace_engine.input_processing.media_items import FIELD, ContentHash
 
-VECTORS = "media_embeds"
-"""Input of an item that needs no tower: its vectors [num_vectors, W], in the activations' dtype."""
 EMBEDS_KEYS: Mapping[str, str] = {"image": "image_embeds", "audio": "audio_embeds"}
 """Modality -> key of the vectors in an object, and type of a message's part that brings them."""
 OFF = (

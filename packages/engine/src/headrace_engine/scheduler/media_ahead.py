@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from headrace_core.multimodal import MediaInput
-from headrace_engine.input_processing.media_embeds import VECTORS
+from headrace_engine.given_vectors import VECTORS
 from headrace_engine.scheduler.request import SchedulerRequest
 
 
