@@ -1,4 +1,4 @@
 """The name under which an item of media brings its vectors, for those who read, schedule and run it."""
 
 VECTORS = "media_embeds"
-"""Input of an item that is given as vectors [num_vectors, W] in the activations' dtype, which no tower makes."""
+"""Input of an item that comes as vectors [num_vectors, W], in the activations' dtype: no tower makes them."""
