@@ -43,6 +43,10 @@ ALLOWED = {
     ("engine/clients/child.py", "Commands._answer.send: wait result"): "called when the future is done",
     ("engine/execution/populate.py", "CachePopulator.close: wait join"):
         "the thread looks at its stop flag after each piece of memory",
+    ("engine/encoder/slices.py", "*: wait acquire"):
+        "two threads that hand each other one turn: each gives it back when its work pauses, ends or raises",
+    ("engine/encoder/slices.py", "SlicedWork.close: wait join"): "the thread unwinds where it paused",
+    ("engine/encoder/vectors_ahead.py", "VectorsAhead._slice: wait result"): "the work is done",
     ("headrace/cli/local.py", "*: wait join"): "a terminal's own engine: Ctrl-C ends it",
     ("headrace/cli/local.py", "*: wait get"): "a terminal's own engine: Ctrl-C ends it",
     ("headrace/cli/local.py", "*: wait result"): "a terminal's own engine: Ctrl-C ends it",

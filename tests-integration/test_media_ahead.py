@@ -10,7 +10,7 @@ from image_checkpoints import picture, save_llava, save_qwen3_vl
 from test_image_prompts import SETTINGS
 
 from headrace import LLM, SamplingParams
-from headrace_engine.execution.vectors_ahead import VectorsAhead
+from headrace_engine.encoder.vectors_ahead import VectorsAhead
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -48,7 +48,8 @@ def _fields_are_made_once() -> Iterator[None]:
         ):
             patch.setattr(module, name, _read_once(getattr(module, name)))
         patch.setattr(fastapi.dependencies.utils, "analyze_param", _analyzed_once())
-        patch.setattr(fastapi.dependencies.models, "_CallIdentity", _ByCode)
+        if hasattr(fastapi.dependencies.models, "_CallIdentity"):  # older versions have none
+            patch.setattr(fastapi.dependencies.models, "_CallIdentity", _ByCode)
         numbers = functools.cache(prometheus_client.metrics.floatToGoString)
         patch.setattr(prometheus_client.metrics, "floatToGoString", numbers)
         patch.setattr(fingerprint, "_version", functools.cache(fingerprint._version))

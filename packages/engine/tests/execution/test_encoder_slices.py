@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
-from headrace_engine.execution.encoder_slices import FOREVER, EncoderSlices
-from headrace_engine.execution.vectors_ahead import VectorsAhead
+from headrace_engine.encoder.slices import FOREVER, EncoderSlices
+from headrace_engine.encoder.vectors_ahead import VectorsAhead
 
 
 class Layers:

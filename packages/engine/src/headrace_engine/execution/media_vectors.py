@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
 from headrace_engine.encoder.transfer import EncoderTransfer
-from headrace_engine.execution.vectors_ahead import VectorsAhead
+from headrace_engine.encoder.vectors_ahead import VectorsAhead
 
 Embed = Callable[[Sequence[MediaInput]], Sequence[Tensor]]
 Given = Callable[[MediaInput], Tensor | None]

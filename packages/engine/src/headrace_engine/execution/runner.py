@@ -23,6 +23,7 @@ from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMRoPE,
 from headrace_core.multimodal import MediaInput
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.encoder.transfer import EncoderTransfer
+from headrace_engine.encoder.vectors_ahead import VectorsAhead
 from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
@@ -31,7 +32,6 @@ from headrace_engine.execution.media import embed, encode, given_vectors
 from headrace_engine.execution.media_vectors import MediaVectors
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
-from headrace_engine.execution.vectors_ahead import VectorsAhead
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
 from headrace_engine.structured.matching import ConstraintMaker, RowConstraint

@@ -29,7 +29,9 @@ from headrace_core.sampling.logits_processor import LogitsProcessor
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import ProfilerConfig
 from headrace_engine.encoder.runner import EncodingRunner
+from headrace_engine.encoder.slices import EncoderSlices
 from headrace_engine.encoder.transfer import EncoderTransfer
+from headrace_engine.encoder.vectors_ahead import VectorsAhead
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
@@ -43,7 +45,6 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.dummy import DummySteps
-from headrace_engine.execution.encoder_slices import EncoderSlices
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,
@@ -59,7 +60,6 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
-from headrace_engine.execution.vectors_ahead import VectorsAhead
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.structured.matching import ConstraintMaker
@@ -347,8 +347,9 @@ class ModelWorker:
         else:
             with self._profiler.step():
                 result = self._ready().execute(step)
-        vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
-        result.embedded = vectors.work_ahead(step.media_ahead, seconds)
+        if self._slices is not None or step.media_ahead:
+            vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
+            result.embedded = vectors.work_ahead(step.media_ahead, seconds)
         return result
 
     def when_launching(self, call: Callable[[], None]) -> None:

@@ -48,7 +48,7 @@ class BatchBuilder:
                 self._refuse(state, error)
         if plan.entries:
             return plan
-        plan.may_wait = self._media.ahead.applies
+        plan.may_wait = True
         self._fill(plan)
         if plan.waits and not plan.entries:  # nobody gains by the waiting
             self._media.ahead.drop_wanted()

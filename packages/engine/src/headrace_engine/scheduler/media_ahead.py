@@ -1,7 +1,7 @@
 """Media that a worker embeds beside steps, so that requests which decode wait for slices of that work only.
 
 A request whose media lack vectors is left out of steps while others decode. The worker gets the items with a
-step, works at them between steps (:mod:`headrace_engine.execution.encoder_slices`), and says with a later
+step, works at them between steps (:mod:`headrace_engine.encoder.slices`), and says with a later
 step's result which are done. Where nobody decodes, an item is embedded in the step that reaches it. What is
 remembered here is what the worker should still have: if it has not, it embeds the item in that step, and
 nothing is wrong.

@@ -72,7 +72,7 @@ class MediaLimits:
     def waits(self, state: SchedulerRequest, start: int, plan: BatchPlan) -> bool:
         """Whether a request that does not run yet waits for vectors of its media from token ``start`` on,
         which are made beside steps."""
-        if not plan.may_wait or start >= state.num_prompt_tokens:
+        if not plan.may_wait or start >= state.num_prompt_tokens or not self.ahead.applies:
             return False
         missing = [self.ahead.lacks(item) for item in state.media if item.offset >= start]
         plan.waits = plan.waits or any(missing)
@@ -87,7 +87,7 @@ class MediaLimits:
         for item in state.media:
             if not start <= item.offset < end:
                 continue
-            if plan.may_wait and self.ahead.lacks(item):
+            if plan.may_wait and self.ahead.applies and self.ahead.lacks(item):
                 plan.waits = True
                 return item.offset
             if made and made + item.num_vectors > most:

@@ -201,7 +201,8 @@ class Scheduler:
         # The step of a quarantined request must show what is wrong with it, however long that takes.
         allows_late = not self._builder.quarantined
         step = plan.build(self._next_step_id, self._tracker.gone, allows_late=allows_late)
-        step.media_ahead = self._ahead.take_wanted()
+        if plan.waits:
+            step.media_ahead = self._ahead.take_wanted()
         self._tracker.gone = []
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
@@ -222,7 +223,8 @@ class Scheduler:
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
         num_unfinished = len(self._tracker.requests)
-        self._ahead.take_done(result.embedded)
+        if result.embedded:
+            self._ahead.take_done(result.embedded)
         outputs = self._take_late(result.late) if result.late else []
         find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples in self._land(step):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace_core.executor import WorkerFactory
     from headrace_core.sampling.logits_processor import LogitsProcessor
-    from headrace_engine.execution.encoder_slices import EncoderSlices
+    from headrace_engine.encoder.slices import EncoderSlices
     from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
@@ -187,7 +187,7 @@ def encoder_slices(resolved: ResolvedConfig) -> EncoderSlices | None:
         return None
     if resolved.info.runner != "generate" or config.multimodal.only_encodes:
         return None
-    from headrace_engine.execution.encoder_slices import EncoderSlices
+    from headrace_engine.encoder.slices import EncoderSlices
 
     return EncoderSlices()
 
@@ -308,6 +308,6 @@ def _pausing(
     """A tower's backend, with pauses."""
     if slices is None or need.attention_type != "encoder":
         return backend
-    from headrace_engine.execution.encoder_slices import PausingBackend
+    from headrace_engine.encoder.slices import PausingBackend
 
     return PausingBackend(backend, slices.pause)

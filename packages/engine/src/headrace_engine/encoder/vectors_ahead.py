@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from headrace_core.multimodal import MediaInput
-from headrace_engine.execution.encoder_slices import FOREVER, EncoderSlices, SlicedWork
+from headrace_engine.encoder.slices import FOREVER, EncoderSlices, SlicedWork
 
 logger = logging.getLogger(__name__)
 
