@@ -95,16 +95,13 @@ def _analyzed_once() -> Callable[..., Any]:
     make = fastapi.dependencies.utils.analyze_param
     made: dict[tuple[Any, ...], tuple[object, Any]] = {}
 
-    def analyze(*, param_name: str, annotation: Any, value: Any, path_param_names: set[str]) -> Any:
-        key = param_name, id(annotation), id(value), param_name in path_param_names
+    def analyze(*, param_name: str, annotation: Any, value: Any, **place: Any) -> Any:
+        # Whether it is part of the path is said as such by older versions, by the path's names by others.
+        in_path = place.get("is_path_param") or param_name in place.get("path_param_names", ())
+        key = param_name, id(annotation), id(value), in_path
         if key in made:
             return made[key][1]
-        found = make(
-            param_name=param_name,
-            annotation=annotation,
-            value=value,
-            path_param_names=path_param_names,
-        )
+        found = make(param_name=param_name, annotation=annotation, value=value, **place)
         if found.depends is None:
             made[key] = (annotation, value), found  # what the ids are of is kept
         return found
