@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
 from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
@@ -20,9 +20,9 @@ from headrace_core.speech.model import (
     SpeechToTextConfig,
     SupportsTranscription,
 )
+from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.config.special_tokens import refuse_special_tokens
 from headrace_models.layers.audio_encoder import NORM_EPS, Conv1d
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import MLP
@@ -228,12 +228,8 @@ class GlmAsr(MediaDecoder, SupportsTranscription):
             RequestError: a language that a transcript should be in, other than that which is spoken;
                 special tokens in the request's prompt.
         """
-        question = _question(cls.supported_languages, language, task_type, to_language)
-        if request_prompt.strip():
-            refuse_special_tokens(model_config.path, request_prompt)
-            question = f"{request_prompt.strip()}\n{question}"
-        media: dict[str, Any] = {"audio": (audio.samples, audio.sample_rate)}
-        return TextPrompt(prompt=_CONVERSATION.replace("{}", question), multi_modal_data=media)
+        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
+        return prompt_about(audio, _CONVERSATION, question, request_prompt, model_config.path)
 
     @classmethod
     def get_num_audio_tokens(
@@ -242,22 +238,10 @@ class GlmAsr(MediaDecoder, SupportsTranscription):
         return int(audio_duration_s * _TOKENS_PER_SECOND)
 
 
+_QUESTION = ClipQuestion(
+    "Please transcribe this audio into {spoken}text",
+    "Please translate this audio into {target} text",
+)
 _CONVERSATION = "<|user|>\n<|begin_of_audio|><|pad|><|end_of_audio|><|user|>\n{}<|assistant|>\n"
 _LONGEST_SECONDS = 300.0
 _TOKENS_PER_SECOND = 12.5
-
-
-def _question(
-    languages: Mapping[str, str], language: str | None, task: SpeechTask, to_language: str | None
-) -> str:
-    if task == "transcribe" and to_language in (None, language):
-        spoken = f"{languages[language]} " if language else ""
-        return f"Please transcribe this audio into {spoken}text"
-    if task == "translate" and (to_language or "en") in languages:
-        return f"Please translate this audio into {languages[to_language or 'en']} text"
-    raise RequestError(
-        f"to_language = {to_language!r}: /v1/audio/translations translates into one of "
-        f"{', '.join(sorted(languages))}",
-        param="to_language",
-        value=to_language,
-    )

@@ -22,8 +22,8 @@ from headrace_core.speech.model import (
     SpeechToTextConfig,
     SupportsTranscription,
 )
+from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.settings import Settings
-from headrace_models.config.special_tokens import refuse_special_tokens
 from headrace_models.layers.attention.self_attention import SelfAttention
 from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
 from headrace_models.layers.base import Part
@@ -135,13 +135,9 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
                 "timestamps: the model says none; leave timestamp_granularities out",
                 param="timestamp_granularities",
             )
-        question = _question(cls.supported_languages, language, task_type, to_language)
-        if request_prompt.strip():
-            refuse_special_tokens(model_config.path, request_prompt)
-            question = f"{request_prompt.strip()}\n{question}"
-        media: dict[str, Any] = {"audio": (audio.samples, audio.sample_rate)}
+        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
         form = _CONVERSATION if _converses(model_config.path) else _PLAIN
-        return TextPrompt(prompt=form.replace("{}", question), multi_modal_data=media)
+        return prompt_about(audio, form, question, request_prompt, model_config.path)
 
     @classmethod
     def get_num_audio_tokens(
@@ -152,6 +148,10 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
 
 
 _PLAIN = "<|audio_bos|><|AUDIO|><|audio_eos|>{}:"
+_QUESTION = ClipQuestion(
+    "Transcribe the {spoken}speech word for word",
+    "Translate the {spoken}speech into {target}",
+)
 _CONVERSATION = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -164,22 +164,6 @@ def _encoder_settings(whole: Mapping[str, Any]) -> Settings:
     if not isinstance(stated, Mapping):
         raise UnsupportedModel(f"config.json: audio_config = {stated!r:.200}: must be an object")
     return Settings({**_ENCODER, **stated})
-
-
-def _question(
-    languages: Mapping[str, str], language: str | None, task: SpeechTask, to_language: str | None
-) -> str:
-    spoken = f"{languages[language]} speech" if language else "speech"
-    if task == "transcribe" and to_language in (None, language):
-        return f"Transcribe the {spoken} word for word"
-    if task == "translate" and (to_language or "en") in languages:
-        return f"Translate the {spoken} into {languages[to_language or 'en']}"
-    raise RequestError(
-        f"to_language = {to_language!r}: /v1/audio/translations translates into one of "
-        f"{', '.join(sorted(languages))}",
-        param="to_language",
-        value=to_language,
-    )
 
 
 def _converses(path: Path) -> bool:

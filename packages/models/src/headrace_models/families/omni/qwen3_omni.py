@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn import functional
 
-from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
 from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
@@ -21,8 +21,8 @@ from headrace_core.speech.model import (
     SpeechToTextConfig,
     SupportsTranscription,
 )
+from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.settings import Settings
-from headrace_models.config.special_tokens import refuse_special_tokens
 from headrace_models.layers.audio_conv2d import Conv2dEncoder, encoder_rules, num_states
 from headrace_models.layers.base import Layer
 from headrace_models.layers.omni import Thinker
@@ -184,12 +184,8 @@ class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
             RequestError: a target language that it does not know, or one for a transcript; special
                 tokens in the request's prompt.
         """
-        question = _question(cls.supported_languages, language, task_type, to_language)
-        if request_prompt.strip():
-            refuse_special_tokens(model_config.path, request_prompt)
-            question = f"{request_prompt.strip()}\n{question}"
-        media: dict[str, Any] = {"audio": (audio.samples, audio.sample_rate)}
-        return TextPrompt(prompt=_CONVERSATION.replace("{}", question), multi_modal_data=media)
+        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
+        return prompt_about(audio, _CONVERSATION, question, request_prompt, model_config.path)
 
     @classmethod
     def get_num_audio_tokens(
@@ -198,6 +194,10 @@ class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
         return _num_tokens(audio_duration_s, model_config)
 
 
+_QUESTION = ClipQuestion(
+    "Transcribe the {spoken}audio into text.",
+    "Listen to the provided {spoken}speech and produce a translation in {target} text.",
+)
 _CONVERSATION = (
     "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|>{}<|im_end|>\n"
     "<|im_start|>assistant\n"
@@ -212,20 +212,3 @@ def _num_tokens(seconds: float, info: ModelInfo) -> int:
     piece = 2 * Settings({**_ENCODER, **stated}).integer("n_window")
     pieces, rest = divmod(int(seconds * _FRAMES_PER_SECOND), piece)
     return pieces * num_states(piece) + num_states(rest)
-
-
-def _question(
-    languages: Mapping[str, str], language: str | None, task: SpeechTask, to_language: str | None
-) -> str:
-    spoken = f"{languages[language]} " if language else ""
-    if task == "transcribe" and to_language in (None, language):
-        return f"Transcribe the {spoken}audio into text."
-    if task == "translate" and (to_language or "en") in languages:
-        target = languages[to_language or "en"]
-        return f"Listen to the provided {spoken}speech and produce a translation in {target} text."
-    raise RequestError(
-        f"to_language = {to_language!r}: /v1/audio/translations translates into one of "
-        f"{', '.join(sorted(languages))}",
-        param="to_language",
-        value=to_language,
-    )
