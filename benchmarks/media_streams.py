@@ -1,8 +1,8 @@
 """Text streams beside prompts with images: ``python benchmarks/media_streams.py --help``.
 
-A real server, real sockets. Text streams run alone first, then while as many prompts come, each with an
-image that nobody has seen before. What is told are the times between two tokens of the text streams, and
-the images' times to the first token.
+A real server, real sockets. Text streams run alone, then while as many prompts come, each with an image
+that nobody has seen before, then alone again. The program prints the times between two tokens of the text
+streams, and the images' times to the first token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=20, help="prompts with an image")
     parser.add_argument("--size", type=int, default=448, help="pixels of an image's sides")
     parser.add_argument(
-        "--tokens", type=int, default=160, help="of each text stream when it is alone"
+        "--seconds", type=float, default=15, help="alone, before and after the images"
     )
     return parser.parse_args()
 
@@ -105,40 +105,46 @@ async def asked(client: httpx2.AsyncClient, body: dict[str, Any]) -> float:
 
 
 async def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The streams alone, beside the images, and alone again: as they grow, what is before and after the
+    images stands for their length meanwhile."""
     async with httpx2.AsyncClient(base_url=url, timeout=600) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await asked(client, image_body(model, 10**6, options.size))  # what comes first is slower
-        alone = await asyncio.gather(
-            *(
-                stream(client, text_body(model, i, options.tokens), None)
-                for i in range(options.streams)
-            )
-        )
         end = asyncio.Event()
-        beside = [
-            asyncio.create_task(stream(client, text_body(model, i, 4000), end))
+        streams = [
+            asyncio.create_task(stream(client, text_body(model, i, 6000), end))
             for i in range(options.streams)
         ]
         await asyncio.sleep(3)
         begin = time.perf_counter()
+        await asyncio.sleep(options.seconds)
+        came = time.perf_counter()
         firsts = await asyncio.gather(
             *(asked(client, image_body(model, i, options.size)) for i in range(options.images))
         )
-        until = time.perf_counter()
+        gone = time.perf_counter()
+        await asyncio.sleep(options.seconds)
+        last = time.perf_counter()
         end.set()
-        meanwhile = [
-            [t for t in times if begin <= t <= until] for times in await asyncio.gather(*beside)
-        ]
+        times = await asyncio.gather(*streams)
+    alone = [between(own, begin, came) for own in times] + [
+        between(own, gone, last) for own in times
+    ]
     return {
         "alone_ms": summary(alone),
-        "beside_ms": summary(meanwhile),
-        "images_seconds": until - begin,
+        "beside_ms": summary([between(own, came, gone) for own in times]),
+        "images_seconds": gone - came,
         "image_first_token_s": {"median": statistics.median(firsts), "most": max(firsts)},
     }
 
 
+def between(times: Times, begin: float, end: float) -> Times:
+    """Those within a span of time."""
+    return [moment for moment in times if begin <= moment <= end]
+
+
 def summary(streams: list[Times]) -> dict[str, float]:
-    """Of the times between two tokens, all streams together."""
+    """Mean, median, 95th and 99th percentile and longest time between two tokens, over all streams, in ms."""
     gaps = sorted(1000 * (b - a) for times in streams for a, b in itertools.pairwise(times))
     return {
         "mean": statistics.fmean(gaps),

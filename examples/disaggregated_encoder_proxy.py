@@ -101,7 +101,7 @@ class Proxy:
     async def answer(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> Response:
-        """What a decoder answers, as it comes."""
+        """Pass a request to a decoder and its answer back, as it comes."""
         given = {**headers, "content-type": "application/json"}
         request = self._client.build_request(
             method, next(self._decoders) + path, content=body, headers=given

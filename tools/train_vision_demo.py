@@ -4,7 +4,7 @@
     python tools/train_vision_demo.py --start                  # begin, and write the checkpoint
     python tools/train_vision_demo.py --resume --minutes 90    # go on after an interruption, or for longer
     python tools/train_vision_demo.py --evaluate               # accuracy by skill, by greedy decoding
-    python tools/train_vision_demo.py --show /tmp/pictures.png # look at the pictures
+    python tools/train_vision_demo.py --show pictures.png      # look at the pictures
 
 Nothing is downloaded. It is LLaVA's class with a CLIP tower. Needs `torch`, `transformers`,
 `tokenizers`, `safetensors`, `Pillow` and `tqdm`.

@@ -1,4 +1,4 @@
-"""What the distribution promises: a folder in LLaVA's published layout, and nothing that it needs."""
+"""The distribution is a folder in LLaVA's published layout, and depends on nothing."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path):
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     (tmp_path / "folder.png").mkdir()
     for name in ("pipe.png", "zero.png", "folder.png"):
-        with pytest.raises(RequestError, match="it is no regular file"):
+        with pytest.raises(RequestError, match="it is not a regular file"):
             attachment(str(tmp_path / name))
 
 
@@ -100,8 +100,8 @@ def test_what_is_attached_may_be_quoted(picture):
 
 
 def test_a_path_that_is_no_file_is_no_command():
-    shown = run_command(Conversation(), "/tmp/nothere.png what is it?")
-    assert "there is no such file" in shown
+    shown = run_command(Conversation(), "/home/me/nothere.png what is it?")
+    assert "neither a command nor a file" in shown
     assert "unknown command" not in shown
 
 

@@ -152,7 +152,7 @@ class SchedulerConfig:
         "does not fit",
     )  # fmt: skip
     encoder_share: float = option(
-        0.4, "Seconds that media may be encoded for beside each second of steps, while other requests "
+        0.2, "Seconds that media may be encoded for beside each second of steps, while other requests "
         "decode. 0: an item is encoded whole, in the step that reaches it.",
         cost="tokens of requests that decode come so much later while media are encoded; small values "
         "delay answers about media while others decode",

@@ -13,7 +13,7 @@ PRODUCER, CONSUMER = "ec_producer", "ec_consumer"
 BUFFER_SIZE = 1_000_000_000
 
 _Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is good, and what is."""
+"""A check of a value, and the text of what is accepted."""
 
 
 def _is_text(value: object) -> bool:

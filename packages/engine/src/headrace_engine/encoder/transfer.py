@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_name(config: Mapping[str, Any], dtype: str, weight_bytes: int) -> str:
-    """What two engines with the same model agree on: 256 bits in hex.
+    """A name that is the same in two engines with the same model: 256 bits in hex.
 
     Args:
         config: ``config.json``, whole.

@@ -41,7 +41,7 @@ class VectorsAhead:
         self._max_vectors, self._clock = max_vectors, clock
         self._queue: OrderedDict[str, MediaInput] = OrderedDict()
         self._work: SlicedWork[Tensor] | None = None
-        """Of the queue's first item."""
+        """On the queue's first item; None: it has not begun."""
         self._made: OrderedDict[str, Tensor] = OrderedDict()
         self._credit = 0.0
 

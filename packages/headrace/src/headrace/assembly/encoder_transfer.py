@@ -45,7 +45,7 @@ def check_ec_role(config: EngineConfig, info: ModelInfo) -> None:
 
 
 def transfer_maker(resolved: ResolvedConfig) -> Callable[[], EncoderTransfer] | None:
-    """Makes a worker's end; None: there is no transfer."""
+    """A factory of the worker's end; None: the engine takes part in no transfer."""
     config, info = resolved.config, resolved.info
     if not config.multimodal.ec_transfer_config:
         return None

@@ -35,8 +35,8 @@ def attachment(name: str) -> Attachment:
         name: of the file, or its ``file:`` URL; ``~`` is the home folder.
 
     Raises:
-        RequestError: no such file, no regular one, too large, or its ending names no picture, recording or
-            clip.
+        RequestError: there is no such file, it is not a regular one or too large, or its ending is not that
+            of a picture, a recording or a clip.
     """
     media_type = media_type_of(name)
     if media_type is None:
@@ -49,7 +49,7 @@ def attachment(name: str) -> Attachment:
         raise _refusal(name, "it names no file; web pages' URLs are not fetched here")
     try:
         if path.exists() and not path.is_file():
-            raise _refusal(name, "it is no regular file")
+            raise _refusal(name, "it is not a regular file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:

@@ -37,7 +37,7 @@ def run_command(conversation: Conversation, line: str) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         if "/" in name[1:]:
             return (
-                f"{name}: there is no such file that can be attached, and no such command.\n"
+                f"{name} is neither a command nor a file that can be attached.\n"
                 "A message that begins with a slash needs a space in front."
             )
         names = ", ".join([HELP, *COMMANDS, QUIT])
