@@ -117,6 +117,21 @@ def test_what_is_asked_for_fits_into_what_is_kept(world: Any) -> None:
     world.run()
 
 
+def test_what_a_client_that_left_had_asked_for_is_two_items_at_most(make_world: Any) -> None:
+    world = make_world(budget=50, encoder_share=0.4)
+    world.add("a", 3, max_tokens=9)
+    world.step()
+    for name in "bcdef":
+        world.add(name, 6, items=[(1, 4)])
+    assert asked(world.schedule()) == [hash_of("b", 1), hash_of("c", 1)]
+    world.scheduler.abort(["b", "c", "d", "e"])
+    world.land()  # b's are there, for nobody
+    assert asked(world.schedule()) == [hash_of("f", 1)]
+    world.land()
+    world.run()
+    assert world.finish_reason("f") == "length"
+
+
 def test_a_running_request_stops_at_the_item_that_lacks_vectors(make_world: Any) -> None:
     world = make_world(budget=8, encoder_share=0.4)
     world.add("b", 20, max_tokens=1, items=[(10, 6)])

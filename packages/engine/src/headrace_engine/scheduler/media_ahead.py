@@ -16,6 +16,10 @@ from headrace_core.multimodal import MediaInput
 from headrace_engine.given_vectors import VECTORS
 from headrace_engine.scheduler.request import SchedulerRequest
 
+MOST_ASKED = 2
+"""Items at a time, one that is worked at and one behind it: what a client that leaves has asked for is
+embedded for nobody."""
+
 
 class MediaAhead:
     """Args:
@@ -72,9 +76,10 @@ class MediaAhead:
         self._ready.clear()
 
     def _has_room(self, num_vectors: int) -> bool:
-        """What is asked for and not fetched must not push each other out of what the worker keeps."""
-        open_ones = sum(self._asked.values()) + sum(i.num_vectors for i in self._wanted.values())
-        return not open_ones or open_ones + num_vectors <= self._max_vectors
+        """Items that are asked for must not push each other out of what the worker keeps."""
+        asked = [*self._asked.values(), *(item.num_vectors for item in self._wanted.values())]
+        fits = sum(asked) + num_vectors <= self._max_vectors
+        return not asked or (len(asked) < MOST_ASKED and fits)
 
 
 def _decodes(state: SchedulerRequest) -> bool:
