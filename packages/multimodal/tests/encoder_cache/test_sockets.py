@@ -97,6 +97,15 @@ def test_answers_that_are_none_are_errors(answer: bytes) -> None:
                 consumer.load(key_of("a"))
 
 
+def test_an_answer_that_comes_in_drops_ends_the_exchange() -> None:
+    seconds = iter([0.0, 0.0, *[3.0] * 9])  # whether it rests, when it asks, what is left
+    with closing(connector("ec_producer")) as producer:
+        producer.save(key_of("a"), vectors_of(1))
+        slow = connector("ec_consumer", producer.port, clock=lambda: next(seconds))
+        with closing(slow), pytest.raises(OSError, match="0 of 8 bytes came within 2 s"):
+            slow.load(key_of("a"))
+
+
 def test_addresses_are_of_loopback() -> None:
     extra = {"ec_connector_extra_config": {"addresses": ["127.0.0.1:9"]}, "ec_ip": "127.0.0.1"}
     with pytest.raises(ConfigError, match="must be left out beside addresses"):

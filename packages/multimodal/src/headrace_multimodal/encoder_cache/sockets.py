@@ -185,14 +185,16 @@ class _Producer:
     def _asked(self, name: bytes) -> bytes | None:
         if self._socket is None:
             self._socket = socket.create_connection(self._address, SECONDS)
+        until = self._clock() + SECONDS
+        self._socket.settimeout(SECONDS)
         self._socket.sendall(MAGIC + name)
-        head = _received(self._socket, _LENGTH.size)
+        head = _received(self._socket, _LENGTH.size, lambda: until - self._clock())
         if head is None:
             raise OSError("it closed the connection")
         (size,) = _LENGTH.unpack(head)
         if size > self._max_bytes:
             raise OSError(f"an answer of {size} bytes; ec_buffer_size is {self._max_bytes}")
-        data = _received(self._socket, size) if size else b""
+        data = _received(self._socket, size, lambda: until - self._clock()) if size else b""
         if data is None:
             raise OSError("it closed the connection")
         return data or None
@@ -204,10 +206,22 @@ class _Producer:
             self._socket = None
 
 
-def _received(source: socket.socket, size: int) -> bytes | None:
-    """So many bytes; None: the other side closed."""
+def _received(
+    source: socket.socket, size: int, left: Callable[[], float] | None = None
+) -> bytes | None:
+    """So many bytes; None: the other side closed.
+
+    Args:
+        left: seconds that all of them may still take; None: the socket's own limit holds, for each piece.
+
+    Raises: TimeoutError: they took longer.
+    """
     found = bytearray()
     while len(found) < size:
+        if left is not None:
+            if (seconds := left()) <= 0:
+                raise TimeoutError(f"{len(found)} of {size} bytes came within {SECONDS:g} s")
+            source.settimeout(seconds)
         piece = source.recv(min(size - len(found), 1 << 20))
         if not piece:
             return None
