@@ -1,0 +1,71 @@
+"""Models that hear: an encoder of recordings and a language model."""
+
+from __future__ import annotations
+
+from headrace_models.catalogue.multimodal.wrapper import AUDIO, Wrapper
+
+_HEARS = ("audio_tower", "multi_modal_projector")
+ROWS = (
+    Wrapper(
+        "AudioFlamingo3ForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "Audio Flamingo 3",
+        _HEARS,
+        towers={"audioflamingo3_encoder": "audio_language.audio_flamingo3:AudioFlamingo3"},
+        takes=AUDIO,
+    ),
+    Wrapper(
+        "FunAsrNanoForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Fun-ASR-Nano",
+        _HEARS,
+    ),
+    Wrapper(
+        "GlmAsrForConditionalGeneration",
+        {"llama": "LlamaForCausalLM"},
+        "GLM-ASR",
+        _HEARS,
+        towers={"glmasr_encoder": "audio_language.glm_asr:GlmAsr"},
+        takes=AUDIO,
+    ),
+    Wrapper(
+        "GraniteSpeechForConditionalGeneration",
+        {"granite": "GraniteForCausalLM"},
+        "Granite Speech",
+        ("encoder", "projector"),
+    ),
+    Wrapper(
+        "GraniteSpeechPlusForConditionalGeneration",
+        {"granite": "GraniteForCausalLM"},
+        "Granite Speech Plus",
+        ("encoder", "projector"),
+    ),
+    Wrapper(
+        "MossTranscribeDiarizeForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "MOSS Transcribe Diarize",
+        _HEARS,
+    ),
+    Wrapper(
+        "MusicFlamingoForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "Music Flamingo",
+        _HEARS,
+        settings_of_towers=("head_dim", "max_position_embeddings", "rope_parameters"),
+    ),
+    Wrapper("Qwen3ASRForConditionalGeneration", {"qwen3": "Qwen3ForCausalLM"}, "Qwen3-ASR", _HEARS),
+    Wrapper(
+        "VibeVoiceAsrForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "VibeVoice-ASR",
+        ("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
+    ),
+    Wrapper(
+        "VoxtralForConditionalGeneration",
+        {"llama": "LlamaForCausalLM"},
+        "Voxtral, by transformers",
+        ("audio_tower", "multi_modal_projector"),
+        towers={"voxtral_encoder": "audio_language.voxtral:Voxtral"},
+        takes=AUDIO,
+    ),
+)

@@ -1,0 +1,43 @@
+"""InternViT and a language model, and towers that are joined as it is."""
+
+from __future__ import annotations
+
+from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
+
+ROWS = (
+    Wrapper(
+        "InternVLChatModel",
+        {
+            "qwen2": "Qwen2ForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+            "qwen3_moe": "Qwen3MoeForCausalLM",
+            "llama": "LlamaForCausalLM",
+            "internlm2": "InternLM2ForCausalLM",
+            "phi3": "Phi3ForCausalLM",
+            "gpt_oss": "GptOssForCausalLM",
+        },
+        "InternVL 2 to 3.5",
+        ("vision_model", "mlp1"),
+        towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
+    ),
+    Wrapper(
+        "InternVLForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
+        "InternVL, by transformers",
+        towers={"internvl_vision": "vision_language.internvl:InternVL"},
+        takes=VIDEOS,
+    ),
+    Wrapper(
+        "NemotronH_Nano_VL_V2",
+        {"nemotron_h": "NemotronHForCausalLM"},
+        "Nemotron Nano 2 VL",
+        ("vision_model", "mlp1"),
+    ),
+    Wrapper(
+        "QianfanOCRForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Qianfan-OCR",
+        ("vision_tower", "multi_modal_projector", "vision_model", "mlp1"),
+        renames=((r"^language_model\.model\.encoder\.layers\.", "language_model.model.layers."),),
+    ),
+)
