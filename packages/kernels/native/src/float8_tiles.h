@@ -1,7 +1,7 @@
-// Products of float activations with weights in 8-bit floats (FP8).
+// Products of float activations with weights in floats of 8 bits (FP8) or 6 (MXFP6).
 //
 // Values of FP8 span up to 40 binary places: they are no sums of few bytes, and are multiplied as floats. A code
-// stays a byte in memory. In registers it becomes bfloat16, which holds every such value exactly: two
+// keeps its bits in memory; one of 6 bits chooses from a table of numbers of E4M3. In registers it becomes bfloat16, which holds every such value exactly: two
 // inputs of a feature lie side by side, as the machine multiplies them where it multiplies pairs; elsewhere, and for
 // activations that bfloat16 does not hold, each is widened to float32. Sums of a group are
 // float32, in the order of inputs; then they are scaled and added to the output's sum.
@@ -13,8 +13,7 @@ namespace headrace::HR_ISA {
 namespace {
 namespace quant {
 
-constexpr int64_t PAIR_BYTES = 2 * QPANEL;      // of a step of 2 inputs
-constexpr int64_t WIDE_PAIR_BYTES = 4 * QPANEL; // the same in bfloat16
+constexpr int64_t WIDE_PAIR_BYTES = 4 * QPANEL; // a step of 2 inputs in bfloat16
 constexpr int32_t WIDE = 0;                     // "kind" of codes that are bfloat16 already
 #if defined(HR_AVX512)
 constexpr int FLOAT_V = 4;                      // vectors of a tile
@@ -73,18 +72,43 @@ inline vf first_of(Raw pairs) { return (vf)((vw)pairs << 16); }
 inline vf second_of(Raw pairs) { return (vf)((vw)pairs & 0xffff0000u); }
 #endif
 
-// Two vectors of pairs, from their VECTOR_BYTES bytes.
-template <int KIND> HR_INLINE inline void widen(const uint8_t* at, Raw& even, Raw& odd) {
+// The lower and upper bytes of bfloat16, from those of 8-bit floats.
+template <int KIND> HR_INLINE inline void widen(Raw x, Raw& lower, Raw& upper) {
   using F = Float8<KIND>;
-  const Raw x = raw_codes(at), fraction = kept(x, raw_mask(F::FRACTION));
-  Raw lower = kept(raised(x, 8 - F::MOVED), raw_mask(F::LOWER));
-  Raw upper = raw_sum(kept(lowered(x, F::MOVED), raw_mask(F::UPPER)), raw_mask(F::BIAS));
+  const Raw fraction = kept(x, raw_mask(F::FRACTION));
+  lower = kept(raised(x, 8 - F::MOVED), raw_mask(F::LOWER));
+  upper = raw_sum(kept(lowered(x, F::MOVED), raw_mask(F::UPPER)), raw_mask(F::BIAS));
   lower = where_none(x, raw_mask(F::EXPONENT), looked_up(raw_table(TINY_LOWER[KIND == E5M2]), fraction), lower);
   upper = where_none(x, raw_mask(F::EXPONENT), looked_up(raw_table(TINY_UPPER[KIND == E5M2]), fraction), upper);
   upper = either(upper, kept(x, raw_mask(0x80)));
-  even = interleaved_low(lower, upper);
-  odd = interleaved_high(lower, upper);
 }
+
+// Reads the j-th vector of a step, as the bytes of bfloat16.
+template <int KIND> struct FloatCodes {
+  explicit FloatCodes(const Layout&) {}
+  HR_INLINE void read(const uint8_t* step, int j, Raw& lower, Raw& upper) const {
+    widen<KIND>(raw_codes(step + j * VECTOR_BYTES), lower, upper);
+  }
+};
+template <> struct FloatCodes<WIDE> {
+  explicit FloatCodes(const Layout&) {}
+};
+template <> struct FloatCodes<FLOAT6> {
+  Raw lowers[2], uppers[2];  // of entries 0 to 15, and 16 to 31
+  explicit FloatCodes(const Layout& l) {
+    for (int i = 0; i < 2; ++i) widen<E4M3>(raw_table(l.table[i]), lowers[i], uppers[i]);
+  }
+  HR_INLINE void read(const uint8_t* step, int j, Raw& lower, Raw& upper) const {
+    const Field f = field(6, j, 0);
+    const Raw main = kept(raw_codes(step + f.vector * VECTOR_BYTES), raw_mask(f.mask));
+    const Raw plane = rotated(raw_codes(step + plane_at(FLOAT6)), f.rotate);
+    const Raw code = lowered(either(main, kept(plane, raw_mask(f.plane_mask))), f.shift);
+    const Raw low = kept(code, raw_mask(15)), large = raw_mask(16);
+    lower = where_none(code, large, looked_up(lowers[0], low), looked_up(lowers[1], low));
+    upper = where_none(code, large, looked_up(uppers[0], low), looked_up(uppers[1], low));
+    upper = raw_sum(upper, kept(raised(code, 2), raw_mask(0x80)));  // the sign turns
+  }
+};
 
 // Rows of activations, in bfloat16 or float32, padded with zeros to whole steps.
 template <class A> struct FloatRows {
@@ -157,22 +181,27 @@ HR_INLINE inline void multiply_pairs(const bf16* x, int64_t line, const Raw (&pa
 #endif
 
 // The u-th two inputs of a step of four, V vectors from the v0-th on.
-template <int KIND, int V> HR_INLINE inline void pairs_of(const uint8_t* step, int u, int v0, Raw (&pairs)[V]) {
+template <int KIND, int V>
+HR_INLINE inline void pairs_of(const FloatCodes<KIND>& codes, const uint8_t* step, int u, int v0, Raw (&pairs)[V]) {
   if constexpr (KIND == WIDE) {
     HR_UNROLL for (int v = 0; v < V; ++v) pairs[v] = raw_codes(step + u * WIDE_PAIR_BYTES + (v0 + v) * VECTOR_BYTES);
   } else {
     HR_UNROLL for (int v = 0; v < V; v += 2) {
-      widen<KIND>(step + u * PAIR_BYTES + (v0 + v) / 2 * VECTOR_BYTES, pairs[v], pairs[v + 1]);
+      Raw lower, upper;
+      codes.read(step, 2 * u + (v0 + v) / 2, lower, upper);
+      pairs[v] = interleaved_low(lower, upper);
+      pairs[v + 1] = interleaved_high(lower, upper);
     }
   }
 }
 
 template <int KIND, class A, int R, int V>
 inline void float_vectors(const FloatWork<A>& w, int64_t begin, int64_t end, int at) {
-  constexpr int64_t STEP_BYTES = 2 * (KIND == WIDE ? WIDE_PAIR_BYTES : PAIR_BYTES);
+  constexpr int64_t STEP_BYTES = KIND == WIDE ? 2 * WIDE_PAIR_BYTES : unit_bytes(KIND);
   const int v0 = V == QV ? 0 : at;
   const Panel& p = *w.panel;
   const Layout& l = *p.layout;
+  const FloatCodes<KIND> codes(l);
   for (int64_t s = begin, stop, g = begin / p.group_steps; s < end; s = stop, ++g) {
     const int64_t start = g * p.group_steps, finish = min_of(start + p.group_steps, p.steps);
     stop = min_of(finish, end);
@@ -188,7 +217,7 @@ inline void float_vectors(const FloatWork<A>& w, int64_t begin, int64_t end, int
       }
       HR_UNROLL for (int u = 0; u < 2; ++u) {
         Raw pairs[V];
-        pairs_of<KIND, V>(step, u, v0, pairs);
+        pairs_of(codes, step, u, v0, pairs);
         multiply_pairs<R, V>(w.rows + 4 * i + 2 * u, w.line, pairs, sum);
       }
     }
@@ -231,12 +260,13 @@ template <class A> inline void float_tile_rows(const FloatWork<A>& w, int64_t ro
 
 // Weights of steps [begin, end) in bfloat16.
 template <int KIND> void widen_steps(const Panel& p, int64_t begin, int64_t end, uint8_t* to) {
+  const FloatCodes<KIND> codes(*p.layout);
   for (int64_t s = begin; s < end; ++s, to += 2 * WIDE_PAIR_BYTES) {
     const int64_t g = s / p.group_steps;
-    const uint8_t* step = p.header(g) + p.header_bytes + (s - g * p.group_steps) * 2 * PAIR_BYTES;
+    const uint8_t* step = p.header(g) + p.header_bytes + (s - g * p.group_steps) * unit_bytes(KIND);
     HR_UNROLL for (int u = 0; u < 2; ++u) {
       Raw pairs[QV];
-      pairs_of<KIND, QV>(step, u, 0, pairs);
+      pairs_of(codes, step, u, 0, pairs);
       HR_UNROLL for (int v = 0; v < QV; ++v) put_raw(to + u * WIDE_PAIR_BYTES + v * VECTOR_BYTES, pairs[v]);
     }
   }
@@ -267,8 +297,11 @@ inline void float_panel(const Panel& p, const FloatRows<A>& f, int64_t begin, in
 template <class A>
 inline void panel_rows_of(const Panel& p, const uint8_t*, const FloatRows<A>& f, int64_t begin, int64_t rows, Sums sums) {
   if (p.steps == 0) __builtin_memset(sums.real, 0, size_t(rows * QPANEL) * sizeof(float));
-  if (p.layout->kind == E4M3) float_panel<E4M3>(p, f, begin, rows, sums);
-  else float_panel<E5M2>(p, f, begin, rows, sums);
+  switch (p.layout->kind) {
+    case E4M3: return float_panel<E4M3>(p, f, begin, rows, sums);
+    case E5M2: return float_panel<E5M2>(p, f, begin, rows, sums);
+    default: return float_panel<FLOAT6>(p, f, begin, rows, sums);
+  }
 }
 
 }  // namespace quant

@@ -26,13 +26,16 @@ constexpr uint32_t EACH = 0x01010101u;    // times a byte: that byte four times
 constexpr int32_t TABLE = 16;             // nibbles that choose from a table
 constexpr int32_t TABLE_OF_8 = 15;        // three bits that do
 constexpr int32_t E4M3 = 17, E5M2 = 18;   // floats of 8 bits
+constexpr int32_t FLOAT6 = 19;            // 5 bits that choose a number of E4M3 from the table, below one that turns its sign
 
 // How scales and minimums are stored: a DType, or whole numbers, an exponent of two, an 8-bit float.
 constexpr int32_t ABSENT = -1, SIGNED_BYTE = 3, BYTE = 4, NIBBLE = 5, EXPONENT_BYTE = 6, E4M3_BYTE = 7;
 
-constexpr bool is_float8(int kind) { return kind >= E4M3; }
+constexpr bool is_float(int kind) { return kind >= E4M3; }
 constexpr bool is_table(int kind) { return kind == TABLE || kind == TABLE_OF_8; }
-constexpr int bits_of(int kind) { return is_float8(kind) ? 8 : kind == TABLE ? 4 : kind == TABLE_OF_8 ? 3 : kind; }
+constexpr int bits_of(int kind) {
+  return kind == FLOAT6 ? 6 : is_float(kind) ? 8 : kind == TABLE ? 4 : kind == TABLE_OF_8 ? 3 : kind;
+}
 constexpr int unit_steps(int kind) { return bits_of(kind) == 3 || kind == 5 ? 2 : 1; }
 // Vectors of a step but for the plane's.
 constexpr int step_vectors(int kind) { return bits_of(kind) == 8 ? 4 : bits_of(kind) < 4 ? 1 : 2; }
@@ -76,7 +79,7 @@ struct Layout {
   int32_t scales, minimums, block_scales, block_minimums;  // how they are stored
   int32_t tables;             // each is added to 256 times the one before
   float factor;               // of all scales
-  uint8_t table[3][16];       // what is multiplied in place of a code
+  uint8_t table[3][16];       // what is multiplied in place of a code; of FLOAT6, the first half in E4M3
   float book[16];             // what it stands for, factor included
 
   int64_t panels() const { return ceil_div(N, QPANEL); }
@@ -181,12 +184,19 @@ constexpr int64_t float8_at(int64_t k, int64_t v, int64_t i) {
   return k / 2 * 2 * QPANEL + v / 2 * VECTOR_BYTES + i / 4 * 16 + v % 2 * 8 + i % 4 * 2 + k % 2;
 }
 
-inline void pack_float8_step(uint8_t* to, const uint32_t* codes) {
+inline void pack_float_step(uint8_t* to, const uint32_t* codes) {
   for (int64_t v = 0; v < QV; ++v) {
     for (int64_t i = 0; i < W; ++i) {
       for (int64_t k = 0; k < 4; ++k) to[float8_at(k, v, i)] = uint8_t(codes[v * W + i] >> 8 * k);
     }
   }
+}
+
+// The same bytes, but six bits of each: vectors as kind 6 has them.
+inline void pack_float6_step(uint8_t* to, const uint32_t* codes) {
+  uint32_t octets[QPANEL];
+  pack_float_step(reinterpret_cast<uint8_t*>(octets), codes);
+  pack_step(6, to, 0, octets);
 }
 
 // Steps of one group, from rows of values: code = value + middle, in two's complement a flipped bit.
@@ -215,7 +225,8 @@ inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64
         case 5: pack_step(5, unit, int(step % 2), codes); break;
         case 6: pack_step(6, unit, 0, codes); break;
         case 8: pack_step(8, unit, 0, codes); break;
-        case E4M3: case E5M2: pack_float8_step(unit, codes); break;
+        case E4M3: case E5M2: pack_float_step(unit, codes); break;
+        case FLOAT6: pack_float6_step(unit, codes); break;
         default: pack_step(4, unit, 0, codes); break;
       }
     }
@@ -259,20 +270,28 @@ inline void pack_panel(const Layout& l, uint8_t* to, const Parts& from, int64_t 
   }
 }
 
+// Word i of vector v in the u-th step of a unit: four codes.
+inline uint32_t unpack_word(int kind, const uint8_t* unit, int64_t v, int64_t u, int64_t i) {
+  uint32_t word = 0, plane = 0;
+  const Field f = field(kind, int(v), int(u));
+  __builtin_memcpy(&word, unit + (u * step_vectors(kind) + f.vector) * VECTOR_BYTES + 4 * i, 4);
+  if (f.plane_mask) __builtin_memcpy(&plane, unit + plane_at(kind) + 4 * i, 4);
+  plane = rotate_left(plane, (32 - f.rotate) % 32);
+  return ((word & f.mask * EACH) | (plane & f.plane_mask * EACH)) >> f.shift;
+}
+
 // Four codes of a feature: of step s of a group, whose codes begin at `codes`.
 inline uint32_t unpack_step(int kind, const uint8_t* codes, int64_t s, int64_t n) {
   const int64_t v = n / W, i = n % W, every = unit_steps(kind);
   const uint8_t* unit = codes + s / every * unit_bytes(kind);
-  uint32_t word = 0, plane = 0;
-  if (is_float8(kind)) {
-    for (int64_t k = 0; k < 4; ++k) word |= uint32_t(unit[float8_at(k, v, i)]) << 8 * k;
-    return word;
+  if (!is_float(kind)) return unpack_word(kind, unit, v, s % every, i);
+  uint32_t word = 0;
+  for (int64_t k = 0; k < 4; ++k) {
+    const int64_t at = float8_at(k, v, i);
+    const uint32_t four = unpack_word(bits_of(kind), unit, at / VECTOR_BYTES, 0, at % VECTOR_BYTES / 4);
+    word |= (four >> 8 * (at % 4) & 255) << 8 * k;
   }
-  const Field f = field(kind, int(v), int(s % every));
-  __builtin_memcpy(&word, unit + (s % every * step_vectors(kind) + f.vector) * VECTOR_BYTES + 4 * i, 4);
-  if (f.plane_mask) __builtin_memcpy(&plane, unit + plane_at(kind) + 4 * i, 4);
-  plane = rotate_left(plane, (32 - f.rotate) % 32);
-  return ((word & f.mask * EACH) | (plane & f.plane_mask * EACH)) >> f.shift;
+  return word;
 }
 
 inline float code_value(const Layout& l, uint32_t code, float zero) {
@@ -280,6 +299,7 @@ inline float code_value(const Layout& l, uint32_t code, float zero) {
     case TABLE: case TABLE_OF_8: return l.book[code];
     case E4M3: return to_float(e4m3{uint8_t(code)});
     case E5M2: return to_float(e5m2{uint8_t(code)});
+    case FLOAT6: return to_float(e4m3{uint8_t((code & 32) << 2 ^ l.table[code >> 4 & 1][code & 15])});
     default: return float(code) - zero;
   }
 }

@@ -42,7 +42,7 @@ inline void over_panels(const Layout& l, int64_t rows, int64_t panels, int limbs
 // f(activations), in the form that the weight wants: fixed point, or floats.
 template <class T, class Row, class F>
 inline void with_activations(const Row& row, int64_t rows, const Layout& l, int limbs, const F& f) {
-  if (!is_float8(l.kind)) return f(fix_rows(row, rows, l, limbs));
+  if (!is_float(l.kind)) return f(fix_rows(row, rows, l, limbs));
 #if defined(HR_DOT_BF16)
   if (limbs == 1 || __is_same(T, bf16)) return f(float_rows<bf16>(row, rows, l, limbs == 1));
 #endif

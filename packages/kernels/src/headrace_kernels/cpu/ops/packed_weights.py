@@ -25,6 +25,8 @@ _TABLES = {8: 15, 16: 16}
 """Kinds of codes that choose from a table, by its entries; other kinds are numbers of bits, or below."""
 _FLOAT8 = {torch.float8_e4m3fn: 17, torch.float8_e5m2: 18}
 """Kinds of codes that are floats."""
+_FLOAT6 = 19
+"""Kind of codes that are a place among 32 numbers, and a bit that turns its sign."""
 _FLOATS = {name: DTYPES[name] for name in ("bfloat16", "float16", "float32")}
 """Floats that scales are stored in, the first that holds them wins."""
 MAX_GROUP = 32768
@@ -78,6 +80,8 @@ def layout_for(weight: QuantizedWeight, dtype: str) -> Layout:
         _set_zeros(layout, weight)
     elif weight.table.numel() in _TABLES:
         _set_table(layout, weight.table, dtype)
+    elif weight.bits == 6:
+        _set_float6(layout, weight)
     else:
         _set_float8(layout, weight)
     layout.scales = _scale_storage(weight.scales)
@@ -126,8 +130,8 @@ def cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def widened(weight: QuantizedWeight) -> QuantizedWeight:
-    """Codes of 6 bits with a table as bytes of E4M3, which has all numbers of E2M3 and E3M2 (MXFP6): the
-    library has no look-up of 64 entries.
+    """Codes of 6 bits with a table as bytes of E4M3, unless the table's second half is its first half,
+    negative (as in E2M3 and E3M2): the library looks up the first half only.
 
     Raises:
         ConfigError: an entry of the table is no number of E4M3.
@@ -135,18 +139,25 @@ def widened(weight: QuantizedWeight) -> QuantizedWeight:
     table = weight.table
     if table is None or weight.bits != 6:
         return weight
+    octets = _float8_octets(table)
+    if torch.equal(octets[32:], octets[:32] ^ 128):
+        return weight
+    return replace(
+        weight,
+        values=(octets ^ 128)[weight.values.int() + 32].view(torch.int8),
+        bits=8,
+        table=torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+    )
+
+
+def _float8_octets(table: Tensor) -> Tensor:
+    """Bytes of E4M3, uint8: it has all numbers of E2M3 and E3M2 (MXFP6)."""
     numbers = table.to(torch.float8_e4m3fn)
     if not torch.equal(numbers.float(), table):
         raise ConfigError(
             "quant_linear: a table of 64 entries: each must be a number of torch.float8_e4m3fn"
         )
-    octets = numbers.view(torch.uint8) ^ 128
-    return replace(
-        weight,
-        values=octets[weight.values.int() + 32].view(torch.int8),
-        bits=8,
-        table=torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
-    )
+    return numbers.view(torch.uint8)
 
 
 def _set_zeros(layout: Layout, weight: QuantizedWeight) -> None:
@@ -196,6 +207,18 @@ def _whole_storage(x: Tensor | None) -> int:
 # --- tables -----------------------------------------------------------------------------------
 
 
+def _set_float6(layout: Layout, weight: QuantizedWeight) -> None:
+    assert weight.table is not None
+    _take_no_minimums(weight)
+    layout.kind = _FLOAT6
+    layout.table[:32] = _float8_octets(weight.table)[:32].tolist()
+
+
+def _take_no_minimums(weight: QuantizedWeight) -> None:
+    if weight.minimums is not None:
+        raise ConfigError("quant_linear: a weight of floats takes no minimums")
+
+
 def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
     table = weight.table
     assert table is not None
@@ -205,8 +228,7 @@ def _set_float8(layout: Layout, weight: QuantizedWeight) -> None:
             f"quant_linear: a table of {table.numel()} entries; it may have 8, 16, 64 of those of "
             "torch.float8_e4m3fn, or 256 that are those of torch.float8_e4m3fn or torch.float8_e5m2"
         )
-    if weight.minimums is not None:
-        raise ConfigError("quant_linear: a weight of 8-bit floats takes no minimums")
+    _take_no_minimums(weight)
     for place in table.isfinite().logical_not().nonzero().flatten().tolist():
         if bool((weight.values == place - 128).any()):
             raise WeightsError("the weight holds infinities or NaN")
