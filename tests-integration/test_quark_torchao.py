@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from quantized_checkpoints import Dense, Mixture, PackedCheckpoint, fp4
+from safetensors.torch import load_file
 from torch import Tensor
+
+from headrace_core.model import CausalLM
+from headrace_testing.model.decoders import Checkpoint, PagedDriver
 
 
 class Quark(PackedCheckpoint):
@@ -58,6 +66,37 @@ def torchao(kind: str, **data: Any) -> dict[str, Any]:
     return {"quant_method": "torchao", "quant_type": {"default": default}}
 
 
+class IntxUnpackedToInt8Tensor(Tensor):
+    """As TorchAO's of this name is stored."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op: object, *_: object) -> object:
+        raise AssertionError(op)
+
+
+def pickle_torchao(path: Path, into: Path) -> None:
+    """Write a checkpoint again as ``torch.save`` writes one with TorchAO's tensors."""
+    shutil.copy(path / "config.json", into)
+    tensors, parts = {}, {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        module, found, part = name.partition("._weight_")
+        if found:
+            parts.setdefault(f"{module}.weight", {})[part] = tensor
+        else:
+            tensors[name] = tensor
+    for name, own in parts.items():
+        kind = IntxUnpackedToInt8Tensor
+        tensors[name] = Tensor._make_wrapper_subclass(kind, own["qdata"].shape, dtype=torch.float32)
+        vars(tensors[name]).update(own, block_size=(1, 32), target_dtype=torch.int4)
+    library = ModuleType("torchao.quantization")
+    library.IntxUnpackedToInt8Tensor = IntxUnpackedToInt8Tensor  # type: ignore[attr-defined]
+    with mock.patch.dict(
+        sys.modules, {"torchao": ModuleType("torchao"), library.__name__: library}
+    ):
+        IntxUnpackedToInt8Tensor.__module__ = library.__name__
+        torch.save(tensors, into / "pytorch_model.bin")
+
+
 class TestTorchAO(Dense, PackedCheckpoint):
     """Integers of 4 bits, a byte each in the file and half a byte in memory."""
 
@@ -78,6 +117,13 @@ class TestTorchAO(Dense, PackedCheckpoint):
         integers = {"_weight_qdata": codes.view(weight.shape), "_weight_zero_point": zeros}
         stored = {name: tensor.to(torch.int8) for name, tensor in integers.items()}
         return {**stored, "_weight_scale": scales}, meant
+
+    def test_pickled_file(self, checkpoint: Checkpoint, model: CausalLM, tmp_path: Path) -> None:
+        """The same layers as tensors of TorchAO's class."""
+        pickle_torchao(checkpoint.path, tmp_path)
+        prompt = self.prompt(9)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
 
 
 class TestTorchAOFp8(Dense, PackedCheckpoint):

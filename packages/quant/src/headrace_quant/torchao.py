@@ -1,4 +1,4 @@
-"""``torchao``: integers and FP8 as TorchAO writes them into safetensors files.
+"""``torchao``: integers and FP8 as TorchAO writes them.
 
 ``quant_type.default`` is the configuration with which the model was quantized, by its class:
 
@@ -15,8 +15,8 @@
 ``ModuleFqnToConfig``, ``FqnToConfig``         one of these by a module's name, ``_default`` for others
 =============================================  =======================================================
 
-A module's tensors are named ``_weight_qdata``, ``_weight_scale`` and ``_weight_zero_point``. Files of
-pickled tensors are not read.
+A module's tensors are named ``_weight_qdata``, ``_weight_scale`` and ``_weight_zero_point``, as in
+safetensors files; so are those of pickled files by the time that they come here.
 
 Source: github.com/pytorch/ao (0.18: ``prototype/safetensors``, ``quantization/quantize_/workflows``).
 """

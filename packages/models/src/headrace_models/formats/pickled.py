@@ -1,7 +1,8 @@
 """PyTorch's own files (``pytorch_model.bin``, ``.pt``): pickles, of which only tensors are read.
 
 ``torch.load(weights_only=True)`` builds tensors, numbers, texts and their lists and mappings, and
-calls nothing that a file names. A file that needs more is refused.
+calls nothing that a file names. A file that needs more is refused; tensors of TorchAO's are taken apart
+(:mod:`~headrace_models.formats.torchao_pickles`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from headrace_models.formats.index import (
     read_index,
 )
 from headrace_models.formats.rank_parts import join
+from headrace_models.formats.torchao_pickles import plain_parts, stand_ins
 
 _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
@@ -134,8 +136,9 @@ def read_pickled(file: Path, *, eager: bool = False) -> dict[str, Tensor]:
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read: {error}") from error
     try:
-        mapped = not eager and zipfile.is_zipfile(file)
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        found = _loaded(file, mapped=not eager and zipfile.is_zipfile(file))
+    except WeightsError:
+        raise
     except MemoryError as error:
         raise WeightsError(f"{file}: not a valid PyTorch file: it asks for {error}") from error
     except Exception as error:  # whatever the unpickler trips over in a damaged file
@@ -151,6 +154,13 @@ def read_pickled(file: Path, *, eager: bool = False) -> dict[str, Tensor]:
     return _checked(file, found)
 
 
+def _loaded(file: Path, *, mapped: bool) -> object:
+    """What a file holds; tensors of TorchAO's as stand-ins."""
+    known = stand_ins(file) if zipfile.is_zipfile(file) else ()
+    with torch.serialization.safe_globals(list(known)):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+
+
 def _checked(file: Path, found: object) -> dict[str, Tensor]:
     named = found.get(_NAMED_WRAPPER) if isinstance(found, Mapping) else None
     for wrapper in (*((named,) if isinstance(named, str) else ()), *_WRAPPERS):
@@ -158,15 +168,23 @@ def _checked(file: Path, found: object) -> dict[str, Tensor]:
             found = found[wrapper]
     if not isinstance(found, Mapping):
         raise WeightsError(f"{file}: holds a {type(found).__name__}, not tensors by name")
+    checked: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise WeightsError(f"{file}: {name!r} is a {type(tensor).__name__}, not a tensor")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise WeightsError(f"{file}: tensor {name!r} is {tensor.layout} on {tensor.device}: "
-                               "must be a plain one")  # fmt: skip
-        if _end(tensor) > tensor.untyped_storage().nbytes():
-            raise WeightsError(f"{file}: tensor {name!r} ends after the bytes that it names")
-    return dict(found)
+        for part, plain in plain_parts(file, name, tensor):
+            _check_plain(file, part, plain)
+            checked[part] = plain
+    return checked
+
+
+def _check_plain(file: Path, name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise WeightsError(
+            f"{file}: tensor {name!r} is {tensor.layout} on {tensor.device}: must be a plain one"
+        )
+    if _end(tensor) > tensor.untyped_storage().nbytes():
+        raise WeightsError(f"{file}: tensor {name!r} ends after the bytes that it names")
 
 
 def _end(tensor: Tensor) -> int:
