@@ -112,6 +112,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.keep(6)
 @pytest.mark.parametrize("mode", MODES)
 def test_it_equals_transformers(seer: Seer, expected: list[list[int]], mode: str) -> None:
     prompts = [asked(*pair) for pair in PROMPTS.items()]

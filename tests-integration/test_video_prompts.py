@@ -122,6 +122,7 @@ def expected(seer: Seer) -> list[list[int]]:
     ]
 
 
+@pytest.mark.keep(9)
 @pytest.mark.parametrize("mode", MODES)
 def test_it_equals_transformers_in_every_mode(
     seer: Seer, expected: list[list[int]], mode: str

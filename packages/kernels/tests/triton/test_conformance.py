@@ -36,6 +36,7 @@ class TestTriton(OpConformance):
     logit_scale = False
     SEEN_LENGTHS = LastKeysConformance.SEEN_LENGTHS if HAS_GPU else SHORT
     SEEN_SPANS = LastKeysConformance.SEEN_SPANS if HAS_GPU else SHORT_SPANS
+    LONG_SEQUENCES = OpConformance.LONG_SEQUENCES if HAS_GPU else (330, 150)
     quant_activations = QUANT_ACTIVATIONS if multiplies_fp8() else ("int8", "float")
 
     @pytest.fixture

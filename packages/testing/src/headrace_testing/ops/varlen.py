@@ -178,10 +178,11 @@ class VarlenConformance(OpSuite):
         self, op: Callable[[str], Any], dtype: str
     ) -> None:
         """Whole parts of a sequence are no keys."""
-        lens = torch.tensor([530, 0, 3], dtype=torch.int32, device=self.device)
+        first, second = self.LONG_SEQUENCES
+        lens = torch.tensor([first // 2 + 15, 0, 3], dtype=torch.int32, device=self.device)
         for options in ({}, {"sliding_window": 300, "distance_bias": self.bias(2, 1100)}):
             case = self.varlen(
-                [1030, 4, 520], dtype, num_heads=2, num_kv_heads=1, key_lens=lens, **options
+                [first, 4, second], dtype, num_heads=2, num_kv_heads=1, key_lens=lens, **options
             )
             self.check(case.run(op("varlen_attention")), case.expected(), dtype)
 
@@ -220,7 +221,7 @@ class VarlenConformance(OpSuite):
     ) -> None:
         """Kernels may cut a long sequence into parts."""
         for options in ({}, {"sliding_window": 300, "distance_bias": self.bias(2, 1100)}):
-            case = self.varlen([1030, 520], dtype, num_heads=2, num_kv_heads=1, **options)
+            case = self.varlen(list(self.LONG_SEQUENCES), dtype, num_heads=2, num_kv_heads=1, **options)
             self.check(case.run(op("varlen_attention")), case.expected(), dtype)
 
     def test_varlen_attention_keeps_infinities_to_their_sequence(
@@ -235,6 +236,8 @@ class VarlenConformance(OpSuite):
             assert bits_equal(after[rows], before[rows])
         assert not after[20:50].isfinite().any()
 
+    LONG_SEQUENCES: ClassVar = (1030, 520)
+    """Tokens of sequences that kernels may cut into parts."""
     OPTIONS: ClassVar = [
         {},
         {"sliding_window": 20},
