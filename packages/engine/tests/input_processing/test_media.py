@@ -114,6 +114,17 @@ def test_placeholders_are_expanded_and_items_know_their_places() -> None:
     assert (again.prompt_token_ids, again.media) == (made.prompt_token_ids, made.media)
 
 
+@pytest.mark.parametrize("prompt", ["0:~ and 0:~", {"prompt": "0:~ and 0:~"}])
+def test_placeholders_of_a_text_alone_are_refused(prompt: Any) -> None:
+    with pytest.raises(
+        RequestError, match=r"has 2 placeholders \('0:~'\), and no audio comes with"
+    ) as caught:
+        core(make(), prompt)
+    assert caught.value.param == "prompt"
+    assert make().tokenize(prompt).token_ids == [ord(c) for c in "0:~ and 0:~"]
+    assert core(make(audio=0), prompt).media == []
+
+
 def test_content_is_named_with_everything_that_changes_it() -> None:
     def name(clip: Any, **more: Any) -> str:
         return core(make(), heard("~", clip, **more)).media[0].content_hash

@@ -49,6 +49,7 @@ from headrace_engine.input_processing.media_items import (
 from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
 from headrace_engine.input_processing.media_names import check_name, content_name, names_of
 from headrace_engine.input_processing.processed_items import NotKept, ProcessedItems
+from headrace_engine.whole_spans import check_spans, uncut_spans
 
 TEXT_PARTS = {
     "text": "text",
@@ -238,7 +239,8 @@ class MediaReader:
             for item, one, offset in zip(items, processed, placed.offsets, strict=True)
         ]
         media.sort(key=lambda item: item.offset)
-        self._check_spans(placed.whole_spans, media)
+        uncut = uncut_spans(placed.whole_spans, media, whole_items=self._whole_items)
+        check_spans(uncut, self._max_step)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
         return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
 
@@ -261,18 +263,26 @@ class MediaReader:
         blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
         self._bare.process([blank], chosen)
 
-    def _check_spans(self, spans: Sequence[tuple[int, int]], media: Sequence[MediaInput]) -> None:
-        """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""
-        whole = list(spans)
-        if self._whole_items:
-            whole += [(item.offset, item.offset + item.num_tokens) for item in media]
-        for first, end in whole:
-            if end - first > self._max_step:
+    def check_text_alone(self, prompt: object) -> None:
+        """Check a prompt that brings no media: whoever types a placeholder means an item.
+
+        Args:
+            prompt: a text, or a mapping with one; token ids are taken as they are.
+
+        Raises: RequestError: its text has placeholders.
+        """
+        text: Any = prompt
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            text = prompt.get("prompt")
+        for modality in self.modalities if isinstance(text, str) else ():
+            placeholder = self.placeholder(cast("Modality", modality), 0)
+            number = text.count(placeholder) if placeholder else 0
+            if number:
                 raise RequestError(
-                    f"{FIELD}: tokens {first} to {end - 1} of the prompt must be computed in one step, which "
-                    f"holds at most {self._max_step} tokens (--max-num-batched-tokens)",
-                    param=FIELD,
-                    value=end - first,
+                    f"prompt: has {number} placeholder{'s' * (number > 1)} ({placeholder!r}), and no "
+                    f"{modality} comes with it; bring one for each as {FIELD}.{modality}, or as a part of a "
+                    "chat's messages",
+                    param="prompt",
                 )
 
     def placeholder(self, modality: Modality, index: int) -> str:

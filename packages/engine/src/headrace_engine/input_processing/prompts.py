@@ -191,6 +191,15 @@ class PromptReader:
             return PromptTokens(ids, prompt, None)
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
 
+    def check_text_alone(self, prompt: Prompt) -> None:
+        """Check the text of a prompt that brings no media; a chat's is never a placeholder.
+
+        Raises: RequestError: it has placeholders.
+        """
+        if self._media is None or (isinstance(prompt, Mapping) and brings_media(prompt)):
+            return
+        self._media.check_text_alone(prompt)
+
     def read_rendered(
         self, prompt: RenderedPrompt, add_special_tokens: bool | None, fit: Fit
     ) -> PromptTokens:
@@ -322,8 +331,7 @@ class PromptReader:
             and not given.get("prompt")
         ):
             given = {**given, "prompt_token_ids": [start]}
-        text: Any = given
-        tokens = self.read(text, add_special_tokens)
+        tokens = self._mapping_tokens(given, add_special_tokens, AS_IT_IS)
         return self._placed(tokens, data, options, names)
 
     def _placed(

@@ -113,7 +113,9 @@ LENGTHS: Sequence[tuple[str, float | None, str]] = (
 
 def default_length(flag: str) -> int:
     """The default of one of :data:`LENGTHS`."""
-    return next(int(default) for name, default, _ in LENGTHS if name == flag and default is not None)
+    return next(
+        int(default) for name, default, _ in LENGTHS if name == flag and default is not None
+    )
 
 
 def load(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
