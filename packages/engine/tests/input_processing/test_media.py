@@ -114,6 +114,31 @@ def test_placeholders_are_expanded_and_items_know_their_places() -> None:
     assert (again.prompt_token_ids, again.media) == (made.prompt_token_ids, made.media)
 
 
+def test_samples_that_overflow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_processor = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(PairsOfSamples, "_processed", _squared)
+        with pytest.raises(
+            RequestError, match=r"multi_modal_data.audio\[1\]: .* not finite"
+        ) as caught:
+            core(input_processor, heard("~~", ONE, OTHER * 3e38))
+        chat = ChatPrompt([{"role": "user", "content": [audio_part(b"\1\2")]}])
+        patch.setattr(PairsOfSamples, "_processed", lambda self, item: _squared(self, item, 1e30))
+        with pytest.raises(
+            RequestError, match=r"^messages\[0\].content\[0\].input_audio.data: its"
+        ):
+            core(input_processor, chat)
+    assert caught.value.param == "multi_modal_data.audio"
+    assert len(core(input_processor, heard("~", OTHER * 2)).media) == 1
+
+
+def _squared(self: Any, item: MediaItem, factor: float = 1.0) -> ProcessedMedia:
+    with np.errstate(over="ignore"):
+        data = (item.data * np.float32(factor)) ** 2
+    samples = PackedArray("float32", data.shape, data.tobytes())
+    return ProcessedMedia({"samples": samples}, len(data) // 2)
+
+
 @pytest.mark.parametrize("prompt", ["0:~ and 0:~", {"prompt": "0:~ and 0:~"}])
 def test_placeholders_of_a_text_alone_are_refused(prompt: Any) -> None:
     with pytest.raises(
@@ -268,7 +293,8 @@ def test_templates_that_go_through_parts_see_the_modality() -> None:
     ("part", "message"),
     [
         ({"type": "input_audio", "input_audio": {"data": "?"}}, r"input_audio.data: must be base64"),
-        ({"type": "input_audio", "input_audio": "AAAA"}, r"content\[0\].input_audio.data: must be text"),
+        ({"type": "input_audio", "input_audio": "AAAA"},
+         r"content\[0\].input_audio.data: must be text; input_audio is an object with data$"),
         ({"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}, "data: URL"),
         ({"type": "audio_url", "audio_url": {"url": "data:audio/wav,abc"}}, "data: URL"),
         ({"type": "image_url", "image_url": {"url": "data:"}},

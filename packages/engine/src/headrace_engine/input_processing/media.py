@@ -75,6 +75,12 @@ PLACE_SECONDS = 120.0
 """Seconds that a decoded item waits until it may be processed."""
 
 
+_EMBEDS_FORM = (
+    "base64 of a file of torch.save or safetensors that holds one tensor (in LLM.chat also a tensor), or an "
+    "object of such files by name"
+)
+
+
 class _Place:
     """One of the places for items that are held as they were decoded; given back at the end.
 
@@ -409,7 +415,8 @@ class MediaReader:
                 return item, self._processor.process([item], options)[0]
         if given is None and not known:
             raise RequestError(
-                f"{FIELD}.{where} = null: must be an item, as it has no name in {NAMES_FIELD}",
+                f"{FIELD}.{where} = null: must be an item, as it has no name ({NAMES_FIELD}; uuid beside a "
+                "part)",
                 param=f"{FIELD}.{modality}",
             )
         if given is None:
@@ -430,6 +437,8 @@ class MediaReader:
             if known:
                 item = replace(item, content_hash=known)
             [made] = self._processor.process([item], options)
+        if modality == "audio":
+            check_numbers(made, f"{FIELD}.{brought.where}")
         return replace(item, data=None), made
 
     def _vectors(
@@ -463,6 +472,25 @@ class MediaReader:
                 f"(--limit-mm-per-prompt '{{\"{modality}\": {most}}}')",
                 param=where,
                 value=count,
+            )
+
+
+def check_numbers(made: ProcessedMedia, where: str) -> None:
+    """Check what a processor made of samples, which may be any finite numbers.
+
+    Raises: RequestError: a number is not finite, and the model's answer would not be.
+    """
+    import numpy as np
+
+    for array in made.inputs.values():
+        if (
+            array.dtype == "float32"
+            and not np.isfinite(np.frombuffer(array.data, np.float32)).all()
+        ):
+            raise RequestError(
+                f"{where}: its samples are so large that its spectrogram is not finite; must be numbers "
+                "from -1 to 1",
+                param=f"{FIELD}.audio",
             )
 
 
@@ -610,8 +638,13 @@ def _embeds_of(part: _Part) -> GivenEmbeds:
     Raises: RequestError: a text is no base64, or an object has no vectors.
     """
     given = part.content
+    if given is None or isinstance(given, int | float | list | tuple):
+        raise _refused(part.where, given, _EMBEDS_FORM)
     if not isinstance(given, Mapping):
         return GivenEmbeds(_file_of(given, part.where))
+    vectors = given.get(part.kind)
+    if isinstance(vectors, int | float | list | tuple):
+        raise _refused(f"{part.where}.{part.kind}", vectors, _EMBEDS_FORM)
     read = {name: _file_of(value, f"{part.where}.{name}") for name, value in given.items()}
     if read.get(part.kind) is None:
         raise RequestError(
@@ -646,7 +679,9 @@ def _text_in(part: Mapping[str, Any], kind: str, where: str) -> tuple[str, str]:
         where = f"{where}.{_KEYS[kind]}"
     found = given.get(_KEYS[kind])
     if not isinstance(found, str):
-        raise RequestError(f"{where}: must be text", param=where)
+        whole = content is not None and not isinstance(content, Mapping)
+        form = f"; {kind} is an object with {_KEYS[kind]}" if whole else ""
+        raise RequestError(f"{where}: must be text{form}", param=where)
     return found, where
 
 
