@@ -54,7 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 8},
     "no prefix cache": {"enable_prefix_caching": False},
     "preempted": {"num_gpu_blocks_override": 34},
-    "process": {"engine_process": True},
+    "process": {"engine_process": True, "mm_processor_cache_type": "shm"},
 }
 
 

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.assembly.front import share_items
 from headrace.assembly.served import tokenizer_info
-from headrace_core.errors import ModelError
+from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
+from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.clients.process import ProcessClient
+from headrace_engine.config import EngineConfig, MultiModalConfig
 
 
 def info(folder: Path) -> ModelInfo:
@@ -30,3 +34,16 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: bytes) -> N
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
         tokenizer_info(info(tmp_path))
+
+
+def test_what_shared_memory_for_media_needs_is_named() -> None:
+    config = MultiModalConfig(mm_processor_cache_type="shm")
+    inproc = InprocClient(lambda timeline: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"'shm': must be 'lru'.*engine_process"):
+        share_items(inproc, config)
+    small = MultiModalConfig(mm_processor_cache_type="shm", mm_processor_cache_gb=0.0)
+    with pytest.raises(ConfigError, match=r"cache_gb = 0.0: must be at least .* = 128"):
+        share_items(ProcessClient("a:b", EngineConfig()), small)
+    for wrong in ({"mm_processor_cache_type": "disk"}, {"mm_shm_cache_max_object_size_mb": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            MultiModalConfig(**wrong)  # type: ignore[arg-type]

@@ -531,6 +531,15 @@ class MultiModalConfig:
         4.0, "GiB of processed media that are kept for requests that bring them again; 0: none.",
         cost="so much memory in each process that takes requests, once so many media have come",
     )  # fmt: skip
+    mm_processor_cache_type: Literal["lru", "shm"] = option(
+        "lru", "Way of processed media to an engine in a process of its own (engine_process, "
+        "api_server_count): lru: with each request; shm: through a ring in shared memory of "
+        "mm_processor_cache_gb, once as long as they stay there.",
+        cost="shm: mm_processor_cache_gb again for each process that takes requests",
+    )  # fmt: skip
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "MiB of the largest item that goes through shared memory; only for shm."
+    )
     encoder_cache_size: int | None = option(
         None, "Vectors of encoded media that the worker keeps; 0: none. Default: max_num_batched_tokens.",
         human_int=True, cost="hidden size x bytes of the dtype each",
@@ -587,6 +596,11 @@ class MultiModalConfig:
         object.__setattr__(self, "ec_transfer_config", check_ec_transfer(self.ec_transfer_config))
         require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
                self.mm_processor_cache_gb, "at least 0")  # fmt: skip
+        require_choice("multimodal.mm_processor_cache_type", self.mm_processor_cache_type,
+                       ("lru", "shm"))  # fmt: skip
+        require(1 <= self.mm_shm_cache_max_object_size_mb < 4096,
+               "multimodal.mm_shm_cache_max_object_size_mb", self.mm_shm_cache_max_object_size_mb,
+               "in 1..4095")  # fmt: skip
         size = self.encoder_cache_size
         require(size is None or size >= 0, "multimodal.encoder_cache_size", size, "at least 0")
         require(1 <= self.image_decoders <= 64, "multimodal.image_decoders", self.image_decoders,

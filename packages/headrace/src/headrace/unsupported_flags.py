@@ -27,7 +27,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
     "pruning of videos": (
-        "mm_processor_cache_type", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
+        "mm_encoder_tp_mode", "mm_encoder_attn_backend",
         "video_pruning_rate", "skip_mm_profiling", "interleave_mm_strings",
         "language_model_only",
     ),
