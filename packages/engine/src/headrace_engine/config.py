@@ -540,6 +540,11 @@ class MultiModalConfig:
     mm_shm_cache_max_object_size_mb: int = option(
         128, "MiB of the largest item that goes through shared memory; only for shm."
     )
+    video_pruning_rate: float | None = option(
+        None, "Share of a video's tokens that is dropped, 0 to below 1: those most like the frame before "
+        "(Efficient Video Sampling). Qwen2-VL, Qwen2.5-VL and Qwen3-VL.",
+        cost="answers may miss what changes little",
+    )  # fmt: skip
     encoder_cache_size: int | None = option(
         None, "Vectors of encoded media that the worker keeps; 0: none. Default: max_num_batched_tokens.",
         human_int=True, cost="hidden size x bytes of the dtype each",
@@ -601,6 +606,9 @@ class MultiModalConfig:
         require(1 <= self.mm_shm_cache_max_object_size_mb < 4096,
                "multimodal.mm_shm_cache_max_object_size_mb", self.mm_shm_cache_max_object_size_mb,
                "in 1..4095")  # fmt: skip
+        rate = self.video_pruning_rate
+        require(rate is None or 0 <= rate < 1, "multimodal.video_pruning_rate", rate,
+               "from 0 to below 1")  # fmt: skip
         size = self.encoder_cache_size
         require(size is None or size >= 0, "multimodal.encoder_cache_size", size, "at least 0")
         require(1 <= self.image_decoders <= 64, "multimodal.image_decoders", self.image_decoders,

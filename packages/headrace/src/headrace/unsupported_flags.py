@@ -28,7 +28,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "sleep mode": ("enable_sleep_mode",),
     "pruning of videos": (
         "mm_encoder_tp_mode", "mm_encoder_attn_backend",
-        "video_pruning_rate", "skip_mm_profiling", "interleave_mm_strings",
+        "skip_mm_profiling", "interleave_mm_strings",
         "language_model_only",
     ),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),

@@ -16,6 +16,12 @@ from headrace_core.model import MROPE_POSITIONS
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder
 from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.video_pruning import (
+    RETAINED,
+    UNPRUNED,
+    runs_of,
+    without_indices,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,9 +57,16 @@ class GridDecoder(MediaDecoder):
         for item in media:
             if item.modality not in GRID:
                 continue
+            if RETAINED in item.inputs:
+                text = item.offset - done
+                found.append(torch.arange(place, place + text).expand(3, text))
+                whole = self._unpruned_places(item)
+                found.append(_until_known(whole, item.num_tokens) + place + text)
+                place += text + int(whole.max()) + 1
+                done = item.offset + item.num_tokens
+                continue
             runs = item.vector_runs
-            time, height, width = grid_of(item.inputs[GRID[item.modality]])
-            sizes = time // len(runs), height // self.merge, width // self.merge
+            sizes = self._box_sizes(item, len(runs))
             for first, number in runs:
                 text = item.offset + first - done
                 found.append(torch.arange(place, place + text).expand(3, text))
@@ -62,6 +75,31 @@ class GridDecoder(MediaDecoder):
                 place, done = place + text + int(box.max()) + 1, done + text + number
         found.append(torch.arange(place, place + num_tokens - done).expand(3, num_tokens - done))
         return torch.cat(found, dim=1)
+
+    def retained_places(self, item: MediaInput, vectors: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Kept vectors [n, W] of a pruned item, and their places [3, n] from its first one; None: it is not
+        pruned."""
+        if RETAINED not in item.inputs:
+            return None
+        vectors, kept = without_indices(vectors)
+        return vectors, self._unpruned_places(item)[:, kept.cpu()]
+
+    def _unpruned_places(self, item: MediaInput) -> Tensor:
+        """Places of all tokens of an item, from 0: [3, N]."""
+        tokens = item.inputs.get(UNPRUNED)
+        if tokens is None:
+            return self.box(self._box_sizes(item, 1), item)
+        is_text = torch.tensor(tokens.tolist()) >= 0
+        inputs = {name: array for name, array in item.inputs.items() if name != RETAINED}
+        alone = replace(
+            item, inputs=inputs, num_tokens=len(is_text), offset=0, runs=runs_of(is_text)
+        )
+        return GridDecoder.mrope_positions(self, len(is_text), [alone])
+
+    def _box_sizes(self, item: MediaInput, num_runs: int) -> Grid:
+        """Vectors of a run in time, height and width."""
+        time, height, width = grid_of(item.inputs[GRID[item.modality]])
+        return time // num_runs, height // self.merge, width // self.merge
 
     def box(self, sizes: Grid, item: MediaInput) -> Tensor:
         """Places of an item's vectors in time, height and width, from 0: [3, vectors] int64."""
@@ -121,6 +159,15 @@ def embed_grids(
     """
     patches = [item[PIXELS[modality]] for item in inputs]
     return tower(patches, [grid_of(item[GRID[modality]]) for item in inputs])
+
+
+def _until_known(whole: Tensor, number: int) -> Tensor:
+    """Places [3, number] of kept tokens until the tower has said which they are: the first is right, and the
+    last is the largest, as what follows counts on behind it."""
+    places = whole[:, :number].clone()
+    if number > 1:
+        places[:, -1] = whole.max()
+    return places
 
 
 def grid_of(sizes: Any) -> Grid:
