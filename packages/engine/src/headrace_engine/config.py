@@ -540,6 +540,14 @@ class MultiModalConfig:
     mm_shm_cache_max_object_size_mb: int = option(
         128, "MiB of the largest item that goes through shared memory; only for shm."
     )
+    interleave_mm_strings: bool = option(
+        True, "Media stand where a message brings them, too, for chat templates that take a message as one "
+        "text; off: in front of its text.",
+    )  # fmt: skip
+    skip_mm_profiling: bool = option(
+        False, "Measure memory without media; what towers take must be left free by other settings.",
+        cost="a large image may find no memory",
+    )  # fmt: skip
     video_pruning_rate: float | None = option(
         None, "Share of a video's tokens that is dropped, 0 to below 1: those most like the frame before "
         "(Efficient Video Sampling). Qwen2-VL, Qwen2.5-VL and Qwen3-VL.",

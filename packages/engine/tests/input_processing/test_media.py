@@ -274,6 +274,18 @@ def test_parts_of_chats_become_items_where_they_stand(kind: str) -> None:
     assert with_rate.media[0].content_hash == first.content_hash
 
 
+def test_media_may_stand_in_front_of_a_messages_text() -> None:
+    reader = MediaReader(
+        PairsOfSamples(), content_hash, files=FileReading(audio=decode), interleaves=False
+    )
+    input_processor = InputProcessor(CharTokenizer(), served_model(), media=reader)
+    parts = [{"type": "text", "text": "hear"}, audio_part(b"\1\2\3\4"), audio_part(b"\5\6")]
+    chat = ChatPrompt([{"role": "user", "content": parts}], content_format="string")
+    made = input_processor.prepare(chat, SamplingParams(), "r")
+    assert made.prompt == "user: 0:~\n1:~\nhear\n"
+    assert [item.num_tokens for item in made.core_requests[0].media] == [2, 1]
+
+
 def test_templates_that_go_through_parts_see_the_modality() -> None:
     template = (
         "{% for m in messages %}{% for p in m.content %}"

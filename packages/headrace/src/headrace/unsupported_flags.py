@@ -17,7 +17,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
         "master_addr", "master_port", "headless", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "decode_context_parallel_size", "prefill_context_parallel_size",
+        "decode_context_parallel_size", "prefill_context_parallel_size", "mm_encoder_tp_mode",
     ),
     "expert parallelism": (
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
@@ -26,11 +26,8 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
-    "pruning of videos": (
-        "mm_encoder_tp_mode", "mm_encoder_attn_backend",
-        "skip_mm_profiling", "interleave_mm_strings",
-        "language_model_only",
-    ),
+    "a choice of attention for towers": ("mm_encoder_attn_backend",),
+    "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
     "compilation by torch": ("compilation_config",),
 }  # fmt: skip

@@ -148,6 +148,8 @@ class MediaReader:
         max_step: tokens of a step, which must hold all that is computed together.
         whole_items: each item is.
         embeds: reads items that come as vectors; None: none may.
+        interleaves: media of a message that a template takes as one text stand where the message brings
+            them; False: in front of its text.
     """
 
     def __init__(
@@ -165,8 +167,9 @@ class MediaReader:
         max_step: int = sys.maxsize,
         whole_items: bool = False,
         embeds: MediaEmbeds | None = None,
+        interleaves: bool = True,
     ) -> None:
-        self._embeds = embeds
+        self._embeds, self.interleaves = embeds, interleaves
         self._max_step, self._whole_items = max_step, whole_items
         self._max_tokens = max_tokens
         self._places = threading.Semaphore(AT_ONCE)
@@ -533,6 +536,11 @@ class ChatMedia:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    @property
+    def interleaves(self) -> bool:
+        """See :class:`MediaReader`."""
+        return self._reader is None or self._reader.interleaves
 
     def take(self, part: Mapping[str, Any], path: str) -> tuple[Modality, str] | None:
         """Keep a part's content.

@@ -75,6 +75,7 @@ def media_reader(
         whole_items=config.scheduler.disable_chunked_mm_input,
         files=file_reading(config, speech, tuple(processor.modalities())),
         embeds=_media_embeds(resolved, processor, content_hash),
+        interleaves=config.multimodal.interleave_mm_strings,
     )
 
 
@@ -144,9 +145,10 @@ def _check(
 
 def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem]] | None:
     """Makes an item of each modality that prompts may bring, for measuring memory: on a GPU the largest; on
-    a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes."""
+    a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes. None:
+    there is none, or the operator vouches for the memory."""
     limits, info = resolved.config.model.limit_mm_per_prompt, resolved.info
-    if not info.processor:
+    if not info.processor or resolved.config.multimodal.skip_mm_profiling:
         return None
 
     def make() -> list[LargestItem]:
