@@ -150,6 +150,7 @@ def test_numbers_of_kept_tokens() -> None:
         30,
         30,
     ]
+    assert [num_retained(frames, 1, 0.9) for frames in (1, 2, 5)] == [1, 2, 2]
     whole = ProcessedMedia({}, 8, (7, 9, 9, 8, 7, 9, 9, 8), ((1, 2), (5, 2)))
     made = pruned(whole, (2, 2, 4), 2, 9, 0.4)
     assert (made.num_tokens, made.token_ids, made.runs) == (6, (9,) * 6, ())

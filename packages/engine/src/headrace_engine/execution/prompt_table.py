@@ -36,7 +36,8 @@ class PrunesMedia(SupportsMRoPE, Protocol):
         first token; None: all are kept.
 
         Args:
-            vectors: as ``embed_media`` gave them.
+            vectors: as ``embed_media`` gave them: of an item with the input
+                :data:`~headrace_engine.given_vectors.RETAINED`, [n, W + ``INDEX_WIDTH``].
         """
         ...
 

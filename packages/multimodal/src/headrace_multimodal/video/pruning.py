@@ -41,8 +41,9 @@ def pruning_rate(options: Mapping[str, Any]) -> float:
 
 
 def num_retained(num_frames: int, per_frame: int, rate: float) -> int:
-    """Vectors that are kept of a video; at least as many as a frame has."""
-    return max(per_frame, int(num_frames * per_frame * (1 - rate)))
+    """Vectors that are kept of a video; at least as many as a frame has, and two if there are as many."""
+    total = num_frames * per_frame
+    return min(total, max(per_frame, 2, int(total * (1 - rate))))
 
 
 def pruned(

@@ -5,7 +5,7 @@ Wang et al. 2024, arXiv:2409.12191, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,24 +57,23 @@ class GridDecoder(MediaDecoder):
         for item in media:
             if item.modality not in GRID:
                 continue
-            if RETAINED in item.inputs:
-                text = item.offset - done
+            for first, box in self._boxes(item):
+                text = first - done
                 found.append(torch.arange(place, place + text).expand(3, text))
-                whole = self._unpruned_places(item)
-                found.append(_until_known(whole, item.num_tokens) + place + text)
-                place += text + int(whole.max()) + 1
-                done = item.offset + item.num_tokens
-                continue
-            runs = item.vector_runs
-            sizes = self._box_sizes(item, len(runs))
-            for first, number in runs:
-                text = item.offset + first - done
-                found.append(torch.arange(place, place + text).expand(3, text))
-                box = self.box(sizes, item)
                 found.append(box + place + text)
-                place, done = place + text + int(box.max()) + 1, done + text + number
+                place, done = place + text + int(box.max()) + 1, first + box.shape[1]
         found.append(torch.arange(place, place + num_tokens - done).expand(3, num_tokens - done))
         return torch.cat(found, dim=1)
+
+    def _boxes(self, item: MediaInput) -> Iterator[tuple[int, Tensor]]:
+        """(first token in the prompt, places from 0) of each stretch of an item's vectors; of a pruned item,
+        of all its tokens, as far as they are known before the tower has run."""
+        if RETAINED in item.inputs:
+            yield item.offset, _until_known(self._unpruned_places(item), item.num_tokens)
+            return
+        box = self.box(self._box_sizes(item, len(item.vector_runs)), item)
+        for first, _ in item.vector_runs:
+            yield item.offset + first, box
 
     def retained_places(self, item: MediaInput, vectors: Tensor) -> tuple[Tensor, Tensor] | None:
         """Kept vectors [n, W] of a pruned item, and their places [3, n] from its first one; None: it is not
@@ -162,11 +161,10 @@ def embed_grids(
 
 
 def _until_known(whole: Tensor, number: int) -> Tensor:
-    """Places [3, number] of kept tokens until the tower has said which they are: the first is right, and the
-    last is the largest, as what follows counts on behind it."""
+    """Places [3, number] of kept tokens, at least two, until the tower has said which they are: the first is
+    right, and the last is the largest, as what follows counts on behind it."""
     places = whole[:, :number].clone()
-    if number > 1:
-        places[:, -1] = whole.max()
+    places[:, -1] = whole.max()
     return places
 
 
