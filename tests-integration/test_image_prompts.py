@@ -50,7 +50,7 @@ PROMPTS = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "captured": {},
-    "eager": {"enforce_eager": True},
+    "eager": {"enforce_eager": True, "mm_encoder_attn_backend": "sdpa"},
     "chunked": {"max_num_batched_tokens": 8},
     "no prefix cache": {"enable_prefix_caching": False},
     "preempted": {"num_gpu_blocks_override": 34},

@@ -540,6 +540,10 @@ class MultiModalConfig:
     mm_shm_cache_max_object_size_mb: int = option(
         128, "MiB of the largest item that goes through shared memory; only for shm."
     )
+    mm_encoder_attn_backend: str | None = option(
+        None, "Attention backend of towers for media: varlen, sdpa, or a plug-in's. Default: attention_backend "
+        "if it serves them, else the first that does.",
+    )  # fmt: skip
     interleave_mm_strings: bool = option(
         True, "Media stand where a message brings them, too, for chat templates that take a message as one "
         "text; off: in front of its text.",

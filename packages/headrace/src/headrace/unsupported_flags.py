@@ -26,7 +26,6 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
-    "a choice of attention for towers": ("mm_encoder_attn_backend",),
     "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
     "compilation by torch": ("compilation_config",),
