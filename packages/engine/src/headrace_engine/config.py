@@ -541,7 +541,7 @@ class MultiModalConfig:
         128, "MiB of the largest item that goes through shared memory; only for shm."
     )
     mm_encoder_attn_backend: str | None = option(
-        None, "Attention backend of towers for media: varlen, sdpa, or a plug-in's. Default: attention_backend "
+        None, "Attention backend of towers for media: varlen, sdpa, a plug-in's. Default: attention_backend "
         "if it serves them, else the first that does.",
     )  # fmt: skip
     interleave_mm_strings: bool = option(
