@@ -77,6 +77,7 @@ def test_what_shared_memory_for_media_needs_is_named() -> None:
     small = MultiModalConfig(mm_processor_cache_type="shm", mm_processor_cache_gb=0.0)
     with pytest.raises(ConfigError, match=r"cache_gb = 0.0: must be at least .* = 128"):
         share_items(ProcessClient("a:b", EngineConfig()), small)
-    for wrong in ({"mm_processor_cache_type": "disk"}, {"mm_shm_cache_max_object_size_mb": 0}):
+    for wrong in ({"mm_processor_cache_type": "disk"}, {"mm_shm_cache_max_object_size_mb": 0},
+                  {"mm_encoder_tp_mode": "batch"}, {"video_pruning_rate": 1.0}):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             MultiModalConfig(**wrong)  # type: ignore[arg-type]

@@ -544,6 +544,10 @@ class MultiModalConfig:
         None, "Attention backend of towers for media: varlen, sdpa, a plug-in's. Default: attention_backend "
         "if it serves them, else the first that does.",
     )  # fmt: skip
+    mm_encoder_tp_mode: Literal["weights", "data"] = option(
+        "weights", "Division of towers over the ranks of tensor_parallel_size: their weights, or the items "
+        "(data, with whole weights on each). The same with one rank; more are not built yet.",
+    )  # fmt: skip
     interleave_mm_strings: bool = option(
         True, "Media stand where a message brings them, too, for chat templates that take a message as one "
         "text; off: in front of its text.",
@@ -618,6 +622,9 @@ class MultiModalConfig:
         require(1 <= self.mm_shm_cache_max_object_size_mb < 4096,
                "multimodal.mm_shm_cache_max_object_size_mb", self.mm_shm_cache_max_object_size_mb,
                "in 1..4095")  # fmt: skip
+        require_choice(
+            "multimodal.mm_encoder_tp_mode", self.mm_encoder_tp_mode, ("weights", "data")
+        )
         rate = self.video_pruning_rate
         require(rate is None or 0 <= rate < 1, "multimodal.video_pruning_rate", rate,
                "from 0 to below 1")  # fmt: skip

@@ -17,7 +17,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
         "master_addr", "master_port", "headless", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "decode_context_parallel_size", "prefill_context_parallel_size", "mm_encoder_tp_mode",
+        "decode_context_parallel_size", "prefill_context_parallel_size",
     ),
     "expert parallelism": (
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
