@@ -150,6 +150,18 @@ def test_placeholders_of_a_text_alone_are_refused(prompt: Any) -> None:
     assert core(make(audio=0), prompt).media == []
 
 
+def test_placeholders_typed_in_a_chat_are_text_unless_control_tokens_are_allowed() -> None:
+    chat = ChatPrompt([{"role": "user", "content": "0:~?"}])
+    assert make().prepare(chat, SamplingParams(), "r").core_requests[0].media == []
+    reader = MediaReader(PairsOfSamples(), content_hash)
+    allowing = InputProcessor(
+        CharTokenizer(), served_model(), media=reader, allow_control_tokens=True
+    )
+    with pytest.raises(RequestError, match="messages: has 1 placeholder ") as caught:
+        core(allowing, chat)
+    assert caught.value.param == "messages"
+
+
 def test_content_is_named_with_everything_that_changes_it() -> None:
     def name(clip: Any, **more: Any) -> str:
         return core(make(), heard("~", clip, **more)).media[0].content_hash

@@ -272,11 +272,12 @@ class MediaReader:
         blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
         self._bare.process([blank], chosen)
 
-    def check_text_alone(self, prompt: object) -> None:
+    def check_text_alone(self, prompt: object, param: str = "prompt") -> None:
         """Check a prompt that brings no media: whoever types a placeholder means an item.
 
         Args:
             prompt: a text, or a mapping with one; token ids are taken as they are.
+            param: where the text comes from.
 
         Raises: RequestError: its text has placeholders.
         """
@@ -288,10 +289,10 @@ class MediaReader:
             number = text.count(placeholder) if placeholder else 0
             if number:
                 raise RequestError(
-                    f"prompt: has {number} placeholder{'s' * (number > 1)} ({placeholder!r}), and no "
+                    f"{param}: has {number} placeholder{'s' * (number > 1)} ({placeholder!r}), and no "
                     f"{modality} comes with it; bring one for each as {FIELD}.{modality}, or as a part of a "
                     "chat's messages",
-                    param="prompt",
+                    param=param,
                 )
 
     def placeholder(self, modality: Modality, index: int) -> str:

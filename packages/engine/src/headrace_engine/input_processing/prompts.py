@@ -179,6 +179,8 @@ class PromptReader:
             )
             if not media:
                 self._check_options(prompt.mm_processor_kwargs)
+                if self._media is not None and self._chat_renderer().allows_control_tokens:
+                    self._media.check_text_alone(rendered.plain, "messages")
                 return tokens
             with named_at("messages"):
                 return self._placed(
@@ -192,7 +194,7 @@ class PromptReader:
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
 
     def check_text_alone(self, prompt: Prompt) -> None:
-        """Check the text of a prompt that brings no media; a chat's is never a placeholder.
+        """Check the text of a prompt that brings no media; a chat's is looked at when it is rendered.
 
         Raises: RequestError: it has placeholders.
         """
