@@ -50,11 +50,11 @@ PROMPTS = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "captured": {},
-    "eager": {"enforce_eager": True},
+    "eager": {"enforce_eager": True, "mm_encoder_attn_backend": "sdpa"},
     "chunked": {"max_num_batched_tokens": 8},
     "no prefix cache": {"enable_prefix_caching": False},
     "preempted": {"num_gpu_blocks_override": 34},
-    "process": {"engine_process": True},
+    "process": {"engine_process": True, "mm_processor_cache_type": "shm"},
 }
 
 

@@ -193,7 +193,7 @@ def test_the_tokens_of_vectors_are_those_of_an_image_of_that_size(
         assert (made.num_tokens, made.runs) == (whole.num_tokens, whole.runs)
         assert made.token_ids == whole.token_ids
         assert set(made.inputs) == set(facts) & {"image_grid_thw"}
-        with pytest.raises(RequestError, match="no such fact"):
+        with pytest.raises(RequestError, match="unknown; beside the vectors"):
             processor.embedded("image", 4, {**facts, "colour": [1]})
         if facts.keys() == {"image_sizes"}:
             with pytest.raises(RequestError, match="pixels"):
@@ -258,9 +258,9 @@ def test_what_is_wrong_is_refused_by_name(seer: Seer, model: LLM) -> None:
         "not finite": given(vectors * float("nan")),
         "must be one of": given(vectors.double()),
         "shape": given(vectors[None, None]),
-        "no such fact": given(vectors, image_colours=[1]),
+        "image_colours: unknown; beside the vectors there": given(vectors, image_colours=[1]),
         "the vectors": seer.prompt({**facts, "image_sizes": [1, 2]}, 1),
-        "a str; must be a torch tensor": given("x"),
+        "'x'; must be a torch tensor": given("x"),
         "weights only": given(b"PK\x03\x04 damaged"),
     }
     for message, prompt in wrong.items():

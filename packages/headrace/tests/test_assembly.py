@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from headrace.assembly.front import share_items
 from headrace.assembly.served import tokenizer_info
-from headrace_core.errors import ModelError
+from headrace.assembly.worker import tower_chooser
+from headrace_attention.sdpa import SDPABackend
+from headrace_core.attention import AttentionNeed
+from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
+from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.clients.process import ProcessClient
+from headrace_engine.config import EngineConfig, MultiModalConfig
 
 
 def info(folder: Path) -> ModelInfo:
@@ -30,3 +39,45 @@ def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: bytes) -> N
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
         tokenizer_info(info(tmp_path))
+
+
+def test_towers_have_the_attention_that_is_named_for_them() -> None:
+    def resolved(name: str | None, processor: str = "x") -> Any:
+        multimodal = MultiModalConfig(mm_encoder_attn_backend=name)
+        return SimpleNamespace(
+            config=SimpleNamespace(multimodal=multimodal), info=SimpleNamespace(processor=processor)
+        )
+
+    def need(kind: str) -> AttentionNeed:
+        return AttentionNeed(
+            head_dim=8, dtype="float32", kv_cache_dtype="auto", block_size=8, device="cpu",
+            attention_type=kind,
+        )  # fmt: skip
+
+    def others(need: AttentionNeed) -> Any:
+        return f"other {need.attention_type}"
+
+    ops: Any = None
+    assert tower_chooser(resolved(None, ""), ops, others) is others
+    choose = tower_chooser(resolved("sdpa"), ops, others)
+    assert isinstance(choose(need("encoder")), SDPABackend)
+    assert choose(need("encoder")) is choose(need("encoder"))
+    assert choose(need("encoder_only")) == "other encoder_only"
+    with pytest.raises(ConfigError, match=r"mm_encoder_attn_backend: .*'paged' cannot serve"):
+        tower_chooser(resolved("paged"), ops, others)(need("encoder"))
+    with pytest.raises(ConfigError, match=r"mm_encoder_attn_backend = 'sdpa': .* no towers"):
+        tower_chooser(resolved("sdpa", ""), ops, others)
+
+
+def test_what_shared_memory_for_media_needs_is_named() -> None:
+    config = MultiModalConfig(mm_processor_cache_type="shm")
+    inproc = InprocClient(lambda timeline: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match=r"'shm': must be 'lru'.*engine_process"):
+        share_items(inproc, config)
+    small = MultiModalConfig(mm_processor_cache_type="shm", mm_processor_cache_gb=0.0)
+    with pytest.raises(ConfigError, match=r"cache_gb = 0.0: must be at least .* = 128"):
+        share_items(ProcessClient("a:b", EngineConfig()), small)
+    for wrong in ({"mm_processor_cache_type": "disk"}, {"mm_shm_cache_max_object_size_mb": 0},
+                  {"mm_encoder_tp_mode": "batch"}, {"video_pruning_rate": 1.0}):  # fmt: skip
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            MultiModalConfig(**wrong)  # type: ignore[arg-type]

@@ -8,35 +8,74 @@ import os
 
 import pytest
 
+from headrace import demo
 from headrace.cli import attachments
 from headrace.cli.attachments import attachment, dropped_files
+from headrace.cli.chat import name_files
 from headrace.cli.chat_commands import run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace_core.errors import RequestError
+
+PNG = b"\x89PNG\r\n\x1a\npixels"
 
 
 @pytest.fixture
 def picture(tmp_path):
     path = tmp_path / "a picture.PNG"
-    path.write_bytes(b"pixels")
+    path.write_bytes(PNG)
     return path
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "part"),
+    ("name", "kind", "part", "content"),
     [
-        ("a.png", "image", "image_url"),
-        ("b.wav", "audio", "audio_url"),
-        ("c.mp4", "video", "video_url"),
+        ("a.png", "image", "image_url", PNG),
+        ("b.wav", "audio", "audio_url", b"RIFF\0\0\0\0WAVE"),
+        ("c.mp4", "video", "video_url", b"\0\0\0\x20ftypisom"),
+        ("d.mp3", "audio", "audio_url", b"\xff\xfb\x90\x00"),
     ],
 )
-def test_the_name_says_what_it_is(tmp_path, name, kind, part):
-    (tmp_path / name).write_bytes(b"content")
+def test_the_name_says_what_it_is(tmp_path, name, kind, part, content):
+    (tmp_path / name).write_bytes(content)
     found = attachment(str(tmp_path / name))
     assert (found.name, found.kind, found.part["type"]) == (name, kind, part)
     head, _, data = found.part[part]["url"].partition(",")
     assert head.startswith(f"data:{kind}/")
-    assert base64.b64decode(data) == b"content"
+    assert base64.b64decode(data) == content
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "accepted"),
+    [
+        ("a.png", b"hello", "PNG, JPEG"),
+        ("a.png", b"%PDF-1.7\n\xff", "PNG, JPEG"),
+        ("b.wav", "вот текст ".encode() * 9, "WAV, MP3"),
+        ("c.mp4", b"", "MP4, MOV"),
+    ],
+)
+def test_what_does_not_begin_as_its_name_says_is_refused(tmp_path, name, content, accepted):
+    (tmp_path / name).write_bytes(content)
+    shown = run_command(Conversation(), f"/attach {tmp_path / name}")
+    assert f"{name}' cannot be attached: its content is not {accepted}" in shown
+
+
+def test_errors_name_the_file(picture):
+    conversation = Conversation(system="Be kind.")
+    run_command(conversation, f"/attach '{picture}' '{picture}'")
+    conversation.add("What is it?", "A cat.", AnswerReport())
+    run_command(conversation, f"/attach {picture}")
+    for place in ("messages[1].content[1]", "messages[3].content[0]"):
+        error = RequestError(f"{place}.image_url.url: image is damaged", param="x")
+        name_files(error, conversation, "other")
+        assert str(error) == f"{picture.name}: image is damaged"
+    error = RequestError("messages[3].content[0].type = 'image_url': this model takes text only")
+    name_files(error, conversation, demo.NAME)
+    assert str(error) == (
+        f"{picture.name}: this model takes text only; headrace chat --demo vision sees pictures"
+    )
+    error = RequestError("messages[3].content[1].text: must be text")
+    name_files(error, conversation, demo.NAME)
+    assert str(error) == "messages[3].content[1].text: must be text"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "noending", "x.zip", "x.tiff", "x.svg"])

@@ -42,6 +42,9 @@ def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> No
         ("image", {"num_tokens": 50, "width": 7}),
         ("video", {"num_tokens": 40, "num_frames": 9, "height": 8}),
     ]
+    vouched = MultiModalConfig(skip_mm_profiling=True)
+    config.multimodal = vouched
+    assert media.largest_media(resolved) is None
     assert item.num_tokens == 6
     assert item.num_vectors == 4
 

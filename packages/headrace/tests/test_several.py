@@ -134,6 +134,7 @@ def test_a_full_budget_refuses_with_the_numbers() -> None:
         (["--api-server-count", "2"], "api_server_count"),
         (["/models/other"], "model"),
         (["--served-model-name", "x"], "served_model_name"),
+        (["--demo", "text"], "^demo = 'text': cannot"),
     ],
 )
 def test_what_goes_with_one_model_only_is_refused(words: list[str], field: str) -> None:

@@ -16,7 +16,7 @@ MEDIA_LIMIT = 999
 """Items of a modality that a prompt may bring, unless the operator says otherwise."""
 
 MEDIA_SIZES: Mapping[str, tuple[str, ...]] = {
-    "image": ("width", "height"), "video": ("num_frames", "width", "height"),
+    "image": ("width", "height"), "video": ("num_frames", "width", "height"), "audio": ("length",),
 }  # fmt: skip
 """Modality -> sizes of an item that memory is measured with, beside ``count`` in its limit."""
 

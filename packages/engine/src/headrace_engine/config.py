@@ -531,6 +531,36 @@ class MultiModalConfig:
         4.0, "GiB of processed media that are kept for requests that bring them again; 0: none.",
         cost="so much memory in each process that takes requests, once so many media have come",
     )  # fmt: skip
+    mm_processor_cache_type: Literal["lru", "shm"] = option(
+        "lru", "Way of processed media to an engine in a process of its own (engine_process, "
+        "api_server_count): lru: with each request; shm: through a ring in shared memory of "
+        "mm_processor_cache_gb, once as long as they stay there.",
+        cost="shm: mm_processor_cache_gb again for each process that takes requests",
+    )  # fmt: skip
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "MiB of the largest item that goes through shared memory; only for shm."
+    )
+    mm_encoder_attn_backend: str | None = option(
+        None, "Attention backend of towers for media: varlen, sdpa, a plug-in's. Default: attention_backend "
+        "if it serves them, else the first that does.",
+    )  # fmt: skip
+    mm_encoder_tp_mode: Literal["weights", "data"] = option(
+        "weights", "Division of towers over the ranks of tensor_parallel_size: their weights, or the items "
+        "(data, with whole weights on each). The same with one rank; more are not built yet.",
+    )  # fmt: skip
+    interleave_mm_strings: bool = option(
+        True, "Media stand where a message brings them, too, for chat templates that take a message as one "
+        "text; off: in front of its text.",
+    )  # fmt: skip
+    skip_mm_profiling: bool = option(
+        False, "Measure memory without media; what towers take must be left free by other settings.",
+        cost="a large image may find no memory",
+    )  # fmt: skip
+    video_pruning_rate: float | None = option(
+        None, "Share of a video's tokens that is dropped, 0 to below 1: those most like the frame before "
+        "(Efficient Video Sampling). Qwen2-VL, Qwen2.5-VL and Qwen3-VL.",
+        cost="answers may miss what changes little",
+    )  # fmt: skip
     encoder_cache_size: int | None = option(
         None, "Vectors of encoded media that the worker keeps; 0: none. Default: max_num_batched_tokens.",
         human_int=True, cost="hidden size x bytes of the dtype each",
@@ -587,6 +617,17 @@ class MultiModalConfig:
         object.__setattr__(self, "ec_transfer_config", check_ec_transfer(self.ec_transfer_config))
         require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
                self.mm_processor_cache_gb, "at least 0")  # fmt: skip
+        require_choice("multimodal.mm_processor_cache_type", self.mm_processor_cache_type,
+                       ("lru", "shm"))  # fmt: skip
+        require(1 <= self.mm_shm_cache_max_object_size_mb < 4096,
+               "multimodal.mm_shm_cache_max_object_size_mb", self.mm_shm_cache_max_object_size_mb,
+               "in 1..4095")  # fmt: skip
+        require_choice(
+            "multimodal.mm_encoder_tp_mode", self.mm_encoder_tp_mode, ("weights", "data")
+        )
+        rate = self.video_pruning_rate
+        require(rate is None or 0 <= rate < 1, "multimodal.video_pruning_rate", rate,
+               "from 0 to below 1")  # fmt: skip
         size = self.encoder_cache_size
         require(size is None or size >= 0, "multimodal.encoder_cache_size", size, "at least 0")
         require(1 <= self.image_decoders <= 64, "multimodal.image_decoders", self.image_decoders,

@@ -22,11 +22,12 @@ from headrace_engine.clients import front_ends as front_ends_module
 from headrace_engine.clients.front_ends import FrontEnds
 from headrace_engine.clients.joined import JoinedClient
 from headrace_engine.clients.process import ProcessClient
-from headrace_engine.clients.wire import Heartbeat, Outputs, Stop
+from headrace_engine.clients.wire import PARENT, Add, Attach, BadFrame, Heartbeat, Outputs, Stop
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.shared_objects.items import SharedItem
 from headrace_testing.waiting import until
 
 FAKES = Path(__file__).parents[1] / "loop"
@@ -245,3 +246,18 @@ def test_outputs_go_where_their_requests_came_from(
     finally:
         served.close()
         context.term()
+
+
+def test_a_front_end_whose_memory_is_gone_is_given_up(folder: Path) -> None:
+    context = zmq.Context()
+    front_ends = FrontEnds(context, str(folder))
+    try:
+        front_ends.join("web")
+        front_ends.attach("web", Attach(2**22 + 1, 3, 4096, 999))  # no process has that id
+        assert front_ends.stuck() == ["web"]
+        assert front_ends.entering("web", Add([], [SharedItem(0, 0, 0, 0)])) == []
+        with pytest.raises(BadFrame, match="the parent process: its shared memory"):
+            front_ends.attach(PARENT, Attach(2**22 + 1, 3, 4096, 999))
+    finally:
+        front_ends.close()
+        context.destroy(linger=0)

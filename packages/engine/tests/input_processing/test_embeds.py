@@ -148,6 +148,7 @@ BAD_TENSORS: dict[str, Any] = {
     "sparse": lambda: rows().to_sparse(),
     "sparse rows": lambda: rows().to_sparse_csr(),
     "crafted sparse": crafted_sparse,
+    "too large": lambda: torch.full((4, HIDDEN), 3e38),
     "quantized": lambda: torch.quantize_per_tensor(rows(), 0.1, 0, torch.qint8),
 }
 
@@ -185,6 +186,16 @@ def test_bad_tensors_are_refused_however_they_come(decoder: EmbedsDecoder, kind:
         with pytest.raises(RequestError, match="prompt_embeds: "):
             decoder.decode(torch_file(tensor))
     assert decoder.decode(torch_file(rows())).num_tokens == 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_quantized_and_too_large_tensors_are_told_so(decoder: EmbedsDecoder) -> None:
+    for kind, message in (
+        ("quantized", r"a quantized tensor \(torch.qint8\)"),
+        ("too large", "so large that a norm"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            decoder.decode(torch_file(BAD_TENSORS[kind]()))
 
 
 @pytest.mark.req("SEC-10")

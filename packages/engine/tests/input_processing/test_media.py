@@ -114,6 +114,54 @@ def test_placeholders_are_expanded_and_items_know_their_places() -> None:
     assert (again.prompt_token_ids, again.media) == (made.prompt_token_ids, made.media)
 
 
+def test_samples_that_overflow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_processor = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(PairsOfSamples, "_processed", _squared)
+        with pytest.raises(
+            RequestError, match=r"multi_modal_data.audio\[1\]: .* not finite"
+        ) as caught:
+            core(input_processor, heard("~~", ONE, OTHER * 3e38))
+        chat = ChatPrompt([{"role": "user", "content": [audio_part(b"\1\2")]}])
+        patch.setattr(PairsOfSamples, "_processed", lambda self, item: _squared(self, item, 1e30))
+        with pytest.raises(
+            RequestError, match=r"^messages\[0\].content\[0\].input_audio.data: its"
+        ):
+            core(input_processor, chat)
+    assert caught.value.param == "multi_modal_data.audio"
+    assert len(core(input_processor, heard("~", OTHER * 2)).media) == 1
+
+
+def _squared(self: Any, item: MediaItem, factor: float = 1.0) -> ProcessedMedia:
+    with np.errstate(over="ignore"):
+        data = (item.data * np.float32(factor)) ** 2
+    samples = PackedArray("float32", data.shape, data.tobytes())
+    return ProcessedMedia({"samples": samples}, len(data) // 2)
+
+
+@pytest.mark.parametrize("prompt", ["0:~ and 0:~", {"prompt": "0:~ and 0:~"}])
+def test_placeholders_of_a_text_alone_are_refused(prompt: Any) -> None:
+    with pytest.raises(
+        RequestError, match=r"has 2 placeholders \('0:~'\), and no audio comes with"
+    ) as caught:
+        core(make(), prompt)
+    assert caught.value.param == "prompt"
+    assert make().tokenize(prompt).token_ids == [ord(c) for c in "0:~ and 0:~"]
+    assert core(make(audio=0), prompt).media == []
+
+
+def test_placeholders_typed_in_a_chat_are_text_unless_control_tokens_are_allowed() -> None:
+    chat = ChatPrompt([{"role": "user", "content": "0:~?"}])
+    assert make().prepare(chat, SamplingParams(), "r").core_requests[0].media == []
+    reader = MediaReader(PairsOfSamples(), content_hash)
+    allowing = InputProcessor(
+        CharTokenizer(), served_model(), media=reader, allow_control_tokens=True
+    )
+    with pytest.raises(RequestError, match="messages: has 1 placeholder ") as caught:
+        core(allowing, chat)
+    assert caught.value.param == "messages"
+
+
 def test_content_is_named_with_everything_that_changes_it() -> None:
     def name(clip: Any, **more: Any) -> str:
         return core(make(), heard("~", clip, **more)).media[0].content_hash
@@ -238,6 +286,18 @@ def test_parts_of_chats_become_items_where_they_stand(kind: str) -> None:
     assert with_rate.media[0].content_hash == first.content_hash
 
 
+def test_media_may_stand_in_front_of_a_messages_text() -> None:
+    reader = MediaReader(
+        PairsOfSamples(), content_hash, files=FileReading(audio=decode), interleaves=False
+    )
+    input_processor = InputProcessor(CharTokenizer(), served_model(), media=reader)
+    parts = [{"type": "text", "text": "hear"}, audio_part(b"\1\2\3\4"), audio_part(b"\5\6")]
+    chat = ChatPrompt([{"role": "user", "content": parts}], content_format="string")
+    made = input_processor.prepare(chat, SamplingParams(), "r")
+    assert made.prompt == "user: 0:~\n1:~\nhear\n"
+    assert [item.num_tokens for item in made.core_requests[0].media] == [2, 1]
+
+
 def test_templates_that_go_through_parts_see_the_modality() -> None:
     template = (
         "{% for m in messages %}{% for p in m.content %}"
@@ -257,7 +317,8 @@ def test_templates_that_go_through_parts_see_the_modality() -> None:
     ("part", "message"),
     [
         ({"type": "input_audio", "input_audio": {"data": "?"}}, r"input_audio.data: must be base64"),
-        ({"type": "input_audio", "input_audio": "AAAA"}, r"content\[0\].input_audio.data: must be text"),
+        ({"type": "input_audio", "input_audio": "AAAA"},
+         r"content\[0\].input_audio.data: must be text; input_audio is an object with data$"),
         ({"type": "audio_url", "audio_url": {"url": "http://x/a.wav"}}, "data: URL"),
         ({"type": "audio_url", "audio_url": {"url": "data:audio/wav,abc"}}, "data: URL"),
         ({"type": "image_url", "image_url": {"url": "data:"}},

@@ -47,7 +47,7 @@ def test_it_waits_for_a_step_that_has_room(make_world: Any) -> None:
 def test_what_fits_into_no_step_is_refused(make_world: Any) -> None:
     world = make_world(budget=8)
     with pytest.raises(
-        RequestError, match=r"tokens 2 to 10 must be computed in one step.*at most 8"
+        RequestError, match=r"tokens 2 to 10 of the prompt must be computed in one step.*at most 8"
     ):
         world.add("a", 20, items=[(2, 9)], whole_spans=[(2, 11)])
     world.add("b", 20, items=[(2, 9)])

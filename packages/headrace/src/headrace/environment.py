@@ -53,6 +53,8 @@ VARIABLES: Mapping[str, str] = {
     **{name: f"seconds to fetch a file of {what}" for what, name in FETCH_TIMEOUTS.items()},
     REDIRECTS: "0: URLs of media may not redirect",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
+    "HEADRACE_OBJECT_STORAGE_SHM_BUFFER_NAME": "name of the memory of --mm-processor-cache-type shm in "
+    "/proc/PID/maps; unset: headrace-objects",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",
     "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",
     "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not supported",

@@ -26,11 +26,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "sleep mode": ("enable_sleep_mode",),
-    "pruning of videos": (
-        "mm_processor_cache_type", "mm_encoder_tp_mode", "mm_encoder_attn_backend",
-        "video_pruning_rate", "skip_mm_profiling", "interleave_mm_strings",
-        "language_model_only",
-    ),
+    "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
     "compilation by torch": ("compilation_config",),
 }  # fmt: skip

@@ -55,6 +55,14 @@ def test_throughput_totals_are_those_of_the_dataset(tmp_path):
     assert totals == [(60, 15), (60, 15)]
 
 
+def test_lengths_that_are_not_stated_fit_into_a_short_context(tmp_path):
+    file = tmp_path / "t.json"
+    throughput.main(["--num-prompts", "2", "--output-len", "3", *SMALL, "--max-model-len", "64",
+                     "--output-json", str(file)])  # fmt: skip
+    report = json.loads(file.read_text())
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (2 * 61, 2 * 3)
+
+
 def test_throughput_of_chats_counts_the_template(tmp_path):
     file = tmp_path / "t.json"
     lines = tmp_path / "lines.jsonl"

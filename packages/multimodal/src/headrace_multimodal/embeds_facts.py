@@ -18,9 +18,9 @@ def check_facts(facts: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raises: RequestError: something else came with vectors."""
     for name in facts:
         if name not in known:
-            accepted = f"facts are {', '.join(known)}" if known else "this model needs none"
+            accepted = f"may be {', '.join(known)}" if known else "is nothing else for this model"
             raise RequestError(
-                f"multi_modal_data: {name}: no such fact of vectors; {accepted}",
+                f"multi_modal_data: {name}: unknown; beside the vectors there {accepted}",
                 param="multi_modal_data",
             )
 

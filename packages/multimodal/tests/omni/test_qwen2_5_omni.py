@@ -164,3 +164,4 @@ def test_a_tower_that_is_left_out_takes_nothing(folder, part, left):
 def test_memory_is_measured_with_a_long_recording(processor):
     assert processor.largest("audio", {}).num_tokens == 25 * SECONDS
     assert processor.largest("audio", {"num_tokens": 30}).num_tokens == 30
+    assert processor.largest("audio", {"length": 32_000}).num_tokens == 50

@@ -174,7 +174,7 @@ async def test_documents_that_are_objects(connect: Any) -> None:
     )  # fmt: skip
     assert engine.pooled[-1].prompt[1] == "a\nb"
     assert fields["results"][0]["document"] == {"title": "a", "body": "b", "text": "a\nb"}
-    parts = {"content": [{"type": "text", "text": text} for text in ("x", "ab")]}
+    parts = {"content": ["x", {"type": "text", "text": "ab"}]}
     answer = await post(client, "/rerank", query={"content": parts["content"][1:]}, documents=parts)
     assert [result["document"] for result in answer["results"]] == [{"text": "ab"}, {"text": "x"}]
     hidden = await post(client, "/rerank", query="a", documents=["a"], return_documents=False)
@@ -238,11 +238,13 @@ async def test_texts_as_objects(connect: Any, path: str) -> None:
          """documents: must be a list of texts and of {"text": "..."}, or one"""),
         ("/rerank", {"query": "a", "documents": [3]}, "documents[0]: must be a text, {"),
         ("/rerank", {"query": "a", "documents": [{"image": "b"}]},
-         "documents[0]: must be a text, or an object with 'text'"),
+         "documents[0]: must be a text, or an object with 'text'; media come as"),
         ("/score", {"text_1": {"image": "a"}, "text_2": "b"},
          """text_1: must be a text, {"text": "..."}, a list of those, or {"content": [parts]}"""),
         ("/score", {"text_1": "a", "text_2": [{"image": "a"}]},
          """text_2[0]: must be a text or {"text": "..."}"""),
+        ("/score", {"text_1": "a", "text_2": ["b", {"content": [{"type": "text", "text": "c"}]}]},
+         """text_2[1]: must be a text or {"text": "..."}; media come as {"content": [parts]} in place"""),
     ],
 )  # fmt: skip
 async def test_other_objects_are_told_the_forms(
@@ -302,7 +304,7 @@ async def test_apis_that_the_model_does_not_have(
     assert said.status_code == 400
     message = said.text
     assert f"does not support {api}" in message
-    assert "a.b:C" in message
+    assert "API: C has the tasks" in message, "clients are told of no module"
     assert ", ".join(sorted(tasks)) in message
     assert ("no head" in message) == (path in ("/classify", "/pooling"))
     assert path not in (await client.get("/openapi.json")).json()["paths"]

@@ -433,7 +433,7 @@ async def test_models_that_do_not_transcribe_say_why(connect: Any) -> None:
         answer = await post(connect(fake), url)
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]
-        assert "ears:Ears" in message
+        assert "API: Ears has" in message
         assert why["transcription"][0] in message
 
 

@@ -31,6 +31,7 @@ from headrace_engine.clients.wire import (
     PARENT,
     Abort,
     Add,
+    Attach,
     CallReply,
     CallWorkers,
     Command,
@@ -148,7 +149,9 @@ class Commands:
         """Do as a front end says; False: leave."""
         loop, front_ends = self._loop, self._front_ends
         if isinstance(command, Add):
-            loop.add(front_ends.entering(name, command.requests))
+            loop.add(front_ends.entering(name, command))
+        elif isinstance(command, Attach):
+            front_ends.attach(name, command)
         elif isinstance(command, Abort):
             loop.abort(front_ends.core_ids(name, command.request_ids))
         elif isinstance(command, Suspend):

@@ -21,6 +21,8 @@ from headrace_core.request import CoreRequest
 from headrace_engine.clients.wire import (
     HIGH_WATER_MARK,
     PARENT,
+    Add,
+    Attach,
     BadFrame,
     Command,
     Died,
@@ -32,6 +34,8 @@ from headrace_engine.clients.wire import (
     reports_address,
 )
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.shared_objects.items import ReceivedItems
+from headrace_engine.shared_objects.ring_buffer import RingHandle
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,7 @@ class FrontEnds:
         """Further front ends -> the ids in the core of what they asked for."""
         self._lock = threading.Lock()
         self._stuck: set[str] = set()
+        self._items: dict[str, ReceivedItems] = {}
         self._poller = zmq.Poller()
         self._open(PARENT)
 
@@ -85,6 +90,9 @@ class FrontEnds:
         with self._lock:
             left = self._running.pop(name, set())
             self._stuck.discard(name)
+        items = self._items.pop(name, None)
+        if items is not None:
+            items.close()
         inbox = self._inboxes.pop(name, None)
         if inbox is not None:
             self._poller.unregister(inbox)
@@ -113,8 +121,31 @@ class FrontEnds:
                 logger.exception("front end %s is given up", name)
                 self._stuck.add(name)
 
-    def entering(self, name: str, requests: Sequence[CoreRequest]) -> list[CoreRequest]:
-        """A front end's requests under their ids in the core."""
+    def attach(self, name: str, told: Attach) -> None:
+        """Have a front end's shared memory. One that has gone is given up.
+
+        Raises:
+            BadFrame: the parent's cannot be opened.
+        """
+        handle = RingHandle(told.pid, told.descriptor, told.size)
+        try:
+            self._items[name] = ReceivedItems(handle, told.max_object_size)
+        except (OSError, ValueError) as error:
+            self._give_up(name, f"its shared memory cannot be opened: {error}", error)
+
+    def entering(self, name: str, added: Add) -> list[CoreRequest]:
+        """A front end's requests under their ids in the core, with their media.
+
+        Raises:
+            BadFrame: media of the parent's are not where it says.
+        """
+        requests: Sequence[CoreRequest] = added.requests
+        if added.items:
+            try:
+                requests = self._items[name].restored(requests, added.items)
+            except (LookupError, ValueError) as error:
+                self._give_up(name, f"media are not in its shared memory: {error}", error)
+                return []
         if name == PARENT:
             return list(requests)
         renamed = [
@@ -125,6 +156,17 @@ class FrontEnds:
             if name in self._running:
                 self._running[name].update(request.request_id for request in renamed)
         return renamed
+
+    def _give_up(self, name: str, why: str, cause: Exception) -> None:
+        """Serve a further front end no more.
+
+        Raises:
+            BadFrame: it is the parent.
+        """
+        if name == PARENT:
+            raise BadFrame(f"the parent process: {why}") from cause
+        logger.error("front end %s is given up: %s", name, why)
+        self._stuck.add(name)
 
     def core_ids(self, name: str, request_ids: Sequence[str]) -> list[str]:
         """Ids in the core."""
@@ -148,6 +190,8 @@ class FrontEnds:
             inbox.close(linger=0)
         for socket in self._all:
             socket.close()
+        for items in self._items.values():
+            items.close()
 
     # OutputSink: the loop's thread.
 

@@ -29,6 +29,7 @@ from headrace_engine.clients.wire import (
     PARENT,
     Abort,
     Add,
+    Attach,
     CallReply,
     CallWorkers,
     Command,
@@ -50,6 +51,7 @@ from headrace_engine.clients.wire import (
     commands_address,
     reports_address,
 )
+from headrace_engine.shared_objects.items import SharedItems
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,11 @@ class CoreLink(CoreClient):
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
         self._reader: threading.Thread | None = None
+        self._items: SharedItems | None = None
+
+    def share_items(self, items: SharedItems) -> None:
+        """Send media of requests through shared memory; before :meth:`start`."""
+        self._items = items
 
     @abstractmethod
     def _ended(self) -> str | None:
@@ -87,7 +94,10 @@ class CoreLink(CoreClient):
         """The connection is broken: nobody listens to the core here any more."""
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
-        self._send(Add(list(requests)))
+        if self._items is None or not any(request.media for request in requests):
+            self._send(Add(list(requests)))
+            return
+        self._send(Add(*self._items.moved(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._failure is None and not self._stopping:
@@ -179,6 +189,8 @@ class CoreLink(CoreClient):
         self.max_model_len = ready.max_model_len
         self.step_seconds = ready.step_seconds
         self._heartbeat = (0.0, time.monotonic())
+        if self._items is not None:
+            self._send(Attach(*self._items.handle(), self._items.max_object_size))
         self._reader = threading.Thread(
             target=self._read, args=(reports, sink), name="headrace-engine-reader", daemon=True
         )
@@ -195,6 +207,8 @@ class CoreLink(CoreClient):
         context, self._context = self._context, None
         if context is not None:
             context.destroy(linger=0)
+        if self._items is not None:
+            self._items.close()
 
     def _call(self, command: Callable[[int], Command]) -> Future[Any]:
         call_id, future = next(self._call_ids), Future[Any]()

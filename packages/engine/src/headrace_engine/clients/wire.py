@@ -17,6 +17,7 @@ from headrace_core.errors import EngineDead, EngineError, HeadraceError
 from headrace_core.request import CoreRequest
 from headrace_engine.config import EngineConfig
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.shared_objects.items import SharedItem
 from headrace_engine.startup import StartupTimeline
 
 PARENT = "parent"
@@ -56,6 +57,17 @@ class Hello(msgspec.Struct, frozen=True):
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
     requests: list[CoreRequest]
+    items: list[SharedItem] = []
+    """Media of theirs whose inputs are in shared memory."""
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """The front end's shared memory, before the first :attr:`Add.items`."""
+
+    pid: int
+    descriptor: int
+    size: int
+    max_object_size: int
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -107,7 +119,17 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 Command = (
-    Add | Abort | Suspend | Resume | GetStats | ResetPrefixCache | CallWorkers | Join | Leave | Stop
+    Add
+    | Attach
+    | Abort
+    | Suspend
+    | Resume
+    | GetStats
+    | ResetPrefixCache
+    | CallWorkers
+    | Join
+    | Leave
+    | Stop
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace_core.arrays import PackedArray
 from headrace_core.multimodal import ECConnector, MediaInput
 from headrace_engine.execution.media import as_tensor
+from headrace_engine.given_vectors import INDEX_WIDTH, RETAINED
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +102,11 @@ class EncoderTransfer:
         return sha256(f"{self._model}:{item.modality}:{item.content_hash}".encode()).hexdigest()
 
     def _fits(self, array: PackedArray, item: MediaInput) -> bool:
-        shape = array.shape
+        shape, behind = array.shape, INDEX_WIDTH if RETAINED in item.inputs else 0
         return (
             array.dtype == self._dtype
             and len(shape) == 2
             and shape[0] == item.num_vectors
-            and shape[1] > 0
-            and shape[1] % self._hidden_size == 0
+            and shape[1] > behind
+            and (shape[1] - behind) % self._hidden_size == 0
         )

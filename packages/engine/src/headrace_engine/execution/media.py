@@ -139,8 +139,4 @@ class PendingMedia:
                 del self.to_embed[row]
         if due:
             for (row, item), vectors in zip(due, run([item for _, item in due]), strict=True):
-                sizes = [number for _, number in item.vector_runs]
-                for (first, _), part in zip(
-                    item.vector_runs, torch.split(vectors, sizes), strict=True
-                ):
-                    into.add_span(row, item.offset + first, part)
+                into.add_item(row, item, vectors)

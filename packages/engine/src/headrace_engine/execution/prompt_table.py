@@ -5,7 +5,7 @@ placeholders), segments, and the number of tokens that are attended to.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace_core.model import InputEmbeds, SupportsMRoPE
+from headrace_core.multimodal import MediaInput
 from headrace_core.request import PromptEmbeds
 from headrace_core.step import NewRequest
 from headrace_engine.execution.requests import Ints
@@ -24,6 +25,21 @@ def as_tensor(embeds: PromptEmbeds, device: torch.device) -> Tensor:
     # A copy, as bytes are read-only; its size and dtype were checked when the object was made.
     flat = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
     return flat.view(embeds.num_tokens, embeds.hidden_size).to(device)
+
+
+@runtime_checkable
+class PrunesMedia(SupportsMRoPE, Protocol):
+    """A model whose towers say which of an item's tokens are kept, so that their places are known as late."""
+
+    def retained_places(self, item: MediaInput, vectors: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Kept vectors [n, W] of an item, and their places [3, n] in time, height and width, from 0 for its
+        first token; None: all are kept.
+
+        Args:
+            vectors: as ``embed_media`` gave them: of an item with the input
+                :data:`~headrace_engine.given_vectors.RETAINED`, [n, W + ``INDEX_WIDTH``].
+        """
+        ...
 
 
 class _VectorSpan(NamedTuple):
@@ -114,6 +130,19 @@ class PromptTable:
     def add_span(self, row: int, start: int, vectors: Tensor) -> None:
         """Keep the vectors [n, H] of a request's tokens from ``start`` on."""
         self.spans.setdefault(row, []).append(_VectorSpan(start, vectors))
+
+    def add_item(self, row: int, item: MediaInput, vectors: Tensor) -> None:
+        """Keep the vectors of an item of a request, and the places of those that are kept of more."""
+        kept = None
+        if isinstance(self._mrope, PrunesMedia):
+            kept = self._mrope.retained_places(item, vectors)
+        if kept is not None:
+            vectors, places = kept
+            axes = self.axes[row].positions[:, item.offset : item.offset + item.num_tokens]
+            axes[:] = axes[:, :1] + places.numpy()  # the first token is always kept
+        sizes = [number for _, number in item.vector_runs]
+        for (first, _), part in zip(item.vector_runs, torch.split(vectors, sizes), strict=True):
+            self.add_span(row, item.offset + first, part)
 
     def input_embeds(self, rows: Ints, computed: Ints, cu_seqlens: Ints) -> InputEmbeds | None:
         """Vectors in place of a step's tokens; None: all tokens are given by their ids.

@@ -92,7 +92,7 @@ class EmbedsDecoder:
         else:
             raise _refused(
                 where,
-                f"a {type(value).__name__}; must be a torch tensor [num_tokens, "
+                f"{type(value).__name__} {value!r:.40}; must be a torch tensor [num_tokens, "
                 f"{self._hidden_size}], or the bytes of a file of torch.save or safetensors",
             )
         if rows.error:

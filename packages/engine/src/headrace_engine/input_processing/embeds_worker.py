@@ -47,13 +47,20 @@ def checked_rows(value: object, hidden_size: int, dtype: str) -> EmbedsRows:
     rows = value.detach().reshape(-1, hidden_size).to("cpu", getattr(torch, dtype))
     if not bool(torch.isfinite(rows).all()):
         return EmbedsRows(error=f"a number is not finite in {dtype}, in which the model computes")
+    if not bool(torch.isfinite(rows.float().square().sum(-1)).all()):
+        # A layer's norm adds up squares in float32: the model would make NaN of them.
+        return EmbedsRows(
+            error="numbers are so large that a norm of theirs is not finite in float32"
+        )
     data = rows.contiguous().view(torch.uint8).numpy().tobytes()
     return EmbedsRows(num_tokens=rows.shape[0], data=data)
 
 
 def _unfit(tensor: torch.Tensor, hidden_size: int) -> str:
     """The fault in a tensor's form; looks at no number of it."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}); must be one of {list(EMBEDS_DTYPES)}"
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout}; must be dense"
     if tensor.device.type == "meta":
         return "a tensor without content"

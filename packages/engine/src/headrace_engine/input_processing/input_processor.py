@@ -173,6 +173,7 @@ class InputProcessor:
         params.validate()
         check_priority(priority, self.model)
         self._checks.check(params)
+        self._prompts.check_text_alone(prompt)
         fit = Fit(cut=params.truncate_prompt_tokens is not None)
         tokens = self._shortened(self._prompts.read(prompt, add_special_tokens, fit), params)
         ids = tokens.ids

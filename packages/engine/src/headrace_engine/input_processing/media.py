@@ -49,6 +49,7 @@ from headrace_engine.input_processing.media_items import (
 from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
 from headrace_engine.input_processing.media_names import check_name, content_name, names_of
 from headrace_engine.input_processing.processed_items import NotKept, ProcessedItems
+from headrace_engine.whole_spans import check_spans, uncut_spans
 
 TEXT_PARTS = {
     "text": "text",
@@ -72,6 +73,12 @@ AT_ONCE = 8
 """Items that are held as they were decoded, of all requests."""
 PLACE_SECONDS = 120.0
 """Seconds that a decoded item waits until it may be processed."""
+
+
+_EMBEDS_FORM = (
+    "base64 of a file of torch.save or safetensors that holds one tensor (in LLM.chat also a tensor), or an "
+    "object of such files by name"
+)
 
 
 class _Place:
@@ -141,6 +148,8 @@ class MediaReader:
         max_step: tokens of a step, which must hold all that is computed together.
         whole_items: each item is.
         embeds: reads items that come as vectors; None: none may.
+        interleaves: media of a message that a template takes as one text stand where the message brings
+            them; False: in front of its text.
     """
 
     def __init__(
@@ -158,8 +167,9 @@ class MediaReader:
         max_step: int = sys.maxsize,
         whole_items: bool = False,
         embeds: MediaEmbeds | None = None,
+        interleaves: bool = True,
     ) -> None:
-        self._embeds = embeds
+        self._embeds, self.interleaves = embeds, interleaves
         self._max_step, self._whole_items = max_step, whole_items
         self._max_tokens = max_tokens
         self._places = threading.Semaphore(AT_ONCE)
@@ -238,7 +248,8 @@ class MediaReader:
             for item, one, offset in zip(items, processed, placed.offsets, strict=True)
         ]
         media.sort(key=lambda item: item.offset)
-        self._check_spans(placed.whole_spans, media)
+        uncut = uncut_spans(placed.whole_spans, media, whole_items=self._whole_items)
+        check_spans(uncut, self._max_step)
         states = sum(item.num_tokens for item in media) if self.is_encoder_decoder else 0
         return PlacedMedia(placed.token_ids, media, states, list(placed.whole_spans))
 
@@ -261,18 +272,27 @@ class MediaReader:
         blank = MediaItem("image", np.zeros((224, 224, 3), np.uint8), "", {})
         self._bare.process([blank], chosen)
 
-    def _check_spans(self, spans: Sequence[tuple[int, int]], media: Sequence[MediaInput]) -> None:
-        """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""
-        whole = list(spans)
-        if self._whole_items:
-            whole += [(item.offset, item.offset + item.num_tokens) for item in media]
-        for first, end in whole:
-            if end - first > self._max_step:
+    def check_text_alone(self, prompt: object, param: str = "prompt") -> None:
+        """Check a prompt that brings no media: whoever types a placeholder means an item.
+
+        Args:
+            prompt: a text, or a mapping with one; token ids are taken as they are.
+            param: where the text comes from.
+
+        Raises: RequestError: its text has placeholders.
+        """
+        text: Any = prompt
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            text = prompt.get("prompt")
+        for modality in self.modalities if isinstance(text, str) else ():
+            placeholder = self.placeholder(cast("Modality", modality), 0)
+            number = text.count(placeholder) if placeholder else 0
+            if number:
                 raise RequestError(
-                    f"{FIELD}: tokens {first} to {end - 1} of the prompt must be computed in one step, which "
-                    f"holds at most {self._max_step} tokens (--max-num-batched-tokens)",
-                    param=FIELD,
-                    value=end - first,
+                    f"{param}: has {number} placeholder{'s' * (number > 1)} ({placeholder!r}), and no "
+                    f"{modality} comes with it; bring one for each as {FIELD}.{modality}, or as a part of a "
+                    "chat's messages",
+                    param=param,
                 )
 
     def placeholder(self, modality: Modality, index: int) -> str:
@@ -399,7 +419,8 @@ class MediaReader:
                 return item, self._processor.process([item], options)[0]
         if given is None and not known:
             raise RequestError(
-                f"{FIELD}.{where} = null: must be an item, as it has no name in {NAMES_FIELD}",
+                f"{FIELD}.{where} = null: must be an item, as it has no name ({NAMES_FIELD}; uuid beside a "
+                "part)",
                 param=f"{FIELD}.{modality}",
             )
         if given is None:
@@ -420,6 +441,8 @@ class MediaReader:
             if known:
                 item = replace(item, content_hash=known)
             [made] = self._processor.process([item], options)
+        if modality == "audio":
+            check_numbers(made, f"{FIELD}.{brought.where}")
         return replace(item, data=None), made
 
     def _vectors(
@@ -453,6 +476,25 @@ class MediaReader:
                 f"(--limit-mm-per-prompt '{{\"{modality}\": {most}}}')",
                 param=where,
                 value=count,
+            )
+
+
+def check_numbers(made: ProcessedMedia, where: str) -> None:
+    """Check what a processor made of samples, which may be any finite numbers.
+
+    Raises: RequestError: a number is not finite, and the model's answer would not be.
+    """
+    import numpy as np
+
+    for array in made.inputs.values():
+        if (
+            array.dtype == "float32"
+            and not np.isfinite(np.frombuffer(array.data, np.float32)).all()
+        ):
+            raise RequestError(
+                f"{where}: its samples are so large that its spectrogram is not finite; must be numbers "
+                "from -1 to 1",
+                param=f"{FIELD}.audio",
             )
 
 
@@ -495,6 +537,11 @@ class ChatMedia:
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    @property
+    def interleaves(self) -> bool:
+        """See :class:`MediaReader`."""
+        return self._reader is None or self._reader.interleaves
 
     def take(self, part: Mapping[str, Any], path: str) -> tuple[Modality, str] | None:
         """Keep a part's content.
@@ -600,8 +647,13 @@ def _embeds_of(part: _Part) -> GivenEmbeds:
     Raises: RequestError: a text is no base64, or an object has no vectors.
     """
     given = part.content
+    if given is None or isinstance(given, int | float | list | tuple):
+        raise _refused(part.where, given, _EMBEDS_FORM)
     if not isinstance(given, Mapping):
         return GivenEmbeds(_file_of(given, part.where))
+    vectors = given.get(part.kind)
+    if isinstance(vectors, int | float | list | tuple):
+        raise _refused(f"{part.where}.{part.kind}", vectors, _EMBEDS_FORM)
     read = {name: _file_of(value, f"{part.where}.{name}") for name, value in given.items()}
     if read.get(part.kind) is None:
         raise RequestError(
@@ -636,7 +688,9 @@ def _text_in(part: Mapping[str, Any], kind: str, where: str) -> tuple[str, str]:
         where = f"{where}.{_KEYS[kind]}"
     found = given.get(_KEYS[kind])
     if not isinstance(found, str):
-        raise RequestError(f"{where}: must be text", param=where)
+        whole = content is not None and not isinstance(content, Mapping)
+        form = f"; {kind} is an object with {_KEYS[kind]}" if whole else ""
+        raise RequestError(f"{where}: must be text{form}", param=where)
     return found, where
 
 

@@ -243,6 +243,7 @@ class PoolingInputProcessor:
             raise UnsupportedFeature(
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
             )
+        self._prompts.check_text_alone(prompt)
         return self._prompts.read(prompt, add_special_tokens, fit)
 
     def _templated(

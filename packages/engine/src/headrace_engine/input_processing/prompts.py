@@ -179,6 +179,8 @@ class PromptReader:
             )
             if not media:
                 self._check_options(prompt.mm_processor_kwargs)
+                if self._media is not None and self._chat_renderer().allows_control_tokens:
+                    self._media.check_text_alone(rendered.plain, "messages")
                 return tokens
             with named_at("messages"):
                 return self._placed(
@@ -190,6 +192,15 @@ class PromptReader:
             ids = self._encode(prompt, add_special_tokens is not False, fit)
             return PromptTokens(ids, prompt, None)
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
+
+    def check_text_alone(self, prompt: Prompt) -> None:
+        """Check the text of a prompt that brings no media; a chat's is looked at when it is rendered.
+
+        Raises: RequestError: it has placeholders.
+        """
+        if self._media is None or (isinstance(prompt, Mapping) and brings_media(prompt)):
+            return
+        self._media.check_text_alone(prompt)
 
     def read_rendered(
         self, prompt: RenderedPrompt, add_special_tokens: bool | None, fit: Fit
@@ -322,8 +333,7 @@ class PromptReader:
             and not given.get("prompt")
         ):
             given = {**given, "prompt_token_ids": [start]}
-        text: Any = given
-        tokens = self.read(text, add_special_tokens)
+        tokens = self._mapping_tokens(given, add_special_tokens, AS_IT_IS)
         return self._placed(tokens, data, options, names)
 
     def _placed(

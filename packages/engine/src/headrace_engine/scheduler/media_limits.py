@@ -7,14 +7,12 @@ step makes is bounded, so that nobody's next token waits for several images.
 
 from __future__ import annotations
 
-from headrace_core.errors import RequestError
 from headrace_core.request import CoreRequest
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.scheduler.batch_plan import BatchPlan
 from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.request import SchedulerRequest
-
-Span = tuple[int, int]
+from headrace_engine.whole_spans import Span, check_spans, uncut_spans
 
 
 class MediaLimits:
@@ -31,14 +29,7 @@ class MediaLimits:
 
     def check(self, request: CoreRequest) -> None:
         """Raises: RequestError if a part of the prompt that must not be cut fits into no step."""
-        for first, end in self._spans(request):
-            if end - first > self._max_tokens:
-                raise RequestError(
-                    f"prompt: its tokens {first} to {end - 1} must be computed in one step, which holds "
-                    f"at most {self._max_tokens} tokens (--max-num-batched-tokens)",
-                    param="prompt",
-                    value=end - first,
-                )
+        check_spans(self._spans(request), self._max_tokens)
 
     def cut(self, state: SchedulerRequest, start: int, num_tokens: int, plan: BatchPlan) -> int:
         """Number of a request's tokens from ``start`` on that a step takes.
@@ -96,7 +87,4 @@ class MediaLimits:
         return end
 
     def _spans(self, request: CoreRequest) -> list[Span]:
-        spans = list(request.whole_spans)
-        if self._whole_items:
-            spans += [(item.offset, item.offset + item.num_tokens) for item in request.media]
-        return spans
+        return uncut_spans(request.whole_spans, request.media, whole_items=self._whole_items)

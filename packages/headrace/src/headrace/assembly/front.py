@@ -31,7 +31,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker
 from headrace_core.pooling.io_processor import IOProcessor
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import EngineConfig, MultiModalConfig
 
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
@@ -171,7 +171,39 @@ def front_end(
     check_backend(config.structured_outputs)
     if client is None:
         client = core_client(config, resolved, timeline, input_processor.vocabulary)
+    if media is not None and config.multimodal.mm_processor_cache_type == "shm":
+        share_items(client, config.multimodal)
     return FrontEnd(client, input_processor, resolved.config, resolved.info, speech, processor)
+
+
+def share_items(client: CoreClient, config: MultiModalConfig) -> None:
+    """Have a client send processed media through shared memory.
+
+    Raises:
+        ConfigError: the core is in this process, or there is no such memory.
+    """
+    from headrace_engine.clients.link import CoreLink
+    from headrace_engine.shared_objects.items import SharedItems
+
+    field = "multimodal.mm_processor_cache_type"
+    if not isinstance(client, CoreLink):
+        raise ConfigError(
+            f"{field} = 'shm': must be 'lru' for an engine in the process that takes requests; shm is for "
+            "engine_process and api_server_count",
+            field=field,
+        )
+    largest = config.mm_shm_cache_max_object_size_mb << 20
+    num_bytes = int(config.mm_processor_cache_gb * (1 << 30))
+    if num_bytes < largest:
+        raise ConfigError(
+            f"multimodal.mm_processor_cache_gb = {config.mm_processor_cache_gb}: must be at least "
+            f"mm_shm_cache_max_object_size_mb = {config.mm_shm_cache_max_object_size_mb} for shm",
+            field="multimodal.mm_processor_cache_gb",
+        )
+    try:
+        client.share_items(SharedItems(num_bytes, largest))
+    except OSError as error:
+        raise ConfigError(f"{field} = 'shm': {error}; must be 'lru' here", field=field) from error
 
 
 def core_client(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.assembly.speech import ServedSpeech
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor, Modality
+    from headrace_engine.config import MultiModalConfig
     from headrace_engine.execution.largest import LargestItem
     from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.input_processing.media_embeds import MediaEmbeds
@@ -50,6 +51,7 @@ def media_reader(
     config, info = resolved.config, resolved.info
     processor = media_processor(info)
     _check_embeds(resolved, processor)
+    options = _options(config.multimodal, processor)
     if processor is None:
         return None
     try:
@@ -60,12 +62,11 @@ def media_reader(
     start = info.generation_config.get(
         "decoder_start_token_id", info.config.get("decoder_start_token_id")
     )
-    _check_options(processor, config.multimodal.mm_processor_kwargs)
     return MediaReader(
         processor,
         content_hash,
         limits=config.model.limit_mm_per_prompt,
-        options=config.multimodal.mm_processor_kwargs,
+        options=options,
         max_kept_bytes=int(config.multimodal.mm_processor_cache_gb * (1 << 30)),
         is_encoder_decoder=info.is_encoder_decoder,
         decoder_start_token_id=start if isinstance(start, int) else None,
@@ -74,6 +75,7 @@ def media_reader(
         whole_items=config.scheduler.disable_chunked_mm_input,
         files=file_reading(config, speech, tuple(processor.modalities())),
         embeds=_media_embeds(resolved, processor, content_hash),
+        interleaves=config.multimodal.interleave_mm_strings,
     )
 
 
@@ -102,9 +104,35 @@ def _media_embeds(
     return MediaEmbeds(processor, size, info.dtype, info.max_model_len, content_hash)
 
 
-def _check_options(processor: MediaProcessor, options: Mapping[str, Any]) -> None:
-    """Raises: ConfigError: the processor does not take the operator's options."""
-    if not options or "image" not in processor.modalities():
+def _options(config: MultiModalConfig, processor: MediaProcessor | None) -> dict[str, Any]:
+    """Options of the processor that hold for all requests.
+
+    Raises: ConfigError: it does not take them.
+    """
+    options, rate = dict(config.mm_processor_kwargs), config.video_pruning_rate
+    if processor is not None and options:
+        _check(processor, options, "multimodal.mm_processor_kwargs", "multimodal.")
+    if rate:
+        name = "video_pruning_rate"
+        if processor is None or "video" not in processor.modalities():
+            raise ConfigError(
+                f"multimodal.{name} = {rate}: must be left out: this model takes no videos",
+                field=f"multimodal.{name}",
+            )
+        pruning = {name: rate}
+        _check(processor, pruning, f"multimodal.{name}", f"multimodal.{name} = {rate}: ")
+        options |= pruning
+    return options
+
+
+def _check(
+    processor: MediaProcessor, options: Mapping[str, Any], field: str, beginning: str
+) -> None:
+    """Try options on an empty image.
+
+    Raises: ConfigError: the processor does not take them.
+    """
+    if "image" not in processor.modalities():
         return
     import numpy as np
 
@@ -112,14 +140,15 @@ def _check_options(processor: MediaProcessor, options: Mapping[str, Any]) -> Non
     try:
         processor.process([blank], options)
     except RequestError as error:
-        raise ConfigError(f"multimodal.{error}", field="multimodal.mm_processor_kwargs") from error
+        raise ConfigError(f"{beginning}{error}", field=field) from error
 
 
 def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem]] | None:
     """Makes an item of each modality that prompts may bring, for measuring memory: on a GPU the largest; on
-    a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes."""
+    a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes. None:
+    there is none, or the operator vouches for the memory."""
     limits, info = resolved.config.model.limit_mm_per_prompt, resolved.info
-    if not info.processor:
+    if not info.processor or resolved.config.multimodal.skip_mm_profiling:
         return None
 
     def make() -> list[LargestItem]:

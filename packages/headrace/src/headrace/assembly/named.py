@@ -34,8 +34,9 @@ def check_named(
     for name in (model.quantization, *model.quantization_overrides.values()):
         if name is not None:
             plugins.find("headrace.quantization", name)
-    if config.attention.backend is not None:
-        plugins.find("headrace.attention_backends", config.attention.backend)
+    for name in (config.attention.backend, config.multimodal.mm_encoder_attn_backend):
+        if name is not None:
+            plugins.find("headrace.attention_backends", name)
     _check_ec_transfer(config, platform)
     if not isinstance(platform, BringsWorker):
         _check_kernels(config.device.kernels)

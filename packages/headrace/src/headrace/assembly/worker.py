@@ -19,7 +19,7 @@ from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.transcription import model_class
-from headrace_attention.selection import BackendChooser
+from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
@@ -236,6 +236,42 @@ def backend_chooser(resolved: ResolvedConfig, ops: OpTable) -> BackendChooser:
     return BackendChooser(ops, wanted=config.attention.backend, preferred=platform.attention_order)
 
 
+def tower_chooser(
+    resolved: ResolvedConfig, ops: OpTable, choose: Callable[[AttentionNeed], BackendFacts]
+) -> Callable[[AttentionNeed], BackendFacts]:
+    """Chooses the backends of layers without a cache: of towers, the one that the operator names for them.
+
+    Args:
+        choose: what chooses otherwise.
+
+    Raises:
+        ConfigError: the model has no towers.
+    """
+    wanted, field = (
+        resolved.config.multimodal.mm_encoder_attn_backend, "multimodal.mm_encoder_attn_backend"
+    )  # fmt: skip
+    if wanted is None:
+        return choose
+    if not resolved.info.processor:
+        raise ConfigError(
+            f"{field} = {wanted!r}: must be left out: the model has no towers for media",
+            field=field,
+        )
+    made: dict[AttentionNeed, BackendFacts] = {}
+
+    def of_tower(need: AttentionNeed) -> BackendFacts:
+        if need.attention_type != "encoder":
+            return choose(need)
+        if need not in made:
+            try:
+                made[need] = choose_backend(need, wanted=wanted)(ops)
+            except ConfigError as error:
+                raise ConfigError(f"{field}: {error}", field=field) from error
+        return made[need]
+
+    return of_tower
+
+
 def build_context(
     resolved: ResolvedConfig,
     ops: OpTable,
@@ -253,6 +289,7 @@ def build_context(
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
+    uncached = tower_chooser(resolved, ops, choose)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -269,7 +306,7 @@ def build_context(
         ),
         communicator=SingleProcess(),
         attention=lambda need: _paged(choose(need)),
-        encoder_attention=lambda need: _pausing(_without_cache(choose(need)), need, slices),
+        encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         max_model_len=info.max_model_len,

@@ -111,6 +111,13 @@ LENGTHS: Sequence[tuple[str, float | None, str]] = (
 """Flag, default, help."""
 
 
+def default_length(flag: str) -> int:
+    """The default of one of :data:`LENGTHS`."""
+    return next(
+        int(default) for name, default, _ in LENGTHS if name == flag and default is not None
+    )
+
+
 def load(args: argparse.Namespace, plan: DatasetOptions) -> list[SampleRequest]:
     """The samples that the flags of :func:`add_arguments` ask for.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from headrace_core.output import RequestOutput
 
 EPILOG = """\
-Outputs have full length (end tokens are ignored). Without a file, prompts are random token ids.
+Outputs have full length (end tokens are ignored). Without a file, prompts are random token ids, shorter than
+the default where the model's context is.
 
 Try:
   headrace bench throughput --num-prompts 50 --input-len 64 --output-len 32      # the demo model
@@ -79,6 +82,8 @@ def make_parser() -> Parser:
     parser.add_argument("--output-json", metavar="FILE", help="write the figures here")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     datasets.add_arguments(parser)
+    # None: not stated; _fit_lengths chooses.
+    parser.set_defaults(random_input_len=None, random_output_len=None)
     return EngineArgs.add_cli_args(parser)
 
 
@@ -98,10 +103,30 @@ def _settle(args: Namespace) -> None:
             raise ConfigError(f"{flag} {value}: must be at least {least}", field=name)
     if args.output_len is not None and args.dataset_name == "random":
         args.random_output_len = args.output_len
+    _fit_lengths(args)
     if args.async_engine and args.backend in ("hf", "headrace-chat"):
         raise ConfigError(
             f"--async-engine: not with --backend {args.backend}", field="async_engine"
         )
+
+
+def _fit_lengths(args: Namespace) -> None:
+    """Choose the random lengths that were not stated: the usual ones, or those that a short context holds."""
+    if args.random_output_len is None:
+        args.random_output_len = datasets.default_length("random-output-len")
+    if args.random_input_len is None:
+        longest = math.ceil(args.random_output_len * (1 + args.random_range_ratio))
+        room = math.floor(
+            (_context(args) - args.random_prefix_len - longest) / (1 + args.random_range_ratio)
+        )
+        usual = datasets.default_length("random-input-len")
+        args.random_input_len = max(1, min(usual, room))
+
+
+def _context(args: Namespace) -> int:
+    """Tokens that the model's context holds, as far as is known before it is loaded."""
+    known = [args.max_model_len, _model_config(args).get("max_position_embeddings")]
+    return min((size for size in known if isinstance(size, int) and size > 0), default=sys.maxsize)
 
 
 def _samples(args: Namespace) -> list[SampleRequest]:
@@ -114,7 +139,7 @@ def _samples(args: Namespace) -> list[SampleRequest]:
     )
     plan = datasets.DatasetOptions(
         args.num_prompts or 1000, args.seed, tokenizer, not args.disable_shuffle, not args.no_oversample,
-        _high_id(args.model or str(demo.path())),
+        offline.high_id(_model_config(args).get("vocab_size") or datasets.HIGH_ID),
     )  # fmt: skip
     samples = datasets.load(args, plan)
     if args.output_len is not None:
@@ -122,17 +147,18 @@ def _samples(args: Namespace) -> list[SampleRequest]:
     return samples
 
 
-def _high_id(model: str) -> int:
-    """Ids below this are drawn: a small model may have fewer than the usual range."""
+def _model_config(args: Namespace) -> dict[str, Any]:
+    """``config.json`` of the language model; {} where the model is not a folder."""
     import json
     from pathlib import Path
 
-    path = Path(model) / "config.json"
+    from headrace import demo
+
+    path = Path(args.model or demo.path()) / "config.json"
     if not path.is_file():
-        return datasets.HIGH_ID
-    config = json.loads(path.read_text(encoding="utf-8"))
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return offline.high_id(size or datasets.HIGH_ID)
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {**(config.get("text_config") or {}), **config}
 
 
 def _with_llm(args: Namespace, samples: list[SampleRequest]) -> tuple[float, GeneratedCounts]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import mimetypes
 import shlex
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,12 @@ PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 """First half of a media type -> type of a message's content part."""
 IMAGES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
 """Media types of pictures that are read."""
+ACCEPTED: Mapping[str, str] = {
+    "image": "PNG, JPEG, WebP, GIF or BMP",
+    "audio": "WAV, MP3, FLAC, Ogg, M4A, AAC or WebM",
+    "video": "MP4, MOV, WebM, Matroska, AVI or GIF",
+}
+"""Kind -> formats, for messages."""
 MAX_BYTES = 64 << 20
 """Of a file."""
 
@@ -35,8 +43,8 @@ def attachment(name: str) -> Attachment:
         name: of the file, or its ``file:`` URL; ``~`` is the home folder.
 
     Raises:
-        RequestError: there is no such file, it is not a regular one or too large, or its ending is not that
-            of a picture, a recording or a clip.
+        RequestError: there is no such file, it is not a regular one or too large, its ending is not that
+            of a picture, a recording or a clip, or it does not begin as one.
     """
     media_type = media_type_of(name)
     if media_type is None:
@@ -57,8 +65,31 @@ def attachment(name: str) -> Attachment:
     if len(data) > MAX_BYTES:
         raise _refusal(name, f"it has more than {MAX_BYTES:,} bytes")
     kind = media_type.partition("/")[0]
+    if not begins_as(kind, data):
+        raise _refusal(name, f"its content is not {ACCEPTED[kind]}")
     url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
     return Attachment(path.name, kind, {"type": PARTS[kind], PARTS[kind]: {"url": url}})
+
+
+def begins_as(kind: str, data: bytes) -> bool:
+    """True if a file's first bytes may be those of a picture, a recording or a clip that is read.
+
+    Formats without a signature of their own (MPEG streams) count if they do not begin as text.
+    """
+    if kind == "image":
+        return data.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")) or (
+            data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+        )
+    known = (b"RIFF", b"RF64", b"fLaC", b"OggS", b"ID3", b"\x1a\x45\xdf\xa3", b"GIF8")
+    return data.startswith(known) or data[4:8] == b"ftyp" or not _is_text(data[:64])
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(data)  # the last letter may be cut
+    except UnicodeDecodeError:
+        return False
+    return all(letter.isprintable() or letter.isspace() for letter in text)
 
 
 def media_type_of(name: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from headrace_core.errors import GenerateError, PromptTooLong, QueueFull, Reques
 PROMPT = "> "
 ROOM = 8
 """An answer should find at least the context's length divided by this many tokens free."""
+
+_PLACE = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\][.\w]*( = '\w+')?")
+"""The place of a content part in an error's message."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,11 +124,27 @@ class Chat:
                     raise
                 dropped += 1
                 continue
+            except RequestError as error:
+                name_files(error, conversation, self.model.name)
+                raise
             break
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
             note(f"[the context is full: the oldest {turns} dropped]")
         return itertools.chain((first,), pieces)
+
+
+def name_files(error: RequestError, conversation: Conversation, model: str) -> None:
+    """Have an error name an attached file in place of a request's field, and say which demo model sees."""
+
+    def named(place: re.Match[str]) -> str:
+        found = conversation.attachment_at(int(place[1]), int(place[2]))
+        return place[0] if found is None else found.name
+
+    told = _PLACE.sub(named, str(error))
+    if told != str(error) and model == demo.NAME:
+        told = f"{told}; headrace chat --demo vision sees pictures"
+    error.args = (told,)
 
 
 def talk(chat: Chat) -> None:

@@ -77,6 +77,14 @@ class Conversation:
             said.append(question_message(question, self.attached))
         return said
 
+    def attachment_at(self, message: int, part: int) -> Attachment | None:
+        """What :meth:`messages` has as a content part; None: it is not an attached file."""
+        turn, is_answer = divmod(message - bool(self.system), 2)
+        if is_answer or not 0 <= turn <= len(self.turns):
+            return None
+        files = self.turns[turn].attached if turn < len(self.turns) else self.attached
+        return files[part] if part < len(files) else None
+
     def add(self, question: str, answer: str, report: AnswerReport) -> None:
         """Append a turn, answered in full or in part, with what was attached to its question."""
         grown = 0

@@ -34,6 +34,8 @@ class ServeOptions(NamedTuple):
     config: EngineConfig
     models_config: str | None = None
     """File with the entries of several models."""
+    demo: str | None = None
+    """``--demo``, which chose the model."""
 
     @property
     def templates(self) -> TemplateSettings:
@@ -93,7 +95,7 @@ def prepare(argv: Sequence[str], process: str = "") -> ServeOptions:
     check_traces(settings, config.observability)
     if engine_args.settings and not process:
         logger.info("non-default engine settings: %s", engine_args.settings)
-    return ServeOptions(settings, config, args.models_config)
+    return ServeOptions(settings, config, args.models_config, args.demo)
 
 
 def keep_metrics_in_memory() -> None:

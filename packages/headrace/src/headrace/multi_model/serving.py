@@ -73,8 +73,8 @@ def _check_alone(prepared: ServeOptions) -> None:
             "HTTP processes share one engine",
             field="api_server_count",
         )
-    for field in ("model", "served_model_name"):
-        value = getattr(model, field)
+    chosen = {"model": model.model, "served_model_name": model.served_model_name}
+    for field, value in ({"demo": prepared.demo} if prepared.demo else chosen).items():
         if value:
             raise ConfigError(
                 f"{field} = {value!r}: cannot be combined with models_config, whose entries name their "

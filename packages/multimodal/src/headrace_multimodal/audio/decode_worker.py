@@ -33,6 +33,7 @@ from headrace_multimodal.audio.formats import (
     says_length,
 )
 from headrace_multimodal.audio.samples import BadAudio, Samples
+from headrace_multimodal.memory_limit import limit_memory
 
 SPARE_BYTES = 512 << 20
 """Memory beyond what the process has when it is ready, the file and its samples."""
@@ -151,7 +152,7 @@ def main() -> None:
         job = AudioDecodeJob.unpacked(message)
         numbers = int(max_seconds * job.sample_rate)
         limit = own + SPARE_BYTES + 3 * max_bytes + 8 * numbers
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        limit_memory(limit)
         limit_time(seconds)
         try:
             found = decode(job.data, job.sample_rate, max_seconds)

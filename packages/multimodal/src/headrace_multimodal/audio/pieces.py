@@ -106,9 +106,11 @@ class PiecesProcessor:
         return np.ascontiguousarray(log_mel(padded, self.mel)[: -(-len(samples) // hop)])
 
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
-        """Silence as long as the model takes it, or as ``num_tokens`` allow."""
+        """Silence as long as the model takes it, as the stated ``length`` (samples at the model's rate) says,
+        or as ``num_tokens`` allow."""
         tokens = sizes.get("num_tokens", self.num_samples)
-        length = min(self.num_samples, self.frames_per_token * self.mel.hop * tokens)
+        most = min(self.num_samples, sizes.get("length", self.num_samples))
+        length = min(most, self.frames_per_token * self.mel.hop * tokens)
         return self._processed(np.zeros(length, np.float32), cut=False)
 
     def placeholder(self, modality: Modality, index: int) -> str:

@@ -16,6 +16,7 @@ from headrace_core.errors import RequestError
 from headrace_core.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.decoder_pool import DAMAGED, GOOD
 from headrace_multimodal.images.pixels import ImageLimits, Pixels, decode_image
+from headrace_multimodal.memory_limit import limit_memory
 
 SPARE_BYTES = 256 << 20
 """Memory beyond what the process has when it is ready, the file and its pixels."""
@@ -29,7 +30,7 @@ def main() -> None:
     seconds, background = float(sys.argv[3]), tuple(json.loads(sys.argv[4]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     most = address_space() + SPARE_BYTES + 2 * limits.encoded_bytes + 16 * limits.pixels
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    limit_memory(most)
 
     def answer(message: bytes) -> bytes:
         limit_time(seconds)

@@ -22,6 +22,7 @@ class OmniVideos(Qwen2_5VLVideos):
     """Its bounds of videos are fixed, whatever the settings of images say."""
 
     text = "<|vision_bos|><|IMAGE|><|vision_eos|>"
+    prunes = False
     video_text = "<|vision_bos|><|VIDEO|><|vision_eos|>"
     frame_rate = 2.0
 

@@ -33,6 +33,7 @@ class OmniVideos(Qwen2_5VLVideos):
     bounds = (128 * 32 * 32, 768 * 32 * 32)
     colours = (HALVES, HALVES)
     frame_rate = 1.0
+    prunes = False
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)

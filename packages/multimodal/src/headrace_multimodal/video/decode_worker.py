@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from headrace_core.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.decoder_pool import DAMAGED, GOOD
+from headrace_multimodal.memory_limit import limit_memory
 from headrace_multimodal.video.formats import CODECS, DEMUXERS, NAMES, recognised
 from headrace_multimodal.video.gif_delays import with_delays
 from headrace_multimodal.video.limits import VideoLimits
@@ -232,7 +233,7 @@ def main() -> None:
     most = address_space() + SPARE_BYTES + 3 * limits.encoded_bytes
     # Decoders keep some frames that others refer to; the answer is made of all that are sampled.
     most += 24 * limits.frame_pixels + 7 * limits.pixels
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    limit_memory(most)
 
     def answer(message: bytes) -> bytes | bytearray:
         limit_time(seconds)

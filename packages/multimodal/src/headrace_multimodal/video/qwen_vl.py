@@ -7,7 +7,7 @@ arXiv:2511.21631 (times in the text).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from headrace_multimodal.video.processor import (
     Frames,
     VideoProcessor,
 )
+from headrace_multimodal.video.pruning import RATE, pruned, pruning_rate
 
 GRID = "video_grid_thw"
 """Model input: [3] int64, a video's patches in time, height and width."""
@@ -53,6 +54,8 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
     """Least and most pixels where no settings say them."""
     colours: ClassVar[tuple[Triple, Triple]] = (CLIP_MEAN, CLIP_STD)
     """Mean and standard deviation, likewise."""
+    prunes: ClassVar[bool] = True
+    """The model keeps those tokens of a video that differ from the frame before, if that is asked."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -80,7 +83,7 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
         Raises:
             RequestError: a side is 200 times as long as the other, or an option is no size.
         """
-        own = self._most_video
+        own, rate = self._most_video, pruning_rate(options)
         most = min(pixels_option(options, "max_pixels", own, _MOST), own)
         least = min(pixels_option(options, "min_pixels", self._least_video, _MOST), most)
         count, rows, columns, _ = frames.shape
@@ -95,7 +98,13 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
             GRID: packed(np.array(grid, np.int64)),
             **self.further_inputs(count, metadata),
         }
-        return self.with_tokens(inputs, grid, count, metadata)
+        made = self.with_tokens(inputs, grid, count, metadata)
+        if self.video_placeholder_id is None:
+            return made
+        return pruned(made, grid, self._merge, self.video_placeholder_id, rate)
+
+    def options(self) -> Sequence[str]:
+        return (*super().options(), *((RATE,) if self.prunes else ()))
 
     def frame_size(
         self, count: int, height: int, width: int, least: int, most: int

@@ -182,7 +182,9 @@ def pooling_task(asked: str | None, tasks: Sequence[str]) -> str:
     if asked is None:
         asked = next((task for task in _DEFAULT_TASKS if task in tasks), None)
     if asked is None:
-        raise RequestError(f"task: must be one of {sorted(tasks)}", param="task")
+        raise RequestError(
+            f"task: must be given: one of {sorted(tasks)}, which this model has", param="task"
+        )
     if asked == "plugin":
         raise RequestError("task = 'plugin': the request must have data", param="data")
     if asked not in tasks:

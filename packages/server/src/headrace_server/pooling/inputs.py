@@ -107,7 +107,8 @@ def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None
             )
     if not found:
         raise RequestError(
-            f"documents[{index}]: must be a text, or an object with {' or '.join(map(repr, names))}",
+            f"documents[{index}]: must be a text, or an object with {' or '.join(map(repr, names))}; media "
+            'come as {"content": [parts]} in place of the list, each part a document',
             param="documents",
         )
     return "\n".join(text for _, text in found)

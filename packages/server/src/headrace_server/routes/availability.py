@@ -55,7 +55,7 @@ def unserved(path: str, model: ServedModel) -> UnsupportedFeature:
     """The refusal of a route of :data:`INFERENCE_ROUTES`: which class the model is, what it does, and
     what it lacks if it comes close."""
     api = INFERENCE_ROUTES[path]
-    kind = model.class_path or model.architecture
+    kind = model.class_path.rpartition(":")[2] or model.architecture
     tasks = ", ".join(sorted(model.tasks)) or "(none)"
     needed = " or ".join(api.tasks)
     if set(api.tasks) & set(model.tasks):

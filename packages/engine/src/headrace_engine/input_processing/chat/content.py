@@ -74,7 +74,10 @@ def _message(
             for part in parts
         ]
     else:
-        made["content"] = "\n".join(part.text for part in parts)
+        ordered = (
+            parts if media.interleaves else sorted(parts, key=lambda part: part.kind == "text")
+        )
+        made["content"] = "\n".join(part.text for part in ordered)
     if message.get("tool_calls"):
         made["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
     else:

@@ -108,6 +108,11 @@ class ChatRenderer:
         self._max_model_len = max_model_len
         self._worker = RenderWorker()
 
+    @property
+    def allows_control_tokens(self) -> bool:
+        """True if control tokens in messages are what they look like."""
+        return self._guard is None
+
     def limit_context(self, max_model_len: int) -> None:
         """Take over another context, in tokens."""
         self._max_model_len = max_model_len

@@ -17,16 +17,19 @@ from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.deepstack import DeepstackDecoder, interleaved_rope
 from headrace_models.layers.vision.grid_decoder import (
+    GRID,
     SECONDS,
     THETA,
     GridDecoder,
     TimedDecoder,
     embed_grids,
+    grid_of,
 )
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.qwen3_vl import Qwen3VLTower
 from headrace_models.layers.vision.qwen3_vl import tower_rules as qwen3_tower_rules
 from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
+from headrace_models.layers.vision.video_pruning import RETAINED, UNPRUNED, pruned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +63,17 @@ class Qwen2VL(GridDecoder):
     ) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.SupportsMultiModal`, and for the inputs
         :func:`headrace_models.layers.vision.grid_decoder.embed_grids`."""
-        return embed_grids(self.tower, modality, inputs)
+        made = embed_grids(self.tower, modality, inputs)
+        return [
+            self._pruned(vectors, item) if RETAINED in item else vectors
+            for vectors, item in zip(made, inputs, strict=True)
+        ]
+
+    def _pruned(self, vectors: Tensor, item: Mapping[str, Tensor]) -> Tensor:
+        """See :func:`headrace_models.layers.vision.video_pruning.pruned`."""
+        tokens = item.get(UNPRUNED, vectors.new_zeros(0).long())
+        text = self.token_vectors(tokens[tokens >= 0])
+        return pruned(vectors, grid_of(item[GRID["video"]])[0], item, text)
 
 
 class Qwen2_5VL(TimedDecoder, Qwen2VL):

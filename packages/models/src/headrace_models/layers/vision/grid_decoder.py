@@ -5,7 +5,7 @@ Wang et al. 2024, arXiv:2409.12191, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,12 @@ from headrace_core.model import MROPE_POSITIONS
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder
 from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.video_pruning import (
+    RETAINED,
+    UNPRUNED,
+    runs_of,
+    without_indices,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,17 +57,48 @@ class GridDecoder(MediaDecoder):
         for item in media:
             if item.modality not in GRID:
                 continue
-            runs = item.vector_runs
-            time, height, width = grid_of(item.inputs[GRID[item.modality]])
-            sizes = time // len(runs), height // self.merge, width // self.merge
-            for first, number in runs:
-                text = item.offset + first - done
+            for first, box in self._boxes(item):
+                text = first - done
                 found.append(torch.arange(place, place + text).expand(3, text))
-                box = self.box(sizes, item)
                 found.append(box + place + text)
-                place, done = place + text + int(box.max()) + 1, done + text + number
+                place, done = place + text + int(box.max()) + 1, first + box.shape[1]
         found.append(torch.arange(place, place + num_tokens - done).expand(3, num_tokens - done))
         return torch.cat(found, dim=1)
+
+    def _boxes(self, item: MediaInput) -> Iterator[tuple[int, Tensor]]:
+        """(first token in the prompt, places from 0) of each stretch of an item's vectors; of a pruned item,
+        of all its tokens, as far as they are known before the tower has run."""
+        if RETAINED in item.inputs:
+            yield item.offset, _until_known(self._unpruned_places(item), item.num_tokens)
+            return
+        box = self.box(self._box_sizes(item, len(item.vector_runs)), item)
+        for first, _ in item.vector_runs:
+            yield item.offset + first, box
+
+    def retained_places(self, item: MediaInput, vectors: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Kept vectors [n, W] of a pruned item, and their places [3, n] from its first one; None: it is not
+        pruned."""
+        if RETAINED not in item.inputs:
+            return None
+        vectors, kept = without_indices(vectors)
+        return vectors, self._unpruned_places(item)[:, kept.cpu()]
+
+    def _unpruned_places(self, item: MediaInput) -> Tensor:
+        """Places of all tokens of an item, from 0: [3, N]."""
+        tokens = item.inputs.get(UNPRUNED)
+        if tokens is None:
+            return self.box(self._box_sizes(item, 1), item)
+        is_text = torch.tensor(tokens.tolist()) >= 0
+        inputs = {name: array for name, array in item.inputs.items() if name != RETAINED}
+        alone = replace(
+            item, inputs=inputs, num_tokens=len(is_text), offset=0, runs=runs_of(is_text)
+        )
+        return GridDecoder.mrope_positions(self, len(is_text), [alone])
+
+    def _box_sizes(self, item: MediaInput, num_runs: int) -> Grid:
+        """Vectors of a run in time, height and width."""
+        time, height, width = grid_of(item.inputs[GRID[item.modality]])
+        return time // num_runs, height // self.merge, width // self.merge
 
     def box(self, sizes: Grid, item: MediaInput) -> Tensor:
         """Places of an item's vectors in time, height and width, from 0: [3, vectors] int64."""
@@ -121,6 +158,14 @@ def embed_grids(
     """
     patches = [item[PIXELS[modality]] for item in inputs]
     return tower(patches, [grid_of(item[GRID[modality]]) for item in inputs])
+
+
+def _until_known(whole: Tensor, number: int) -> Tensor:
+    """Places [3, number] of kept tokens, at least two, until the tower has said which they are: the first is
+    right, and the last is the largest, as what follows counts on behind it."""
+    places = whole[:, :number].clone()
+    places[:, -1] = whole.max()
+    return places
 
 
 def grid_of(sizes: Any) -> Grid:

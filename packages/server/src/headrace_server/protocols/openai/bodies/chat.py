@@ -44,9 +44,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _CACHE = known("type ttl")
 """``cache_control``, which some clients send here as to Anthropic; it has no effect."""
 PARTS = known(
-    "type text refusal thinking closed uuid image_pil prompt_cache_breakpoint",
-    image_embeds=known("image_embeds image_grid_thw image_sizes"),
-    audio_embeds=known("audio_embeds"),
+    "type text refusal thinking closed uuid image_pil prompt_cache_breakpoint image_embeds audio_embeds",
     image_url=known("url detail"),
     audio_url=known("url"),
     video_url=known("url"),

@@ -242,7 +242,7 @@ class ContentObject(RequestObject):
 
     also_known: ClassVar[Mapping[str, KnownFields | None]] = {"content": PARTS}
 
-    content: Annotated[list[FreeObject], _SEVERAL]
+    content: Annotated[list[Text | FreeObject], _SEVERAL]
 
 
 def _text_form(value: Any) -> str | None:
@@ -251,6 +251,11 @@ def _text_form(value: Any) -> str | None:
     if not isinstance(value, dict) or ("text" in value) == ("content" in value):
         return None
     return "<object>" if "text" in value else "<content>"
+
+
+def _side_text_form(value: Any) -> str | None:
+    form = _text_form(value)
+    return None if form == "<content>" else form
 
 
 def _side_form(value: Any) -> str | None:
@@ -267,7 +272,7 @@ _CONTENT = '{"content": [parts]}'
 
 SideText = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[TextObject, Tag("<object>")],
-    _one_of(_text_form, f"a text or {_OBJECT}"),
+    _one_of(_side_text_form, f"a text or {_OBJECT}; media come as {_CONTENT} in place of the list"),
 ]
 SideField = Annotated[
     Annotated[Text, Tag("<text>")]

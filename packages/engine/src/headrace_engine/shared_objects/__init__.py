@@ -1,0 +1,1 @@
+"""Objects in memory that processes share: one process writes, others read."""
