@@ -67,6 +67,8 @@ class SingleWriterShmRingBuffer:
         Raises:
             OSError: the system has no such memory.
         """
+        if not hasattr(os, "memfd_create"):
+            raise OSError("shared memory without a name is of Linux only")
         size -= size % ALIGNMENT
         descriptor = os.memfd_create(os.environ.get(NAME_VARIABLE) or "headrace-objects")
         try:
