@@ -12,7 +12,7 @@ import torch
 
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 

@@ -25,7 +25,7 @@ from headrace_core.speech.model import (
 from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.settings import Settings
 from headrace_models.layers.attention.self_attention import SelfAttention
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
 from headrace_models.layers.base import Part
 from headrace_models.layers.decoders.llama import LlamaDecoder
 from headrace_models.layers.decoders.windows import upper_layer_window

@@ -33,7 +33,7 @@ from headrace_models.families.speech.whisper_tokens import (
 )
 from headrace_models.layers.attention.cross_attention import CrossAttention
 from headrace_models.layers.attention.self_attention import Attention
-from headrace_models.layers.audio_encoder import (
+from headrace_models.layers.audio.whisper import (
     NORM_EPS,
     AudioEncoder,
     attention_rules,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.layers.audio_encoder import (
+from headrace_models.layers.audio.whisper import (
     MAX_SIZE,
     NORM_EPS,
     EncoderBlock,
