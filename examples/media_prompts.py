@@ -28,6 +28,12 @@ COHERE = (
 )
 MISTRAL = "<s>[INST]{question}\n{media}[/INST]"
 GLM = f"[gMASK]<sop><|system|>\n{SYSTEM}<|user|>\n{{media}}{{question}}<|assistant|>assistant\n"
+GRANITE = (
+    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024.\nToday's Date: April 9, 2025.\n"
+    "You are Granite, developed by IBM. You are a helpful AI assistant<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>{media}{question}<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>"
+)
 ASKED = "{media}{question}"
 
 
@@ -228,6 +234,9 @@ AUDIO: Mapping[str, Row] = {
     "audioflamingo3": Row(
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
+    ),
+    "granite_speech": Row(
+        "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
     ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,

@@ -210,6 +210,39 @@ def save_glm_asr(folder: Path) -> Any:
     return model
 
 
+def save_granite_speech(folder: Path) -> Any:
+    """A decoder that takes recordings as published files of Granite Speech have it; returns the oracle."""
+    from transformers import GraniteSpeechConfig, GraniteSpeechForConditionalGeneration
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<|audio|>"))
+    text = {
+        "model_type": "granite", "vocab_size": 302, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "eos_token_id": ids["<|endoftext|>"], "bos_token_id": None,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+    }  # fmt: skip
+    encoder = {
+        "input_dim": 32, "num_layers": 2, "hidden_dim": 24, "feedforward_mult": 2, "num_heads": 2,
+        "output_dim": 9, "context_size": 20, "max_pos_emb": 25,
+    }  # fmt: skip
+    former = {
+        "model_type": "blip_2_qformer", "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 24, "encoder_hidden_size": 24,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = GraniteSpeechConfig(
+        encoder_config=encoder, projector_config=former, text_config=text,
+        audio_token_index=ids["<|audio|>"], has_lora_adapter=False,
+    )  # fmt: skip
+    model = GraniteSpeechForConditionalGeneration(config).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    settings = {"sampling_rate": RATE, "melspec_kwargs": {"n_mels": 16}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return model
+
+
 def wav(samples: np.ndarray) -> bytes:
     """A file of 16-bit samples."""
     file = io.BytesIO()

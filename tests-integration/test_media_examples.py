@@ -118,8 +118,15 @@ FLAMINGO = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+GRANITE = (
+    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024.\n"
+    "Today's Date: April 9, 2025.\nYou are Granite, developed by IBM. You are a helpful AI assistant"
+    "<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>%sWhy?<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>"
+)
 TWO_CLIPS = {
     "audioflamingo3": FLAMINGO % "<sound><sound>",
+    "granite_speech": GRANITE % "<|audio|><|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nAudio 2: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
     "Why?<|im_end|>\n<|im_start|>assistant\n",
@@ -127,6 +134,7 @@ TWO_CLIPS = {
 }
 ONE_CLIP = {
     "audioflamingo3": FLAMINGO % "<sound>",
+    "granite_speech": GRANITE % "<|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}Why?",
@@ -429,8 +437,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
     ("name", "words", "message"),
     [
         ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
-        ("audio_language", ["-m", "ultravox"],
-         "choose from 'audioflamingo3', 'qwen2_audio', 'qwen2_5_omni', 'whisper'"),
+        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'granite_speech', "),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),
         ("audio_language", ["-tp", "-1"], "--tensor-parallel-size: -1: must be at least 1"),

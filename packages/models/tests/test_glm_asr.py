@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from audio_conformance import Heard
 from test_vision_language import TEXT, drawn
 from torch import Tensor
-from vision_conformance import IMAGE, VisionConformance
+from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.model import SupportsMultiModal
 
 FRAMES, BINS = 48, 11
 ENCODER = {
@@ -31,7 +31,7 @@ def recording(pieces: int, num_frames: int) -> dict[str, Tensor]:
     }
 
 
-class Sound(VisionConformance):
+class Sound(Heard):
     """Recordings, which stand for the suite's images."""
 
     counts: ClassVar[tuple[int, int]]
@@ -51,31 +51,8 @@ class Sound(VisionConformance):
         features = torch.cat([image["input_features"] for image in images]).transpose(1, 2)
         return {"input_features": features, "input_features_mask": mask.long()}
 
-    def embed(self, model: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        with torch.inference_mode():
-            return list(model.embed_media("audio", images))
-
-    def test_it_takes_images(self, model: Any) -> None:
-        assert isinstance(model, SupportsMultiModal)
-        assert list(model.modalities) == ["audio"]
-
     def test_silence_behind_a_recording_has_no_vectors(self, model: Any) -> None:
         assert tuple(len(vectors) for vectors in self.embed(model, self.images())) == self.counts
-
-    def test_other_pixels_are_another_image(self, model: Any) -> None:
-        first = recording(1, 29)
-        turned = {**first, "input_features": first["input_features"].flip(1)}
-        own, other = self.embed(model, [first, turned])
-        assert float((own - other).abs().max()) > 1e-3
-
-    def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
-        model = self.load(folder, limit_mm_per_prompt={"audio": 0})
-        assert not isinstance(model, SupportsMultiModal)
-        tokens = [5, 6, 7, 8, 9]
-        found = self.forward(model, tokens, [], [], [5])
-        torch.testing.assert_close(
-            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
-        )
 
 
 class TestGlmAsr(Sound):

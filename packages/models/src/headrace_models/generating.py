@@ -49,6 +49,8 @@ _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
     "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "GraniteSpeechForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "GraniteSpeechPlusForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),

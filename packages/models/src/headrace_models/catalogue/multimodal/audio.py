@@ -33,12 +33,16 @@ ROWS = (
         {"granite": "GraniteForCausalLM"},
         "Granite Speech",
         ("encoder", "projector"),
+        towers={"": "audio_language.granite_speech:GraniteSpeech"},
+        takes={"encoder_config": ("audio",)},
     ),
     Wrapper(
         "GraniteSpeechPlusForConditionalGeneration",
         {"granite": "GraniteForCausalLM"},
         "Granite Speech Plus",
         ("encoder", "projector"),
+        towers={"": "audio_language.granite_speech:GraniteSpeechPlus"},
+        takes={"encoder_config": ("audio",)},
     ),
     Wrapper(
         "MossTranscribeDiarizeForConditionalGeneration",
