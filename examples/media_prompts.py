@@ -35,6 +35,11 @@ GRANITE = (
     "<|start_of_role|>assistant<|end_of_role|>"
 )
 ASKED = "{media}{question}"
+QWEN_ASR = (
+    "<|im_start|>system\n{question}<|im_end|>\n<|im_start|>user\n{media}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+"""It takes no question; names in the place of one help it."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +249,10 @@ AUDIO: Mapping[str, Row] = {
     ),
     "qwen2_5_omni": Row(
         "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, {"audio": f"{_OMNI_AUDIO}\n"},
+        settings=_sizes(4096, 5),
+    ),
+    "qwen3_asr": Row(
+        "Qwen/Qwen3-ASR-1.7B", QWEN_ASR, {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
         settings=_sizes(4096, 5),
     ),
     "whisper": Row(

@@ -124,7 +124,10 @@ GRANITE = (
     "<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>%sWhy?<|end_of_text|>\n"
     "<|start_of_role|>assistant<|end_of_role|>"
 )
+ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
 TWO_CLIPS = {
+    "qwen3_asr": ASR % (2 * ASR_CLIP),
     "audioflamingo3": FLAMINGO % "<sound><sound>",
     "granite_speech": GRANITE % "<|audio|><|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
@@ -133,6 +136,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "qwen3_asr": ASR % ASR_CLIP,
     "audioflamingo3": FLAMINGO % "<sound>",
     "granite_speech": GRANITE % "<|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"

@@ -54,6 +54,7 @@ TRAITS: Mapping[str, GeneratingTraits] = {
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3ASRForConditionalGeneration": GeneratingTraits(transcribes=True),
     "VoxtralForConditionalGeneration": GeneratingTraits(transcribes=True),
     "WhisperForConditionalGeneration": GeneratingTraits(
         transcribes=True, generates=False, is_encoder_decoder=True, aligns=True

@@ -57,7 +57,14 @@ ROWS = (
         _HEARS,
         settings_of_towers=("head_dim", "max_position_embeddings", "rope_parameters"),
     ),
-    Wrapper("Qwen3ASRForConditionalGeneration", {"qwen3": "Qwen3ForCausalLM"}, "Qwen3-ASR", _HEARS),
+    Wrapper(
+        "Qwen3ASRForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM", "qwen3_asr_text": "Qwen3ForCausalLM"},
+        "Qwen3-ASR",
+        _HEARS,
+        towers={"": "audio_language.qwen3_asr:Qwen3ASR"},
+        takes=AUDIO,
+    ),
     Wrapper(
         "VibeVoiceAsrForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM"},
