@@ -135,7 +135,7 @@ BY_HAND = {
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
 (:func:`test_phi_4_multimodal`)."""
-REMOTE_KINDS = {"kimi_k2"}
+REMOTE_KINDS = {"kimi_k2", "qwen3_asr_text"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [
     (name, kind)
