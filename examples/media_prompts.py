@@ -240,6 +240,10 @@ AUDIO: Mapping[str, Row] = {
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
     ),
+    "musicflamingo": Row(
+        "nvidia/music-flamingo-2601-hf", _QWEN_PROMPT, {"audio": "<sound>"},
+        settings=_sizes(4096, 2, enforce_eager=True),
+    ),
     "granite_speech": Row(
         "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
     ),

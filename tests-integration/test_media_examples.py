@@ -127,6 +127,7 @@ GRANITE = (
 ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
 ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
 TWO_CLIPS = {
+    "musicflamingo": FLAMINGO % "<sound><sound>",
     "qwen3_asr": ASR % (2 * ASR_CLIP),
     "audioflamingo3": FLAMINGO % "<sound><sound>",
     "granite_speech": GRANITE % "<|audio|><|audio|>",
@@ -136,6 +137,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "musicflamingo": FLAMINGO % "<sound>",
     "qwen3_asr": ASR % ASR_CLIP,
     "audioflamingo3": FLAMINGO % "<sound>",
     "granite_speech": GRANITE % "<|audio|>",

@@ -1,5 +1,5 @@
-"""GLM-ASR and Audio Flamingo 3 beside transformers on tiny checkpoints: recordings of one piece and of
-several."""
+"""GLM-ASR, Audio Flamingo 3 and Music Flamingo beside transformers on tiny checkpoints: recordings of one piece
+and of several."""
 
 from __future__ import annotations
 
@@ -118,3 +118,37 @@ class TestAudioFlamingo3(Sound):
         noisy["input_features"][:, 31:] += 1
         own, other = self.embed(model, [first, noisy])
         torch.testing.assert_close(own, other)
+
+
+class TestMusicFlamingo(TestAudioFlamingo3):
+    """States know their time: a recording's second piece is not its first."""
+
+    def hf_class(self) -> Any:
+        from transformers import MusicFlamingoForConditionalGeneration
+
+        return MusicFlamingoForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import MusicFlamingoConfig
+
+        audio = {
+            **ENCODER, "model_type": "audioflamingo3_encoder", "max_source_positions": FRAMES // 2,
+        }  # fmt: skip
+        return MusicFlamingoConfig(
+            audio_config=audio, text_config={**TEXT, "model_type": "qwen2"}, audio_token_id=IMAGE,
+            rope_parameters={"rope_type": "default", "rope_theta": 50, "partial_rotary_factor": 0.4},
+        )  # fmt: skip
+
+    def test_pieces_know_their_place(self, model: Any) -> None:
+        one = recording(1, FRAMES)
+        twice = {
+            "input_features": one["input_features"].expand(2, -1, -1),
+            "num_frames": torch.tensor([2 * FRAMES]),
+        }
+        (found,) = self.embed(model, [twice])
+        first, second = found.chunk(2)
+        assert float((first - second).abs().max()) > 1e-3
+
+    def test_odd_parts_are_refused(self, reference: Any, folder: Path) -> None:
+        with pytest.raises(UnsupportedModel, match="9 of 16 numbers must be even and at most half"):
+            self.load(folder, hf_overrides={"rope_parameters": {"partial_rotary_factor": 0.6}})

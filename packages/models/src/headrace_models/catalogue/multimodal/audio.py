@@ -56,6 +56,11 @@ ROWS = (
         "Music Flamingo",
         _HEARS,
         settings_of_towers=("head_dim", "max_position_embeddings", "rope_parameters"),
+        towers={
+            "audioflamingo3_encoder": "audio_language.audio_flamingo3:MusicFlamingo",
+            "musicflamingo_encoder": "audio_language.audio_flamingo3:MusicFlamingo",
+        },
+        takes=AUDIO,
     ),
     Wrapper(
         "Qwen3ASRForConditionalGeneration",
