@@ -240,12 +240,12 @@ AUDIO: Mapping[str, Row] = {
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
     ),
+    "granite_speech": Row(
+        "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
+    ),
     "musicflamingo": Row(
         "nvidia/music-flamingo-2601-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
-    ),
-    "granite_speech": Row(
-        "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
     ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,

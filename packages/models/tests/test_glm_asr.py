@@ -1,5 +1,5 @@
-"""GLM-ASR, Audio Flamingo 3 and Music Flamingo beside transformers on tiny checkpoints: recordings of one piece
-and of several."""
+"""GLM-ASR, Audio Flamingo 3 and Music Flamingo beside transformers on tiny checkpoints: recordings of one
+piece and of several."""
 
 from __future__ import annotations
 
