@@ -240,6 +240,11 @@ AUDIO: Mapping[str, Row] = {
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
     ),
+    "gemma3n": Row(
+        "google/gemma-3n-E2B-it",
+        "<start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
+        {"audio": "<audio_soft_token>"}, settings=_sizes(2048, 2, enforce_eager=True),
+    ),
     "granite_speech": Row(
         "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
     ),

@@ -126,7 +126,9 @@ GRANITE = (
 )
 ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
 ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
+GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
 TWO_CLIPS = {
+    "gemma3n": GEMMA_3N % "<audio_soft_token><audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound><sound>",
     "qwen3_asr": ASR % (2 * ASR_CLIP),
     "audioflamingo3": FLAMINGO % "<sound><sound>",
@@ -137,6 +139,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "gemma3n": GEMMA_3N % "<audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound>",
     "qwen3_asr": ASR % ASR_CLIP,
     "audioflamingo3": FLAMINGO % "<sound>",
@@ -443,7 +446,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
     ("name", "words", "message"),
     [
         ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
-        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'granite_speech', "),
+        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'gemma3n', "),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),
         ("audio_language", ["-tp", "-1"], "--tensor-parallel-size: -1: must be at least 1"),

@@ -48,6 +48,7 @@ class GeneratingTraits:
 _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
+    "Gemma3nForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GraniteSpeechForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GraniteSpeechPlusForConditionalGeneration": GeneratingTraits(transcribes=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,27 @@ class LineEnds:
     def ids(self, number: int) -> list[int]:
         """Tokens of so many."""
         return self._words.ids("\n" * number) if number else []
+
+    def around(
+        self, token_ids: Sequence[int], placeholder: int, before: Iterable[int]
+    ) -> list[int]:
+        """A prompt with line ends in front of each placeholder and two behind it, which become one token with
+        those that are there already.
+
+        Args:
+            before: line ends in front of each, in order; two where there are fewer numbers.
+        """
+        found: list[int] = []
+        wanted, waiting = iter(before), 0  # line ends that are not written yet
+        for token in token_ids:
+            if number := self.number(token):
+                waiting += number
+                continue
+            if token == placeholder:
+                waiting += next(wanted, 2)
+            found += [*self.ids(waiting), token]
+            waiting = 2 * (token == placeholder)
+        return found + self.ids(waiting)
 
 
 def widened(

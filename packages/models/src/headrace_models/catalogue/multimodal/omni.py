@@ -31,6 +31,8 @@ ROWS = (
         {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma 3n",
         ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        towers={"gemma3n_audio": "omni.gemma3n:Gemma3nAudio"},
+        takes=AUDIO,
     ),
     Wrapper(
         "Gemma4ForConditionalGeneration",
