@@ -35,6 +35,10 @@ GRANITE = (
     "<|start_of_role|>assistant<|end_of_role|>"
 )
 ASKED = "{media}{question}"
+LLAMA_3 = (
+    "<|start_header_id|>user<|end_header_id|>\n\n{media}{question}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
 QWEN_ASR = (
     "<|im_start|>system\n{question}<|im_end|>\n<|im_start|>user\n{media}<|im_end|>\n"
     "<|im_start|>assistant\n"
@@ -262,6 +266,10 @@ AUDIO: Mapping[str, Row] = {
     ),
     "qwen3_asr": Row(
         "Qwen/Qwen3-ASR-1.7B", QWEN_ASR, {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        settings=_sizes(4096, 5),
+    ),
+    "ultravox": Row(
+        "fixie-ai/ultravox-v0_5-llama-3_2-1b", LLAMA_3, {"audio": "<|audio|>\n"},
         settings=_sizes(4096, 5),
     ),
     "whisper": Row(

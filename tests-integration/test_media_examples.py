@@ -127,7 +127,12 @@ GRANITE = (
 ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
 ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
 GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
+LLAMA_3 = (
+    "<|start_header_id|>user<|end_header_id|>\n\n%sWhy?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
 TWO_CLIPS = {
+    "ultravox": LLAMA_3 % "<|audio|>\n<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token><audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound><sound>",
     "qwen3_asr": ASR % (2 * ASR_CLIP),
@@ -139,6 +144,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "ultravox": LLAMA_3 % "<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound>",
     "qwen3_asr": ASR % ASR_CLIP,

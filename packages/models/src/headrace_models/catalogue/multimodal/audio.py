@@ -71,6 +71,22 @@ ROWS = (
         takes=AUDIO,
     ),
     Wrapper(
+        "UltravoxModel",
+        {
+            "llama": "LlamaForCausalLM",
+            "mistral": "MistralForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+        },
+        "Ultravox",
+        _HEARS,
+        towers={"whisper": "audio_language.ultravox:Ultravox"},
+        takes=AUDIO,
+        companions={
+            "text_model_id": ("text_config", "language_model."),
+            "audio_model_id": ("audio_config", "audio_tower."),
+        },
+    ),
+    Wrapper(
         "VibeVoiceAsrForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM"},
         "VibeVoice-ASR",

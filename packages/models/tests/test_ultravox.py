@@ -1,0 +1,204 @@
+"""Ultravox beside a plain reading of what its authors published, as transformers has no class for it: its
+projector, windows of more than 30 s, and language models and towers that other checkpoints have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from audio_conformance import HeardAlone
+from safetensors.torch import save_file
+from test_vision_language import TEXT, drawn
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, WhisperConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.whisper.modeling_whisper import WhisperForConditionalGeneration
+
+from headrace_core.errors import UnsupportedModel
+
+WINDOW, GROUP, BINS = 48, 3, 10
+AUDIO: dict[str, Any] = {
+    "vocab_size": 60, "num_mel_bins": BINS, "d_model": 12, "encoder_layers": 2, "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 20, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20,
+    "max_source_positions": WINDOW // 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+WHOLE: dict[str, Any] = {
+    "architectures": ["UltravoxModel"], "model_type": "ultravox", "hidden_size": 20, "stack_factor": GROUP,
+    "audio_latency_block_size": None,
+}  # fmt: skip
+
+
+class Reading(nn.Module):
+    """The published classes, in few words.
+
+    Args:
+        kind: of the language model.
+        ends: whether the second norm is the last thing, as until version 0.4.1.
+    """
+
+    def __init__(self, settings: tuple[str, bool]) -> None:
+        super().__init__()
+        kind, self.ends = settings
+        self.whisper = WhisperForConditionalGeneration(WhisperConfig(**AUDIO))
+        config = AutoConfig.for_model(kind, **TEXT, head_dim=12)
+        self.language_model = AutoModelForCausalLM.from_config(config)
+        self.projector = nn.ModuleDict({
+            "ln_pre": LlamaRMSNorm(12 * GROUP, eps=1e-6),
+            "linear_1": nn.Linear(12 * GROUP, 20, bias=False),
+            "linear_2": nn.Linear(10, 48, bias=False),
+            "ln_post" if self.ends else "ln_mid": LlamaRMSNorm(48 if self.ends else 10, eps=1e-6),
+        })  # fmt: skip
+
+    def get_input_embeddings(self) -> Any:
+        return self.language_model.get_input_embeddings()
+
+    def forward(self, **given: Any) -> Any:
+        return self.language_model(**given)
+
+    def heard(self, frames: Tensor) -> Tensor:
+        """frames [F, bins] -> vectors."""
+        found = []
+        for begin in range(0, len(frames), WINDOW):
+            window = frames[begin : begin + WINDOW]
+            length, more = len(window), WINDOW - len(window) if begin else 0
+            states = self.states(functional.pad(window, (0, 0, 0, more)), (length - 1) // 2 + 1)
+            stacked = functional.pad(states, (0, 0, 0, -len(states) % GROUP)).view(-1, 12 * GROUP)
+            found.append(self.projected(stacked)[: -(-length // (2 * GROUP))])
+        return torch.cat(found)
+
+    def states(self, window: Tensor, seen: int) -> Tensor:
+        encoder = self.whisper.model.encoder
+        x = functional.gelu(encoder.conv1(window.t()[None]))
+        x = functional.gelu(encoder.conv2(x)).transpose(1, 2)
+        x = x + encoder.embed_positions.weight[: x.shape[1]]
+        hidden = torch.arange(x.shape[1]) >= seen
+        mask = torch.zeros(x.shape[1], x.shape[1]).masked_fill(hidden, -1e30)[None, None]
+        for layer in encoder.layers:
+            made = layer(x, mask)
+            x = made[0] if isinstance(made, tuple) else made
+        return encoder.layer_norm(x)[0]
+
+    def projected(self, stacked: Tensor) -> Tensor:
+        own = self.projector
+        made, gate = own["linear_1"](own["ln_pre"](stacked)).chunk(2, dim=-1)
+        x = functional.silu(gate) * made
+        x = own["linear_2"](x if self.ends else own["ln_mid"](x))
+        return own["ln_post"](x) if self.ends else x
+
+
+class Heard(HeardAlone):
+    """Of less than a window, and of two of which the second is short."""
+
+    names_of_towers: ClassVar = ("audio_tower.", "multi_modal_projector.")
+    settings: ClassVar[tuple[str, bool]]
+
+    def hf_class(self) -> Any:
+        return Reading
+
+    def hf_config(self) -> Any:
+        return self.settings
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return [{"input_features": drawn(n, n, BINS)} for n in (29, WINDOW + 15)]
+
+    def features(self, reference: Any, image: dict[str, Tensor]) -> Tensor:
+        found: Tensor = reference.heard(image["input_features"])
+        return found
+
+    def test_vectors_of_windows(self, model: Any) -> None:
+        assert tuple(len(vectors) for vectors in self.embed(model, self.images())) == (5, 8 + 3)
+
+
+def tower(reference: Any) -> dict[str, Tensor]:
+    return {
+        f"audio_tower.{name}": tensor
+        for name, tensor in reference.whisper.model.encoder.state_dict().items()
+    }
+
+
+def projector(reference: Any) -> dict[str, Tensor]:
+    return {
+        f"multi_modal_projector.{name}": tensor
+        for name, tensor in reference.projector.state_dict().items()
+    }
+
+
+class TestUltravox(Heard):
+    """As version 0.5: the language model is where its makers have it."""
+
+    settings: ClassVar = ("llama", False)
+
+    def save(self, reference: Any, folder: Path) -> None:
+        companion = folder / "language"
+        reference.language_model.save_pretrained(companion)
+        save_file(tower(reference) | projector(reference), folder / "model.safetensors")
+        audio = {**AUDIO, "model_type": "whisper"}
+        whole = {
+            **WHOLE, "projector_ln_mid": True, "audio_model_id": None, "audio_config": audio,
+            "text_model_id": str(companion),
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+
+    def test_memory_is_reckoned_with_both(self, reference: Any, folder: Path) -> None:
+        from headrace_core.config import LoadConfig, ModelConfig
+        from headrace_core.platform import CpuPlatform
+        from headrace_models.resolve import resolve
+
+        info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+        decoder = reference.whisper.model.decoder.parameters()
+        unused = sum(tensor.numel() for tensor in decoder)
+        stored = {id(tensor): tensor.numel() for tensor in reference.parameters()}
+        assert info.weight_bytes == 4 * (sum(stored.values()) - unused)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"audio_latency_block_size": 100}, "audio_latency_block_size = 100"),
+            ({"num_projector_layers": 2}, "num_projector_layers = 2"),
+        ],
+    )
+    def test_refused(
+        self, reference: Any, folder: Path, tmp_path: Path, change: dict[str, Any], words: str
+    ) -> None:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | change
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        with pytest.raises(UnsupportedModel, match=words):
+            self.load(tmp_path)
+
+
+class TestUltravoxBefore(Heard):
+    """As version 0.4: the tower is Whisper's, too, and the last norm is behind the second product."""
+
+    settings: ClassVar = ("qwen3", True)
+
+    def save(self, reference: Any, folder: Path) -> None:
+        reference.language_model.save_pretrained(folder / "language")
+        reference.whisper.save_pretrained(folder / "whisper")
+        save_file(projector(reference), folder / "model.safetensors")
+        named = {"text_model_id": "language", "audio_model_id": "whisper"}
+        whole = {**WHOLE, **{key: str(folder / name) for key, name in named.items()}}
+        (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+
+
+class TestUltravoxWhole(Heard):
+    """All in one folder."""
+
+    settings: ClassVar = ("llama", False)
+
+    def save(self, reference: Any, folder: Path) -> None:
+        own = {f"language_model.{k}": v for k, v in reference.language_model.state_dict().items()}
+        tensors = tower(reference) | projector(reference) | own
+        save_file({k: v.clone() for k, v in tensors.items()}, folder / "model.safetensors")
+        text = reference.language_model.config.to_dict()
+        whole = {
+            **WHOLE, "projector_ln_mid": True, "audio_config": {**AUDIO, "model_type": "whisper"},
+            "text_config": text, "text_model_id": "nobody/has-this",
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
