@@ -244,6 +244,10 @@ AUDIO: Mapping[str, Row] = {
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
     ),
+    "fun_asr_nano": Row(
+        "FunAudioLLM/Fun-ASR-Nano-2512-hf", CHATML_WITH_SYSTEM.format("{question}{media}"),
+        {"audio": "<|object_ref_start|>"}, settings=_sizes(4096, 5),
+    ),
     "gemma3n": Row(
         "google/gemma-3n-E2B-it",
         "<start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",

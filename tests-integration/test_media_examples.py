@@ -131,7 +131,12 @@ LLAMA_3 = (
     "<|start_header_id|>user<|end_header_id|>\n\n%sWhy?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
+FUN_ASR = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy?%s<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 TWO_CLIPS = {
+    "fun_asr_nano": FUN_ASR % "<|object_ref_start|><|object_ref_start|>",
     "ultravox": LLAMA_3 % "<|audio|>\n<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token><audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound><sound>",
@@ -144,6 +149,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "fun_asr_nano": FUN_ASR % "<|object_ref_start|>",
     "ultravox": LLAMA_3 % "<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token>",
     "musicflamingo": FLAMINGO % "<sound>",
@@ -452,7 +458,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
     ("name", "words", "message"),
     [
         ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
-        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'gemma3n', "),
+        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'fun_asr_nano', "),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),
         ("audio_language", ["-tp", "-1"], "--tensor-parallel-size: -1: must be at least 1"),

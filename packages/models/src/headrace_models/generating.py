@@ -48,6 +48,7 @@ class GeneratingTraits:
 _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
+    "FunAsrNanoForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Gemma3nForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GraniteSpeechForConditionalGeneration": GeneratingTraits(transcribes=True),

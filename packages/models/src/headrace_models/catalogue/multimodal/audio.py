@@ -19,6 +19,8 @@ ROWS = (
         {"qwen3": "Qwen3ForCausalLM"},
         "Fun-ASR-Nano",
         _HEARS,
+        towers={"fun_asr_nano_encoder": "audio_language.fun_asr_nano:FunAsrNano"},
+        takes=AUDIO,
     ),
     Wrapper(
         "GlmAsrForConditionalGeneration",

@@ -231,13 +231,17 @@ class Pointwise(WeightLayer):
 
 
 class Depthwise(WeightLayer):
-    """Each channel is convolved over time by itself; before and behind is silence, of an even width one
-    state less behind."""
+    """Each channel is convolved over time by itself; before and behind is silence.
+
+    Args:
+        before: states of silence before; None: half of the width, of an even one one more than behind.
+    """
 
     weight: Tensor
 
-    def __init__(self, name: str, channels: int, width: int) -> None:
+    def __init__(self, name: str, channels: int, width: int, *, before: int | None = None) -> None:
         self.name, self.channels, self.width = name, channels, width
+        self.before = width // 2 if before is None else before
 
     def slots(self) -> Mapping[str, Slot]:
         return {"weight": Slot((self.channels, 1, self.width))}
@@ -247,8 +251,7 @@ class Depthwise(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [L, C] -> [L, C]."""
-        before = self.width // 2
-        padded = functional.pad(x.t()[None], (before, self.width - 1 - before))
+        padded = functional.pad(x.t()[None], (self.before, self.width - 1 - self.before))
         return functional.conv1d(padded, self.weight, groups=self.channels)[0].t().contiguous()
 
 
