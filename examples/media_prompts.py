@@ -39,6 +39,7 @@ LLAMA_3 = (
     "<|start_header_id|>user<|end_header_id|>\n\n{media}{question}<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
+GEMMA = "<start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n"
 QWEN_ASR = (
     "<|im_start|>system\n{question}<|im_end|>\n<|im_start|>user\n{media}<|im_end|>\n"
     "<|im_start|>assistant\n"
@@ -141,6 +142,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
         {"image": "<start_of_image>"},
         settings=_sizes(2048, 2, mm_processor_kwargs={"do_pan_and_scan": True}),
+    ),
+    "gemma3n": Row(
+        "google/gemma-3n-E2B-it", GEMMA, {"image": "<image_soft_token>"},
+        settings=_sizes(2048, 2, enforce_eager=True),
     ),
     "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
     "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
@@ -249,9 +254,8 @@ AUDIO: Mapping[str, Row] = {
         {"audio": "<|object_ref_start|>"}, settings=_sizes(4096, 5),
     ),
     "gemma3n": Row(
-        "google/gemma-3n-E2B-it",
-        "<start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
-        {"audio": "<audio_soft_token>"}, settings=_sizes(2048, 2, enforce_eager=True),
+        "google/gemma-3n-E2B-it", GEMMA, {"audio": "<audio_soft_token>"},
+        settings=_sizes(2048, 2, enforce_eager=True),
     ),
     "granite_speech": Row(
         "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),

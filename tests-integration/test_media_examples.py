@@ -53,6 +53,7 @@ GLM = (
     "[gMASK]<sop><|system|>\nYou are a helpful assistant.<|user|>\n"
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
+GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
@@ -60,6 +61,7 @@ ONE_IMAGE = {
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
+    "gemma3n": GEMMA_3N % "<image_soft_token>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
@@ -126,7 +128,6 @@ GRANITE = (
 )
 ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
 ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
-GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
 LLAMA_3 = (
     "<|start_header_id|>user<|end_header_id|>\n\n%sWhy?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"

@@ -17,13 +17,16 @@ from headrace_core.model import SupportsMultiModal
 class Heard(VisionConformance):
     """Recordings, which stand for the suite's images."""
 
+    takes: ClassVar[tuple[str, ...]] = ("audio",)
+    """Modalities of the model."""
+
     def embed(self, model: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
         with torch.inference_mode():
             return list(model.embed_media("audio", images))
 
     def test_it_takes_images(self, model: Any) -> None:
         assert isinstance(model, SupportsMultiModal)
-        assert list(model.modalities) == ["audio"]
+        assert set(model.modalities) == set(self.takes)
 
     def test_other_pixels_are_another_image(self, model: Any) -> None:
         """What is played backwards is."""
@@ -33,7 +36,7 @@ class Heard(VisionConformance):
         assert float((own - other).abs().max()) > 1e-3
 
     def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
-        model = self.load(folder, limit_mm_per_prompt={"audio": 0})
+        model = self.load(folder, limit_mm_per_prompt=dict.fromkeys(self.takes, 0))
         assert not isinstance(model, SupportsMultiModal)
         tokens = [5, 6, 7, 8, 9]
         found = self.forward(model, tokens, [], [], [5])

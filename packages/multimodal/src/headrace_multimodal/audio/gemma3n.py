@@ -1,5 +1,4 @@
-"""Gemma 3n's recordings: a spectrogram of up to 30 s, on lines of its own in a prompt, in as many places
-whatever its length."""
+"""Gemma 3n's recordings: a spectrogram of up to 30 s, in as many places whatever its length."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from headrace_multimodal.audio.htk import Float, htk_filters
 from headrace_multimodal.audio.waveform import samples_of
 from headrace_multimodal.hashing import content_hash
 from headrace_multimodal.images.processor import part
-from headrace_multimodal.images.words import LineEnds, Words
 from headrace_multimodal.placeholders import expanded
 
 _SECONDS, _MULTIPLE = 30, 128
@@ -30,8 +28,8 @@ _FRAME_MS, _HOP_MS, _LOW, _HIGH, _EMPHASIS, _FLOOR = 32.0, 10.0, 125.0, 7600.0, 
 """Values that settings may leave out."""
 
 
-class Gemma3nProcessor:
-    """See :class:`headrace_core.multimodal.MediaProcessor`. Images are not taken."""
+class Gemma3nRecordings:
+    """See :class:`headrace_core.multimodal.MediaProcessor`; no line ends are among a recording's tokens."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         self._mel = _Spectrogram(audio_settings(path))
@@ -44,10 +42,9 @@ class Gemma3nProcessor:
         self._number = integer(config, "audio_soft_tokens_per_image", _TOKENS)
         frames = _HALVINGS * integer(encoder, "conf_reduction_factor", _EVERY) * self._number
         self._most = min(_SECONDS * self._mel.rate, frames * self._mel.hop)
-        self._audio = integer(config, "audio_token_id", _AUDIO)
+        self.placeholder_id = integer(config, "audio_token_id", _AUDIO)
         begin, end = integer(config, "boa_token_id", _BEGIN), integer(config, "eoa_token_id", _END)
-        self._tokens = (begin, *[self._audio] * self._number, end)
-        self._lines = LineEnds(Words(path))
+        self._tokens = (begin, *[self.placeholder_id] * self._number, end)
 
     def modalities(self) -> Sequence[Modality]:
         return ("audio",)
@@ -91,9 +88,8 @@ class Gemma3nProcessor:
         return "<audio_soft_token>"
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
-        """Each recording on lines of its own."""
-        lines = self._lines.around(token_ids, self._audio, ())
-        return expanded(lines, media, self._audio)
+        """See :func:`headrace_multimodal.placeholders.expanded`."""
+        return expanded(token_ids, media, self.placeholder_id)
 
 
 class _Spectrogram:

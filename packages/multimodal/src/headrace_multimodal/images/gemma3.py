@@ -73,7 +73,7 @@ class Gemma3Processor(ImageProcessor):
         """Each item on lines of its own, its vectors' tokens as spans that are seen whole."""
         # An image in parts begins with words.
         plain = [item.token_ids[:1] == (self.placeholder_id,) for item in media]
-        lines = self._lines.around(token_ids, self.placeholder_id, [2 * own for own in plain])
+        lines = self._lines.around(token_ids, (self.placeholder_id,), [2 * own for own in plain])
         placed = expanded(lines, media, self.placeholder_id)
         spans = [
             (offset + first, offset + first + number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -173,12 +173,13 @@ class LineEnds:
         return self._words.ids("\n" * number) if number else []
 
     def around(
-        self, token_ids: Sequence[int], placeholder: int, before: Iterable[int]
+        self, token_ids: Sequence[int], placeholders: Collection[int], before: Iterable[int]
     ) -> list[int]:
         """A prompt with line ends in front of each placeholder and two behind it, which become one token with
         those that are there already.
 
         Args:
+            placeholders: tokens that are one.
             before: line ends in front of each, in order; two where there are fewer numbers.
         """
         found: list[int] = []
@@ -187,10 +188,10 @@ class LineEnds:
             if number := self.number(token):
                 waiting += number
                 continue
-            if token == placeholder:
+            if token in placeholders:
                 waiting += next(wanted, 2)
             found += [*self.ids(waiting), token]
-            waiting = 2 * (token == placeholder)
+            waiting = 2 * (token in placeholders)
         return found + self.ids(waiting)
 
 
