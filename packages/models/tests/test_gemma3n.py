@@ -3,9 +3,7 @@ needs timm there, is a plain reading of that library's."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +14,7 @@ import torch
 import transformers
 from audio_conformance import Heard
 from test_vision_language import TEXT, drawn
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from vision_conformance import IMAGE
 
 from headrace_core import plugins
@@ -25,6 +22,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_models.families.omni import gemma3n
 from headrace_models.layers.convolutional import mobilenet_v5
 from headrace_models.layers.convolutional.mobilenet_v5 import Edge, Inverted, Query, Table
+from headrace_testing.model.plain_mobilenet_v5 import gemma3n_sees, tame
 
 BINS, PLACES = 10, 6
 PIXELS = "pixel_values"
@@ -37,7 +35,7 @@ AUDIO: dict[str, Any] = {
     "conf_num_attention_heads": 2, "conf_num_hidden_layers": 2, "conf_attention_logit_cap": 2.0,
     "sscp_conv_channel_size": [6, 4], "gradient_clipping": 5.0,
 }  # fmt: skip
-VISION = {
+VISION: dict[str, Any] = {
     "vocab_size": 8, "vocab_offset": FIRST_IMAGE, "hidden_size": 12, "architecture": "tiny",
 }  # fmt: skip
 TABLE = Table(
@@ -58,141 +56,6 @@ GEMMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Tower(nn.Module):
-    """timm's MobileNetV5, whose tensors have that library's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.timm_model = nn.Module()
-        self._convolution("conv_stem", 3, TABLE.stem, 3)
-        self._put("conv_stem.conv.bias", TABLE.stem)
-        before, sizes = TABLE.stem, []
-        for stage, blocks in enumerate(TABLE.stages):
-            for index, block in enumerate(blocks):
-                before = self._block(f"blocks.{stage}.{index}", before, block)
-            sizes.append(before)
-        joined = sizes[-2] + sizes[-1]
-        self._convolution("msfa.ffn.pw_exp", joined, 2 * joined, 1)
-        self._convolution("msfa.ffn.pw_proj", 2 * joined, VISION["hidden_size"], 1)
-        self._put("msfa.norm.weight", VISION["hidden_size"])
-
-    def _put(self, name: str, *shape: int) -> None:
-        *path, last = name.split(".")
-        place = self.timm_model
-        for part in path:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = getattr(place, part)
-        place.register_parameter(last, nn.Parameter(torch.ones(shape)))
-
-    def _convolution(self, name: str, before: int, after: int, width: int) -> None:
-        self._put(f"{name}.conv.weight", after, before, width, width)
-        self._put(f"{name}.bn.weight", after)
-
-    def _block(self, name: str, size: int, block: Any) -> int:
-        if isinstance(block, Query):
-            wide = block.num_heads * block.head_dim
-            self._put(f"{name}.norm.weight", size)
-            self._put(f"{name}.attn.query.proj.weight", wide, size, 1, 1)
-            for part in ("key", "value"):
-                self._put(f"{name}.attn.{part}.proj.weight", block.head_dim, size, 1, 1)
-                if block.stride > 1:
-                    self._put(f"{name}.attn.{part}.down_conv.weight", size, 1, 3, 3)
-                    self._put(f"{name}.attn.{part}.norm.weight", size)
-            self._put(f"{name}.attn.output.proj.weight", size, wide, 1, 1)
-            self._put(f"{name}.layer_scale.gamma", size)
-            return size
-        between = size * block.expansion
-        if isinstance(block, Edge):
-            self._put(f"{name}.conv_exp.weight", between, size, 3, 3)
-            self._put(f"{name}.bn1.weight", between)
-            self._put(f"{name}.conv_pwl.weight", block.size, between, 1, 1)
-            self._put(f"{name}.bn2.weight", block.size)
-            return block.size
-        if block.start:
-            self._convolution(f"{name}.dw_start", 1, size, block.start)
-        self._convolution(f"{name}.pw_exp", size, between, 1)
-        if block.middle:
-            self._convolution(f"{name}.dw_mid", 1, between, block.middle)
-        self._convolution(f"{name}.pw_proj", between, block.size, 1)
-        self._put(f"{name}.layer_scale.gamma", block.size)
-        return block.size
-
-    def forward(self, pixel_values: Tensor, **_: Any) -> Any:
-        w = dict(self.timm_model.named_parameters())
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            x = x / (x.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
-            return x * w[name].view(1, -1, 1, 1)
-
-        def convolved(x: Tensor, name: str, stride: int = 1) -> Tensor:
-            kernel = w[f"{name}.weight"]
-            pads = []
-            for size in (x.shape[3], x.shape[2]):
-                out = math.ceil(size / stride)
-                more = max(0, (out - 1) * stride + kernel.shape[2] - size)
-                pads += [more // 2, more - more // 2]
-            groups = x.shape[1] // kernel.shape[1]
-            bias = w.get(f"{name}.bias")
-            return F.conv2d(F.pad(x, pads), kernel, bias, stride, groups=groups)
-
-        def block(x: Tensor, name: str, own: Any) -> Tensor:
-            if isinstance(own, Query):
-                y = norm(x, f"{name}.norm.weight")
-                q = convolved(y, f"{name}.attn.query.proj").flatten(2)
-                q = q.view(len(x), own.num_heads, own.head_dim, -1)
-                seen = []
-                for part in ("key", "value"):
-                    z = y
-                    if own.stride > 1:
-                        z = convolved(z, f"{name}.attn.{part}.down_conv", own.stride)
-                        z = norm(z, f"{name}.attn.{part}.norm.weight")
-                    seen.append(convolved(z, f"{name}.attn.{part}.proj").flatten(2))
-                scores = torch.einsum("nhdq,ndk->nhqk", q, seen[0]) / own.head_dim**0.5
-                out = torch.einsum("nhqk,ndk->nhdq", scores.softmax(-1), seen[1])
-                out = out.reshape(len(x), -1, *x.shape[2:])
-                made = convolved(out, f"{name}.attn.output.proj")
-                return x + made * w[f"{name}.layer_scale.gamma"].view(1, -1, 1, 1)
-            y = x
-            if isinstance(own, Edge):
-                y = norm(convolved(y, f"{name}.conv_exp", own.stride), f"{name}.bn1.weight")
-                y = convolved(F.gelu(y, approximate="tanh"), f"{name}.conv_pwl")
-                y = norm(y, f"{name}.bn2.weight")
-            else:
-                if own.start:
-                    stride = 1 if own.middle else own.stride
-                    y = both(y, f"{name}.dw_start", stride, act=False)
-                y = both(y, f"{name}.pw_exp")
-                if own.middle:
-                    y = both(y, f"{name}.dw_mid", own.stride)
-                y = both(y, f"{name}.pw_proj", act=False)
-                y = y * w[f"{name}.layer_scale.gamma"].view(1, -1, 1, 1)
-            return x + y if y.shape == x.shape and own.stride == 1 else y
-
-        def both(x: Tensor, name: str, stride: int = 1, act: bool = True) -> Tensor:
-            x = norm(convolved(x, f"{name}.conv", stride), f"{name}.bn.weight")
-            return F.gelu(x, approximate="tanh") if act else x
-
-        x = both(pixel_values, "conv_stem", 2)
-        found = []
-        for stage, blocks in enumerate(TABLE.stages):
-            for index, own in enumerate(blocks):
-                x = block(x, f"blocks.{stage}.{index}", own)
-            found.append(x)
-        x = torch.cat((found[-2], found[-1].repeat_interleave(2, 2).repeat_interleave(2, 3)), 1)
-        x = both(both(x, "msfa.ffn.pw_exp"), "msfa.ffn.pw_proj", act=False)
-        x = norm(F.avg_pool2d(x, x.shape[2] // SIDE), "msfa.norm.weight")
-        return SimpleNamespace(last_hidden_state=x)
-
-
-class _AutoModel:
-    @staticmethod
-    def from_config(config: Any) -> Any:
-        if type(config).__name__ == "Gemma3nVisionConfig":
-            return Tower()
-        return transformers.AutoModel.from_config(config)
-
-
 class TestGemma3n(Heard):
     """Of 9 and of 20 states before every fourth is taken: blocks of four that are not whole."""
 
@@ -204,11 +67,10 @@ class TestGemma3n(Heard):
     @pytest.fixture(scope="class", autouse=True)
     @staticmethod
     def stand_in() -> Iterator[None]:
-        module = importlib.import_module("transformers.models.gemma3n.modeling_gemma3n")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "AutoModel", _AutoModel)
+        sees = gemma3n_sees(TABLE, VISION["hidden_size"], SIDE)
+        with sees, pytest.MonkeyPatch.context() as patch:
             patch.setattr(mobilenet_v5, "TABLES", {**mobilenet_v5.TABLES, "tiny": TABLE})
-            patch.setattr(gemma3n, "TABLES", {**mobilenet_v5.TABLES, "tiny": TABLE})
+            patch.setattr(gemma3n, "TABLES", mobilenet_v5.TABLES)
             yield
 
     def hf_class(self) -> Any:
@@ -222,11 +84,8 @@ class TestGemma3n(Heard):
         )  # fmt: skip
 
     def save(self, reference: Any, folder: Path) -> None:
-        """With kernels that lead to scores of the size of 1, so that rounding does not grow on the way."""
-        with torch.no_grad():
-            for kernel in reference.model.vision_tower.parameters():
-                if kernel.dim() == 4:
-                    kernel *= (kernel.shape[3] / kernel[0].numel()) ** 0.5
+        """The tower's numbers are tame."""
+        tame(reference.model.vision_tower)
         super().save(reference, folder)
 
     def images(self) -> Sequence[dict[str, Tensor]]:

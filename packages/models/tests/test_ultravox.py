@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from audio_conformance import HeardAlone
 from safetensors.torch import save_file
 from test_vision_language import TEXT, drawn
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, WhisperConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.whisper.modeling_whisper import WhisperForConditionalGeneration
+from torch import Tensor
+from transformers import AutoConfig, WhisperConfig
 
 from headrace_core.errors import UnsupportedModel
+from headrace_testing.model.plain_ultravox import PlainUltravox, projector, tower
 
 WINDOW, GROUP, BINS = 48, 3, 10
 AUDIO: dict[str, Any] = {
@@ -34,72 +31,20 @@ WHOLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Reading(nn.Module):
-    """The published classes, in few words.
-
-    Args:
-        kind: of the language model.
-        ends: whether the second norm is the last thing, as until version 0.4.1.
-    """
-
-    def __init__(self, settings: tuple[str, bool]) -> None:
-        super().__init__()
-        kind, self.ends = settings
-        self.whisper = WhisperForConditionalGeneration(WhisperConfig(**AUDIO))
-        config = AutoConfig.for_model(kind, **TEXT, head_dim=12)
-        self.language_model = AutoModelForCausalLM.from_config(config)
-        self.projector = nn.ModuleDict({
-            "ln_pre": LlamaRMSNorm(12 * GROUP, eps=1e-6),
-            "linear_1": nn.Linear(12 * GROUP, 20, bias=False),
-            "linear_2": nn.Linear(10, 48, bias=False),
-            "ln_post" if self.ends else "ln_mid": LlamaRMSNorm(48 if self.ends else 10, eps=1e-6),
-        })  # fmt: skip
-
-    def get_input_embeddings(self) -> Any:
-        return self.language_model.get_input_embeddings()
-
-    def forward(self, **given: Any) -> Any:
-        return self.language_model(**given)
-
-    def heard(self, frames: Tensor) -> Tensor:
-        """frames [F, bins] -> vectors."""
-        found = []
-        for begin in range(0, len(frames), WINDOW):
-            window = frames[begin : begin + WINDOW]
-            length, more = len(window), WINDOW - len(window) if begin else 0
-            states = self.states(functional.pad(window, (0, 0, 0, more)), (length - 1) // 2 + 1)
-            stacked = functional.pad(states, (0, 0, 0, -len(states) % GROUP)).view(-1, 12 * GROUP)
-            found.append(self.projected(stacked)[: -(-length // (2 * GROUP))])
-        return torch.cat(found)
-
-    def states(self, window: Tensor, seen: int) -> Tensor:
-        encoder = self.whisper.model.encoder
-        x = functional.gelu(encoder.conv1(window.t()[None]))
-        x = functional.gelu(encoder.conv2(x)).transpose(1, 2)
-        x = x + encoder.embed_positions.weight[: x.shape[1]]
-        hidden = torch.arange(x.shape[1]) >= seen
-        mask = torch.zeros(x.shape[1], x.shape[1]).masked_fill(hidden, -1e30)[None, None]
-        for layer in encoder.layers:
-            made = layer(x, mask)
-            x = made[0] if isinstance(made, tuple) else made
-        return encoder.layer_norm(x)[0]
-
-    def projected(self, stacked: Tensor) -> Tensor:
-        own = self.projector
-        made, gate = own["linear_1"](own["ln_pre"](stacked)).chunk(2, dim=-1)
-        x = functional.silu(gate) * made
-        x = own["linear_2"](x if self.ends else own["ln_mid"](x))
-        return own["ln_post"](x) if self.ends else x
-
-
 class Heard(HeardAlone):
     """Of less than a window, and of two of which the second is short."""
 
     names_of_towers: ClassVar = ("audio_tower.", "multi_modal_projector.")
     settings: ClassVar[tuple[str, bool]]
+    """Kind of the language model; whether the second norm is the last thing."""
 
     def hf_class(self) -> Any:
-        return Reading
+        return self.made
+
+    def made(self, settings: tuple[str, bool]) -> PlainUltravox:
+        kind, ends = settings
+        text = AutoConfig.for_model(kind, **TEXT, head_dim=12)
+        return PlainUltravox(WhisperConfig(**AUDIO), text, GROUP, ends)
 
     def hf_config(self) -> Any:
         return self.settings
@@ -113,20 +58,6 @@ class Heard(HeardAlone):
 
     def test_vectors_of_windows(self, model: Any) -> None:
         assert tuple(len(vectors) for vectors in self.embed(model, self.images())) == (5, 8 + 3)
-
-
-def tower(reference: Any) -> dict[str, Tensor]:
-    return {
-        f"audio_tower.{name}": tensor
-        for name, tensor in reference.whisper.model.encoder.state_dict().items()
-    }
-
-
-def projector(reference: Any) -> dict[str, Tensor]:
-    return {
-        f"multi_modal_projector.{name}": tensor
-        for name, tensor in reference.projector.state_dict().items()
-    }
 
 
 class TestUltravox(Heard):
