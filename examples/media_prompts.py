@@ -28,7 +28,23 @@ COHERE = (
 )
 MISTRAL = "<s>[INST]{question}\n{media}[/INST]"
 GLM = f"[gMASK]<sop><|system|>\n{SYSTEM}<|user|>\n{{media}}{{question}}<|assistant|>assistant\n"
+GRANITE = (
+    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024.\nToday's Date: April 9, 2025.\n"
+    "You are Granite, developed by IBM. You are a helpful AI assistant<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>{media}{question}<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>"
+)
 ASKED = "{media}{question}"
+LLAMA_3 = (
+    "<|start_header_id|>user<|end_header_id|>\n\n{media}{question}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+GEMMA = "<start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n"
+QWEN_ASR = (
+    "<|im_start|>system\n{question}<|im_end|>\n<|im_start|>user\n{media}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+"""It takes no question; names in the place of one help it."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
         {"image": "<start_of_image>"},
         settings=_sizes(2048, 2, mm_processor_kwargs={"do_pan_and_scan": True}),
+    ),
+    "gemma3n": Row(
+        "google/gemma-3n-E2B-it", GEMMA, {"image": "<image_soft_token>"},
+        settings=_sizes(2048, 2, enforce_eager=True),
     ),
     "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
     "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
@@ -229,12 +249,35 @@ AUDIO: Mapping[str, Row] = {
         "nvidia/audio-flamingo-3-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
     ),
+    "fun_asr_nano": Row(
+        "FunAudioLLM/Fun-ASR-Nano-2512-hf", CHATML_WITH_SYSTEM.format("{question}{media}"),
+        {"audio": "<|object_ref_start|>"}, settings=_sizes(4096, 5),
+    ),
+    "gemma3n": Row(
+        "google/gemma-3n-E2B-it", GEMMA, {"audio": "<audio_soft_token>"},
+        settings=_sizes(2048, 2, enforce_eager=True),
+    ),
+    "granite_speech": Row(
+        "ibm-granite/granite-speech-3.3-8b", GRANITE, {"audio": "<|audio|>"}, settings=_sizes(2048, 2),
+    ),
+    "musicflamingo": Row(
+        "nvidia/music-flamingo-2601-hf", _QWEN_PROMPT, {"audio": "<sound>"},
+        settings=_sizes(4096, 2, enforce_eager=True),
+    ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,
         {"audio": "Audio {number}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"}, settings=_sizes(4096, 5),
     ),
     "qwen2_5_omni": Row(
         "Qwen/Qwen2.5-Omni-7B", OMNI_PROMPT, {"audio": f"{_OMNI_AUDIO}\n"},
+        settings=_sizes(4096, 5),
+    ),
+    "qwen3_asr": Row(
+        "Qwen/Qwen3-ASR-1.7B", QWEN_ASR, {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+        settings=_sizes(4096, 5),
+    ),
+    "ultravox": Row(
+        "fixie-ai/ultravox-v0_5-llama-3_2-1b", LLAMA_3, {"audio": "<|audio|>\n"},
         settings=_sizes(4096, 5),
     ),
     "whisper": Row(

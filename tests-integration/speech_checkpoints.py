@@ -22,8 +22,14 @@ _SPECIAL = (
 )  # fmt: skip
 
 
-def save_tokenizer(folder: Path, special: tuple[str, ...] = _SPECIAL) -> dict[str, int]:
-    """A byte-level tokenizer of a few merges; returns the ids of its special tokens."""
+def save_tokenizer(
+    folder: Path, special: tuple[str, ...] = _SPECIAL, words: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """A byte-level tokenizer of a few merges; returns the ids of its special tokens.
+
+    Args:
+        words: tokens beside these.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -34,6 +40,7 @@ def save_tokenizer(folder: Path, special: tuple[str, ...] = _SPECIAL) -> dict[st
     )
     tokenizer.train_from_iterator(["the water runs in the long race over the wheel"] * 3, trainer)
     tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens(list(words))
     tokenizer.save(str(folder / "tokenizer.json"))
     return {name: tokenizer.token_to_id(name) for name in special}
 
@@ -208,6 +215,72 @@ def save_glm_asr(folder: Path) -> Any:
     model.save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS).save_pretrained(folder)
     return model
+
+
+def save_granite_speech(folder: Path) -> Any:
+    """A decoder that takes recordings as published files of Granite Speech have it; returns the oracle."""
+    from transformers import GraniteSpeechConfig, GraniteSpeechForConditionalGeneration
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<|audio|>"))
+    text = {
+        "model_type": "granite", "vocab_size": 302, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "eos_token_id": ids["<|endoftext|>"], "bos_token_id": None,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+    }  # fmt: skip
+    encoder = {
+        "input_dim": 32, "num_layers": 2, "hidden_dim": 24, "feedforward_mult": 2, "num_heads": 2,
+        "output_dim": 9, "context_size": 20, "max_pos_emb": 25,
+    }  # fmt: skip
+    former = {
+        "model_type": "blip_2_qformer", "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 24, "encoder_hidden_size": 24,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = GraniteSpeechConfig(
+        encoder_config=encoder, projector_config=former, text_config=text,
+        audio_token_index=ids["<|audio|>"], has_lora_adapter=False,
+    )  # fmt: skip
+    model = GraniteSpeechForConditionalGeneration(config).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    settings = {"sampling_rate": RATE, "melspec_kwargs": {"n_mels": 16}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return model
+
+
+def save_qwen3_asr(folder: Path) -> None:
+    """A model that writes down recordings of up to half of its context, in three languages whose names are
+    tokens."""
+    from transformers import Qwen3ASRConfig, Qwen3ASRForConditionalGeneration
+
+    languages = (" German", " English", " French")
+    special = (
+        "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>",
+        "<asr_text>",
+    )  # fmt: skip
+    ids = save_tokenizer(folder, special, languages)
+    text = {
+        "model_type": "qwen3", "vocab_size": 312, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    audio = {
+        "model_type": "qwen3_asr_encoder", "num_mel_bins": 16, "d_model": 24, "encoder_layers": 2,
+        "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "downsample_hidden_size": 6, "output_dim": 64,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3ASRConfig(
+        audio_config=audio, text_config=text, audio_token_id=ids["<|audio_pad|>"],
+        eos_token_id=ids["<|endoftext|>"], pad_token_id=ids["<|endoftext|>"],
+    )  # fmt: skip
+    model = Qwen3ASRForConditionalGeneration(config).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    settings = {"feature_size": 16, "sampling_rate": RATE}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def wav(samples: np.ndarray) -> bytes:

@@ -53,6 +53,7 @@ GLM = (
     "[gMASK]<sop><|system|>\nYou are a helpful assistant.<|user|>\n"
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
+GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
@@ -60,6 +61,7 @@ ONE_IMAGE = {
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
+    "gemma3n": GEMMA_3N % "<image_soft_token>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
@@ -118,15 +120,43 @@ FLAMINGO = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+GRANITE = (
+    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024.\n"
+    "Today's Date: April 9, 2025.\nYou are Granite, developed by IBM. You are a helpful AI assistant"
+    "<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>%sWhy?<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>"
+)
+ASR = "<|im_start|>system\nWhy?<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+ASR_CLIP = "<|audio_start|><|audio_pad|><|audio_end|>"
+LLAMA_3 = (
+    "<|start_header_id|>user<|end_header_id|>\n\n%sWhy?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+FUN_ASR = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy?%s<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
 TWO_CLIPS = {
+    "fun_asr_nano": FUN_ASR % "<|object_ref_start|><|object_ref_start|>",
+    "ultravox": LLAMA_3 % "<|audio|>\n<|audio|>\n",
+    "gemma3n": GEMMA_3N % "<audio_soft_token><audio_soft_token>",
+    "musicflamingo": FLAMINGO % "<sound><sound>",
+    "qwen3_asr": ASR % (2 * ASR_CLIP),
     "audioflamingo3": FLAMINGO % "<sound><sound>",
+    "granite_speech": GRANITE % "<|audio|><|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nAudio 2: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
     "Why?<|im_end|>\n<|im_start|>assistant\n",
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "fun_asr_nano": FUN_ASR % "<|object_ref_start|>",
+    "ultravox": LLAMA_3 % "<|audio|>\n",
+    "gemma3n": GEMMA_3N % "<audio_soft_token>",
+    "musicflamingo": FLAMINGO % "<sound>",
+    "qwen3_asr": ASR % ASR_CLIP,
     "audioflamingo3": FLAMINGO % "<sound>",
+    "granite_speech": GRANITE % "<|audio|>",
     "qwen2_audio": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}Why?",
@@ -429,8 +459,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
     ("name", "words", "message"),
     [
         ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
-        ("audio_language", ["-m", "ultravox"],
-         "choose from 'audioflamingo3', 'qwen2_audio', 'qwen2_5_omni', 'whisper'"),
+        ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'fun_asr_nano', "),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),
         ("audio_language", ["-tp", "-1"], "--tensor-parallel-size: -1: must be at least 1"),

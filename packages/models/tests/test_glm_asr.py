@@ -1,5 +1,5 @@
-"""GLM-ASR and Audio Flamingo 3 beside transformers on tiny checkpoints: recordings of one piece and of
-several."""
+"""GLM-ASR, Audio Flamingo 3 and Music Flamingo beside transformers on tiny checkpoints: recordings of one
+piece and of several."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from audio_conformance import Heard
 from test_vision_language import TEXT, drawn
 from torch import Tensor
-from vision_conformance import IMAGE, VisionConformance
+from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.model import SupportsMultiModal
 
 FRAMES, BINS = 48, 11
 ENCODER = {
@@ -31,7 +31,7 @@ def recording(pieces: int, num_frames: int) -> dict[str, Tensor]:
     }
 
 
-class Sound(VisionConformance):
+class Sound(Heard):
     """Recordings, which stand for the suite's images."""
 
     counts: ClassVar[tuple[int, int]]
@@ -51,31 +51,8 @@ class Sound(VisionConformance):
         features = torch.cat([image["input_features"] for image in images]).transpose(1, 2)
         return {"input_features": features, "input_features_mask": mask.long()}
 
-    def embed(self, model: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        with torch.inference_mode():
-            return list(model.embed_media("audio", images))
-
-    def test_it_takes_images(self, model: Any) -> None:
-        assert isinstance(model, SupportsMultiModal)
-        assert list(model.modalities) == ["audio"]
-
     def test_silence_behind_a_recording_has_no_vectors(self, model: Any) -> None:
         assert tuple(len(vectors) for vectors in self.embed(model, self.images())) == self.counts
-
-    def test_other_pixels_are_another_image(self, model: Any) -> None:
-        first = recording(1, 29)
-        turned = {**first, "input_features": first["input_features"].flip(1)}
-        own, other = self.embed(model, [first, turned])
-        assert float((own - other).abs().max()) > 1e-3
-
-    def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
-        model = self.load(folder, limit_mm_per_prompt={"audio": 0})
-        assert not isinstance(model, SupportsMultiModal)
-        tokens = [5, 6, 7, 8, 9]
-        found = self.forward(model, tokens, [], [], [5])
-        torch.testing.assert_close(
-            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
-        )
 
 
 class TestGlmAsr(Sound):
@@ -141,3 +118,37 @@ class TestAudioFlamingo3(Sound):
         noisy["input_features"][:, 31:] += 1
         own, other = self.embed(model, [first, noisy])
         torch.testing.assert_close(own, other)
+
+
+class TestMusicFlamingo(TestAudioFlamingo3):
+    """States know their time: a recording's second piece is not its first."""
+
+    def hf_class(self) -> Any:
+        from transformers import MusicFlamingoForConditionalGeneration
+
+        return MusicFlamingoForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import MusicFlamingoConfig
+
+        audio = {
+            **ENCODER, "model_type": "audioflamingo3_encoder", "max_source_positions": FRAMES // 2,
+        }  # fmt: skip
+        return MusicFlamingoConfig(
+            audio_config=audio, text_config={**TEXT, "model_type": "qwen2"}, audio_token_id=IMAGE,
+            rope_parameters={"rope_type": "default", "rope_theta": 50, "partial_rotary_factor": 0.4},
+        )  # fmt: skip
+
+    def test_pieces_know_their_place(self, model: Any) -> None:
+        one = recording(1, FRAMES)
+        twice = {
+            "input_features": one["input_features"].expand(2, -1, -1),
+            "num_frames": torch.tensor([2 * FRAMES]),
+        }
+        (found,) = self.embed(model, [twice])
+        first, second = found.chunk(2)
+        assert float((first - second).abs().max()) > 1e-3
+
+    def test_odd_parts_are_refused(self, reference: Any, folder: Path) -> None:
+        with pytest.raises(UnsupportedModel, match="9 of 16 numbers must be even and at most half"):
+            self.load(folder, hf_overrides={"rope_parameters": {"partial_rotary_factor": 0.6}})

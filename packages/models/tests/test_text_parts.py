@@ -129,13 +129,13 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV",
+    "Phi4MultimodalForCausalLM", "MiniCPMV", "UltravoxModel",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
 (:func:`test_phi_4_multimodal`)."""
-REMOTE_KINDS = {"kimi_k2"}
+REMOTE_KINDS = {"kimi_k2", "qwen3_asr_text"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [
     (name, kind)
@@ -216,22 +216,27 @@ def wanted(model: Any) -> Tensor:
     return (logits * scale).log_softmax(-1)
 
 
-def resolved(folder: Path) -> ModelInfo:
-    """Without towers for audio, whose tiny configs are not all ones that can be built."""
-    config = ModelConfig(model=str(folder), max_model_len=64, limit_mm_per_prompt={"audio": 0})
+def resolved(folder: Path, **limits: int) -> ModelInfo:
+    """Without towers for audio, whose tiny configs are not all ones that can be built.
+
+    Args:
+        limits: of further modalities.
+    """
+    limited = {"audio": 0, **limits}
+    config = ModelConfig(model=str(folder), max_model_len=64, limit_mm_per_prompt=limited)
     return resolve(config, LoadConfig(), CpuPlatform())
 
 
-def served(folder: Path, load: LoadConfig | None = None) -> Tensor:
+def served(folder: Path, load: LoadConfig | None = None, **limits: int) -> Tensor:
     """In two chunks."""
-    info = resolved(folder)
+    info = resolved(folder, **limits)
     driver = PagedDriver(load_model(info, build_context(info), load=load))
     pieces = driver.step({"a": PROMPT[:13]}), driver.step({"a": PROMPT[13:]})
     return torch.cat(pieces).log_softmax(-1)
 
 
-def check_equal(folder: Path, model: Any) -> None:
-    ours, theirs = served(folder), wanted(model)
+def check_equal(folder: Path, model: Any, **limits: int) -> None:
+    ours, theirs = served(folder, **limits), wanted(model)
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
@@ -371,7 +376,7 @@ def test_gemma_3n(tmp_path: Path) -> None:
     whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n",
              "text_config": said, "vision_config": {}, "audio_config": {}}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    check_equal(tmp_path, model)
+    check_equal(tmp_path, model, image=0)
 
 
 def rewrap(folder: Path, prefix: str, extra: dict[str, Tensor], config: Any) -> None:

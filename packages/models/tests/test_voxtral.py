@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from audio_conformance import Heard
 from test_vision_language import TEXT
 from torch import Tensor
-from vision_conformance import IMAGE, VisionConformance
+from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.model import SupportsMultiModal
 
 STATES, BINS = 24, 11
 ENCODER = {
@@ -28,7 +28,7 @@ def recording(pieces: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn((2 * STATES * pieces, BINS), generator=generator)}
 
 
-class TestVoxtral(VisionConformance):
+class TestVoxtral(Heard):
     """Recordings, which stand for the suite's images."""
 
     names_of_towers: ClassVar = ("audio_tower.", "multi_modal_projector.")
@@ -51,32 +51,9 @@ class TestVoxtral(VisionConformance):
         pieces = [p for image in images for p in image["input_features"].split(2 * STATES)]
         return {"input_features": torch.stack(pieces).transpose(1, 2)}
 
-    def embed(self, model: Any, images: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-        with torch.inference_mode():
-            return list(model.embed_media("audio", images))
-
-    def test_it_takes_images(self, model: Any) -> None:
-        assert isinstance(model, SupportsMultiModal)
-        assert list(model.modalities) == ["audio"]
-
     def test_a_piece_is_a_vector_for_four_states(self, model: Any) -> None:
         shapes = [tuple(v.shape) for v in self.embed(model, self.images())]
         assert shapes == [(STATES // 4, TEXT["hidden_size"]), (STATES // 2, TEXT["hidden_size"])]
-
-    def test_other_pixels_are_another_image(self, model: Any) -> None:
-        first = recording(1)
-        turned = {"input_features": first["input_features"].flip(0)}
-        own, other = self.embed(model, [first, turned])
-        assert float((own - other).abs().max()) > 1e-3
-
-    def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
-        model = self.load(folder, limit_mm_per_prompt={"audio": 0})
-        assert not isinstance(model, SupportsMultiModal)
-        tokens = [5, 6, 7, 8, 9]
-        found = self.forward(model, tokens, [], [], [5])
-        torch.testing.assert_close(
-            found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
-        )
 
     def test_states_that_make_no_whole_groups_are_refused(
         self, reference: Any, folder: Path, tmp_path: Path

@@ -102,8 +102,8 @@ class MediaProcessor(Protocol):
 
     The object behind an entry point of ``headrace.multimodal_processors`` (the entry's name is the
     architecture) is a factory ``(config, path) -> MediaProcessor``: ``config.json`` whole, and the
-    checkpoint's folder, whose ``preprocessor_config.json`` it may read. It may have ``needs_media = True``:
-    prompts without media are refused.
+    checkpoint's folder, whose ``preprocessor_config.json`` it may read. ``needs_media``: why prompts without
+    media are refused.
     """
 
     def modalities(self) -> Sequence[Modality]: ...

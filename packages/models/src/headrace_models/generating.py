@@ -48,10 +48,15 @@ class GeneratingTraits:
 _GENERATES = GeneratingTraits()
 
 TRAITS: Mapping[str, GeneratingTraits] = {
+    "FunAsrNanoForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Gemma3nForConditionalGeneration": GeneratingTraits(transcribes=True),
     "GlmAsrForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "GraniteSpeechForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "GraniteSpeechPlusForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen2AudioForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeForConditionalGeneration": GeneratingTraits(transcribes=True),
     "Qwen3OmniMoeThinkerForConditionalGeneration": GeneratingTraits(transcribes=True),
+    "Qwen3ASRForConditionalGeneration": GeneratingTraits(transcribes=True),
     "VoxtralForConditionalGeneration": GeneratingTraits(transcribes=True),
     "WhisperForConditionalGeneration": GeneratingTraits(
         transcribes=True, generates=False, is_encoder_decoder=True, aligns=True

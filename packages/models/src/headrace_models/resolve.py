@@ -32,6 +32,7 @@ from headrace_models.catalogue.multimodal import (
 from headrace_models.checkpoint.lfs import refuse_pointers
 from headrace_models.checkpoint.quantization_files import with_quantization
 from headrace_models.checkpoint.source import fetch
+from headrace_models.companions import companion_entries, with_companions
 from headrace_models.config.json_object import read_object
 from headrace_models.config.overrides import merged, overridden
 from headrace_models.config.positions import first_position
@@ -99,7 +100,10 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     assert config.model is not None
     refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = of_inner_model(overridden(with_quantization(stated, path), config.hf_overrides))
+    entries = list(stored_tensors(path, load))
+    stated = with_companions(with_quantization(stated, path), config, load, entries)
+    whole = of_inner_model(overridden(stated, config.hf_overrides))
+    entries += companion_entries(whole, load)
     if load.offline:
         refuse_foreign_code(whole)
     architecture, source = choose_implementation(config, whole, config.model, path)
@@ -109,7 +113,6 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         if by_transformers
         else _own_facts(architecture, whole)
     )
-    entries = list(stored_tensors(path, load))
     text = ties_by_tensors(architecture, text, (entry.name for entry in entries))
     sentence = _sentence_modules(config, path, architecture, entries)
     text = scored_by(text, sentence.score_tokens)

@@ -1,4 +1,4 @@
-"""Media processors of GLM-ASR and Audio Flamingo 3: numbers and tokens of transformers', pieces, refusals."""
+"""Media processors of GLM-ASR and the Flamingos: numbers and tokens of transformers', pieces, refusals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 
 from headrace_core.errors import RequestError
 from headrace_core.multimodal import MediaItem, ProcessedMedia
-from headrace_multimodal.audio.glm_asr import AudioFlamingo3Processor, GlmAsrProcessor
+from headrace_multimodal.audio.glm_asr import (
+    AudioFlamingo3Processor,
+    GlmAsrProcessor,
+    MusicFlamingoProcessor,
+)
 
 CONFIG = {"text_config": {"max_position_embeddings": 800}, "audio_token_id": 7}
 """A context of two pieces of 30 s, 375 tokens each."""
@@ -75,3 +79,21 @@ def test_audio_flamingo_3(tmp_path: Path):
     assert own.placeholder("audio", 0) == "<sound>"
     (tmp_path / "processor_config.json").write_text('{"max_audio_len": 60}')
     assert AudioFlamingo3Processor({}, tmp_path).max_pieces == 2
+
+
+def test_music_flamingo(tmp_path: Path):
+    """Its tokens stand between two others, which take no vectors."""
+    config = {"audio_token_id": 7, "audio_bos_token_id": 8, "audio_eos_token_id": 9}
+    own = MusicFlamingoProcessor(config, tmp_path)
+    assert own.max_pieces == 40
+    (made,) = own.process([item(7_777)], {})
+    assert made.runs == ((1, 12),)
+    placed = own.place([3, 7, 4], [made])
+    assert placed.token_ids == [3, 8, *[7] * 12, 9, 4]
+    assert own.embedded("audio", 5, {}).runs == ((1, 5),)
+
+
+def test_vectors_of_any_number(processor):
+    assert processor.embedded("audio", 13, {}).num_tokens == 13
+    with pytest.raises(RequestError, match="at most 750"):
+        processor.embedded("audio", 751, {})

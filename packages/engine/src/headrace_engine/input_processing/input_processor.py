@@ -297,7 +297,7 @@ class InputProcessor:
         if self.model.is_encoder_decoder and not tokens.num_encoder_tokens:
             raise needed_media("the model's encoder reads nothing else")
         if self._prompts.needs_media and not tokens.media:
-            raise needed_media("the model's prompts begin with an image")
+            raise needed_media(self._prompts.needs_media)
         if tokens.media and not whole and not tokens.num_encoder_tokens:
             raise cuts_media(params.truncate_prompt_tokens)
         return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)

@@ -174,7 +174,7 @@ class MediaReader:
         self._max_tokens = max_tokens
         self._places = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
-        self.needs_media: bool = getattr(processor, "needs_media", False)
+        self.needs_media: str = getattr(processor, "needs_media", "")
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._bare = processor

@@ -364,9 +364,9 @@ class PromptReader:
         self._media.check_options(options)
 
     @property
-    def needs_media(self) -> bool:
-        """True if every prompt must bring media."""
-        return self._media is not None and self._media.needs_media
+    def needs_media(self) -> str:
+        """Why every prompt must bring media; "": text alone will do."""
+        return "" if self._media is None else self._media.needs_media
 
     @property
     def _encodes(self) -> bool:

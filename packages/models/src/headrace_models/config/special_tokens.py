@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedModel
 
@@ -18,6 +19,24 @@ def refuse_special_tokens(path: Path, text: str) -> None:
             f"prompt: {found[0]!r} is a special token of the model and cannot be part of a prompt",
             param="prompt",
         )
+
+
+def text_ids(path: Path, text: str) -> list[int]:
+    """Tokens of a word and what follows it, by the checkpoint's ``tokenizer.json``.
+
+    Raises:
+        RequestError: see :func:`refuse_special_tokens`.
+    """
+    refuse_special_tokens(path, text)
+    ids: list[int] = _tokenizer(path).encode(" " + text.strip(), add_special_tokens=False).ids
+    return ids
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
 @functools.lru_cache(maxsize=16)

@@ -37,6 +37,7 @@ from headrace_core.model import (
     ignore_progress,
 )
 from headrace_core.plugins import check_constructor
+from headrace_models.companions import companion_tensors
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.formats.mistral_config import PARAMS
@@ -183,8 +184,12 @@ def checkpoint_tensors(
     progress: ProgressCallback,
 ) -> Iterable[tuple[str, Tensor, Path]]:
     """All tensors of the folder, those of its Dense modules included, as the model's rules know them."""
+    own = chosen.tensors(built.info.path, progress)
+    companions = companion_tensors(
+        built.info.whole_config, lambda path: choose_format(path, load).tensors(path, progress)
+    )
     stored = context.quant.decode(
-        chosen.tensors(built.info.path, progress), context.dtype, built.passes_over
+        itertools.chain(own, companions), context.dtype, built.passes_over
     )
     everything = itertools.chain(stored, _dense_tensors(built.info, load, progress))
     model = cast(object, built.model)

@@ -1,5 +1,5 @@
-"""Media processors of GLM-ASR and Audio Flamingo 3: a spectrogram for each piece of 30 s, and tokens for
-what is not silence."""
+"""Media processors of GLM-ASR, Audio Flamingo 3 and Music Flamingo: a spectrogram for each piece of 30 s,
+and tokens for what is not silence."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headrace_core.multimodal import Modality, ProcessedMedia
 from headrace_multimodal.audio.features import INPUT_FEATURES, NUM_FRAMES, integer
 from headrace_multimodal.audio.mel import log_mel
 from headrace_multimodal.audio.voxtral import VoxtralProcessor
+from headrace_multimodal.embeds_facts import check_facts, wrong_fact
 from headrace_multimodal.images.processor import part
 from headrace_multimodal.images.settings import processor_settings
 
@@ -61,6 +62,16 @@ class PiecesOfSound(VoxtralProcessor):
         }
         return ProcessedMedia(inputs, count)
 
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """A recording of any length; see :class:`headrace_core.multimodal.TakesEmbeds`."""
+        check_facts(facts, ())
+        most = self.max_pieces * self.tokens_of_piece
+        if num_vectors > most:
+            raise wrong_fact("vectors", num_vectors, f"at most {most}")
+        return ProcessedMedia({}, num_vectors)
+
 
 class GlmAsrProcessor(PiecesOfSound):
     """A token for every 80 ms."""
@@ -94,3 +105,30 @@ class AudioFlamingo3Processor(PiecesOfSound):
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's own chat template writes it."""
         return "<sound>"
+
+
+class MusicFlamingoProcessor(AudioFlamingo3Processor):
+    """Two more tokens stand around the recording's."""
+
+    family = "Music Flamingo"
+    max_seconds = 1200
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        super().__init__(config, path)
+        self.begin = integer(config, "audio_bos_token_id", 151670)
+        self.end = integer(config, "audio_eos_token_id", 151671)
+
+    def made(self, samples: npt.NDArray[np.float32]) -> ProcessedMedia:
+        """See :meth:`PiecesOfSound.made`."""
+        return self._framed(super().made(samples))
+
+    def embedded(
+        self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        """See :class:`headrace_core.multimodal.TakesEmbeds`."""
+        return self._framed(super().embedded(modality, num_vectors, facts))
+
+    def _framed(self, made: ProcessedMedia) -> ProcessedMedia:
+        count = made.num_tokens
+        tokens = (self.begin, *[self.audio_token] * count, self.end)
+        return ProcessedMedia(made.inputs, count + 2, tokens, ((1, count),))

@@ -71,7 +71,10 @@ class Gemma3Processor(ImageProcessor):
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Each item on lines of its own, its vectors' tokens as spans that are seen whole."""
-        placed = expanded(self._with_lines(token_ids, media), media, self.placeholder_id)
+        # An image in parts begins with words.
+        plain = [item.token_ids[:1] == (self.placeholder_id,) for item in media]
+        lines = self._lines.around(token_ids, (self.placeholder_id,), [2 * own for own in plain])
+        placed = expanded(lines, media, self.placeholder_id)
         spans = [
             (offset + first, offset + first + number)
             for item, offset in zip(media, placed.offsets, strict=True)
@@ -102,24 +105,6 @@ class Gemma3Processor(ImageProcessor):
             text += " and here are some crops to help you see better "
             text += " ".join([lines] * crops).removesuffix("\n\n")
         return widened(self._words.ids(text), self._image, self._number)
-
-    def _with_lines(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> list[int]:
-        """A prompt with two line ends in front of each image and behind it, which become one token with
-        those that are there already; an image in parts begins with words."""
-        found: list[int] = []
-        items, waiting = iter(media), 0  # line ends that are not written yet
-        for token in token_ids:
-            if number := self._lines.number(token):
-                waiting += number
-                continue
-            is_image = token == self.placeholder_id
-            if is_image:
-                item = next(items, None)
-                plain = item is None or item.token_ids[:1] == (self.placeholder_id,)
-                waiting += 2 * plain
-            found += [*self._lines.ids(waiting), token]
-            waiting = 2 * is_image
-        return found + self._lines.ids(waiting)
 
     def _check(self, chosen: Mapping[str, Any]) -> None:
         ratio = chosen[RATIO]

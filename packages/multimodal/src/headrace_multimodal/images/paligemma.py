@@ -23,7 +23,7 @@ _BOS = 2
 class PaliGemmaProcessor(ImageProcessor):
     """A prompt is images, the token that begins a text, the text, a line end."""
 
-    needs_media = True
+    needs_media = "the model's prompts begin with an image"
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -86,7 +86,7 @@ class ColPaliProcessor(PaliGemmaProcessor):
     """ColPali's: the template writes the whole prompt, and queries have no image (Faysse et al. 2024,
     arXiv:2407.01449)."""
 
-    needs_media = False
+    needs_media = ""
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """See :func:`headrace_multimodal.placeholders.expanded`."""

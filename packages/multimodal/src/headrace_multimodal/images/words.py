@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,28 @@ class LineEnds:
     def ids(self, number: int) -> list[int]:
         """Tokens of so many."""
         return self._words.ids("\n" * number) if number else []
+
+    def around(
+        self, token_ids: Sequence[int], placeholders: Collection[int], before: Iterable[int]
+    ) -> list[int]:
+        """A prompt with line ends in front of each placeholder and two behind it, which become one token with
+        those that are there already.
+
+        Args:
+            placeholders: tokens that are one.
+            before: line ends in front of each, in order; two where there are fewer numbers.
+        """
+        found: list[int] = []
+        wanted, waiting = iter(before), 0  # line ends that are not written yet
+        for token in token_ids:
+            if number := self.number(token):
+                waiting += number
+                continue
+            if token in placeholders:
+                waiting += next(wanted, 2)
+            found += [*self.ids(waiting), token]
+            waiting = 2 * (token in placeholders)
+        return found + self.ids(waiting)
 
 
 def widened(

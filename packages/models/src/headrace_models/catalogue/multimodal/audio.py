@@ -19,6 +19,8 @@ ROWS = (
         {"qwen3": "Qwen3ForCausalLM"},
         "Fun-ASR-Nano",
         _HEARS,
+        towers={"fun_asr_nano_encoder": "audio_language.fun_asr_nano:FunAsrNano"},
+        takes=AUDIO,
     ),
     Wrapper(
         "GlmAsrForConditionalGeneration",
@@ -33,12 +35,16 @@ ROWS = (
         {"granite": "GraniteForCausalLM"},
         "Granite Speech",
         ("encoder", "projector"),
+        towers={"": "audio_language.granite_speech:GraniteSpeech"},
+        takes={"encoder_config": ("audio",)},
     ),
     Wrapper(
         "GraniteSpeechPlusForConditionalGeneration",
         {"granite": "GraniteForCausalLM"},
         "Granite Speech Plus",
         ("encoder", "projector"),
+        towers={"": "audio_language.granite_speech:GraniteSpeechPlus"},
+        takes={"encoder_config": ("audio",)},
     ),
     Wrapper(
         "MossTranscribeDiarizeForConditionalGeneration",
@@ -52,8 +58,36 @@ ROWS = (
         "Music Flamingo",
         _HEARS,
         settings_of_towers=("head_dim", "max_position_embeddings", "rope_parameters"),
+        towers={
+            "audioflamingo3_encoder": "audio_language.audio_flamingo3:MusicFlamingo",
+            "musicflamingo_encoder": "audio_language.audio_flamingo3:MusicFlamingo",
+        },
+        takes=AUDIO,
     ),
-    Wrapper("Qwen3ASRForConditionalGeneration", {"qwen3": "Qwen3ForCausalLM"}, "Qwen3-ASR", _HEARS),
+    Wrapper(
+        "Qwen3ASRForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM", "qwen3_asr_text": "Qwen3ForCausalLM"},
+        "Qwen3-ASR",
+        _HEARS,
+        towers={"": "audio_language.qwen3_asr:Qwen3ASR"},
+        takes=AUDIO,
+    ),
+    Wrapper(
+        "UltravoxModel",
+        {
+            "llama": "LlamaForCausalLM",
+            "mistral": "MistralForCausalLM",
+            "qwen3": "Qwen3ForCausalLM",
+        },
+        "Ultravox",
+        _HEARS,
+        towers={"whisper": "audio_language.ultravox:Ultravox"},
+        takes=AUDIO,
+        companions={
+            "text_model_id": ("text_config", "language_model."),
+            "audio_model_id": ("audio_config", "audio_tower."),
+        },
+    ),
     Wrapper(
         "VibeVoiceAsrForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_models.catalogue.multimodal.wrapper import AUDIO, VIDEOS, Wrapper
+from headrace_models.catalogue.multimodal.wrapper import AUDIO, IMAGES, VIDEOS, Wrapper
 
 _THINKER = ("audio_tower", "visual", "talker", "token2wav", "code2wav")
 _ROUTED = {"norm_topk_prob": True}
@@ -31,6 +31,8 @@ ROWS = (
         {"gemma3n_text": "Gemma3nForCausalLM"},
         "Gemma 3n",
         ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        towers={"": "omni.gemma3n:Gemma3n"},
+        takes={**AUDIO, **IMAGES},
     ),
     Wrapper(
         "Gemma4ForConditionalGeneration",

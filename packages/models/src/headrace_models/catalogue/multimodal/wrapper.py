@@ -65,6 +65,9 @@ class Wrapper:
     """Settings of the language model that configs may leave out."""
     shared: tuple[str, ...] = ()
     """Settings of the whole's config that hold for the language model, whatever its own part says."""
+    companions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Key of the config that names another checkpoint, which has a part -> the part's key, and what its
+    tensors' names begin with in the whole."""
     task: str = "generate"
     """``generate`` or ``pool``, as in :class:`~headrace_models.catalogue.row.Architecture`."""
 

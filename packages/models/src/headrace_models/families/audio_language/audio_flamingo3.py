@@ -1,18 +1,22 @@
-"""Audio Flamingo 3: Whisper's encoder on pieces of 30 s, pooled by two, in front of a Qwen2 decoder.
+"""Audio Flamingo 3: Whisper's encoder on pieces of 30 s, pooled by two, in front of a Qwen2 decoder; and
+Music Flamingo, whose states turn with their time.
 
-Goel et al. 2025, arXiv:2507.08128.
+Goel et al. 2025, arXiv:2507.08128; Ghosh et al. 2025, arXiv:2511.10289.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
+from headrace_models.layers.vision.axes import frequencies
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 
@@ -35,6 +39,8 @@ _ENCODER = {
 """Values that a config may leave to be known."""
 _MARGIN = 2
 """Frames after the audio that the last state depends on, through two convolutions."""
+_THETA, _PARTIAL, _FRAME = 1200.0, 0.2, 0.01
+"""Of Music Flamingo: what configs may leave out; seconds of a frame are the last."""
 _AT_ONCE = 4
 """Pieces that are encoded together."""
 
@@ -79,8 +85,18 @@ class AudioFlamingo3(MediaDecoder):
             whole = zip(item["input_features"], counts, strict=True)
             pieces += [piece[: count + _MARGIN] for piece, count in whole]
             lengths.append([(count + 1) // 2 for count in counts])
-        vectors = self.projector(self._states(pieces, [n for own in lengths for n in own]))
+        states = self._states(pieces, [n for own in lengths for n in own])
+        vectors = self.projector(self.placed(states, [[n // 2 for n in own] for own in lengths]))
         return torch.split(vectors, [sum(length // 2 for length in own) for own in lengths])
+
+    def placed(self, states: Tensor, lengths: Sequence[Sequence[int]]) -> Tensor:
+        """States with their places in time.
+
+        Args:
+            states: [S, size] of all recordings.
+            lengths: states of each recording's pieces.
+        """
+        return states
 
     def _states(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         """A few pieces at a time: memory is that of those, however long the recordings."""
@@ -88,6 +104,48 @@ class AudioFlamingo3(MediaDecoder):
         return torch.cat(
             [self.encoder(pieces[i : i + _AT_ONCE], lengths[i : i + _AT_ONCE]) for i in steps]
         )
+
+
+class MusicFlamingo(AudioFlamingo3):
+    """Pairs of neighbouring numbers of a state turn by its piece's place and by its own within the piece, and
+    both faster the later it is."""
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        super().make_towers(context, whole)
+        stated = {"rope_parameters": {}, **whole}
+        rope = Settings({"rope_theta": _THETA, **part_of(stated, "rope_parameters")})
+        rope.refuse("rope_type", "default")
+        size = self.encoder.final_norm.size
+        self.most = rope.positive("rope_theta")
+        turning = int(size * rope.positive("partial_rotary_factor", _PARTIAL))
+        if 2 * turning > size or turning % 2:
+            raise UnsupportedModel(
+                f"config.json: rope_parameters.partial_rotary_factor: {turning} of {size} numbers must be "
+                "even and at most half"
+            )
+        self.frequencies = frequencies(self.most, turning // 2)
+        self.step = 4 * Settings(whole).positive("audio_frame_step", _FRAME)
+        self.piece = self.encoder.num_positions // 2
+
+    def placed(self, states: Tensor, lengths: Sequence[Sequence[int]]) -> Tensor:
+        angles = torch.cat(
+            [self._angles(index, length) for own in lengths for index, length in enumerate(own)]
+        ).to(states.device)
+        cosines, sines = angles.cos().double(), angles.sin().double()
+        begin = states[:, : 2 * angles.shape[1]].double()
+        even, odd = begin[:, 0::2], begin[:, 1::2]
+        turned = torch.stack((even * cosines - odd * sines, odd * cosines + even * sines), dim=-1)
+        rest = states[:, 2 * angles.shape[1] :]
+        return torch.cat((turned.flatten(1).to(states.dtype), rest), dim=1)
+
+    def _angles(self, index: int, length: int) -> Tensor:
+        """[length, pairs] float32 of a piece's states, rounded as the checkpoint's makers did: angles are
+        large."""
+        within = torch.arange(length, dtype=torch.float32)
+        seconds = torch.tensor(index) * self.piece * self.step + within * self.step
+        by_piece = (torch.tensor(float(index)) / self.most * self.frequencies).expand(length, -1)
+        by_place = (within / self.most * (2 * math.pi))[:, None] * self.frequencies
+        return torch.cat((by_piece, by_place), dim=1) * (-seconds * 2 * math.pi)[:, None]
 
 
 def _frames(pieces: Tensor, num_frames: int) -> list[int]:

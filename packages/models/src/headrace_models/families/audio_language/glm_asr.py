@@ -23,7 +23,7 @@ from headrace_core.speech.model import (
 from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.layers.audio_encoder import NORM_EPS, Conv1d
+from headrace_models.layers.audio.whisper import NORM_EPS, Conv1d
 from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm

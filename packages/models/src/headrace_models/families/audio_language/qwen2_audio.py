@@ -5,10 +5,8 @@ Chu et al. 2024, arXiv:2407.10759.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,9 +21,10 @@ from headrace_core.speech.model import (
     SupportsTranscription,
 )
 from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.config.chat_template import template_text
 from headrace_models.config.settings import Settings
 from headrace_models.layers.attention.self_attention import SelfAttention
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
 from headrace_models.layers.base import Part
 from headrace_models.layers.decoders.llama import LlamaDecoder
 from headrace_models.layers.decoders.windows import upper_layer_window
@@ -136,7 +135,7 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
                 param="timestamp_granularities",
             )
         question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        form = _CONVERSATION if _converses(model_config.path) else _PLAIN
+        form = _CONVERSATION if template_text(model_config.path) else _PLAIN
         return prompt_about(audio, form, question, request_prompt, model_config.path)
 
     @classmethod
@@ -164,14 +163,3 @@ def _encoder_settings(whole: Mapping[str, Any]) -> Settings:
     if not isinstance(stated, Mapping):
         raise UnsupportedModel(f"config.json: audio_config = {stated!r:.200}: must be an object")
     return Settings({**_ENCODER, **stated})
-
-
-def _converses(path: Path) -> bool:
-    """True if the checkpoint has a chat template, in any of the places for one."""
-    if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -21,7 +21,7 @@ from headrace_core.speech.model import (
     SupportsTranscription,
 )
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 

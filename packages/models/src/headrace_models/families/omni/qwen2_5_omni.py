@@ -15,7 +15,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_encoder import AudioEncoder, encoder_rules
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.omni import Thinker

@@ -23,7 +23,7 @@ from headrace_core.speech.model import (
 )
 from headrace_models.clip_questions import ClipQuestion, prompt_about
 from headrace_models.config.settings import Settings
-from headrace_models.layers.audio_conv2d import Conv2dEncoder, encoder_rules, num_states
+from headrace_models.layers.audio.conv2d import Conv2dEncoder, encoder_rules, num_states
 from headrace_models.layers.base import Layer
 from headrace_models.layers.omni import Thinker
 from headrace_models.layers.towers import Tower, rules_of

@@ -24,16 +24,16 @@ from headrace_core.speech.model import (
     SupportsTranscription,
 )
 from headrace_models.config.settings import MAX_LAYERS, Settings
+from headrace_models.config.special_tokens import text_ids
 from headrace_models.families.speech.whisper_alignment import AlignmentHeads
 from headrace_models.families.speech.whisper_tokens import (
     LANGUAGES,
     SECONDS_PER_TIMESTAMP,
     WhisperTokens,
-    text_ids,
 )
 from headrace_models.layers.attention.cross_attention import CrossAttention
 from headrace_models.layers.attention.self_attention import Attention
-from headrace_models.layers.audio_encoder import (
+from headrace_models.layers.audio.whisper import (
     NORM_EPS,
     AudioEncoder,
     attention_rules,

@@ -5,7 +5,6 @@ The names are those of github.com/openai/whisper, ``tokenizer.py``. No torch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.config.json_object import read_object
-from headrace_models.config.special_tokens import refuse_special_tokens, special_tokens
+from headrace_models.config.special_tokens import special_tokens
 
 SECONDS_PER_TIMESTAMP = 0.02
 
@@ -166,24 +165,6 @@ def latest_first(generation: Mapping[str, Any]) -> int | None:
             "number of at least 0, or null"
         )
     return value
-
-
-def text_ids(path: Path, text: str) -> list[int]:
-    """Tokens of text that came before, by the checkpoint's tokenizer.
-
-    Raises:
-        RequestError: see :func:`~headrace_models.config.special_tokens.refuse_special_tokens`.
-    """
-    refuse_special_tokens(path, text)
-    ids: list[int] = _tokenizer(path).encode(" " + text.strip(), add_special_tokens=False).ids
-    return ids
-
-
-@functools.lru_cache(maxsize=4)
-def _tokenizer(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(path / "tokenizer.json"))
 
 
 def _language(code: str, names: Mapping[str, int], generation: Mapping[str, Any]) -> int | None:

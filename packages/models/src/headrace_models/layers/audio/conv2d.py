@@ -1,4 +1,4 @@
-"""An audio encoder behind convolutions over time and pitch: Qwen3-Omni's.
+"""An audio encoder behind convolutions over time and pitch: that of Qwen3-Omni and Qwen3-ASR.
 
 Xu et al. 2025, arXiv:2509.17765. Letters: F frames, M mel bins, C channels, T states of a piece, H hidden
 size.
@@ -16,7 +16,7 @@ from torch.nn import functional
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.layers.audio_encoder import (
+from headrace_models.layers.audio.whisper import (
     MAX_SIZE,
     NORM_EPS,
     EncoderBlock,
@@ -95,11 +95,19 @@ class Conv2dEncoder(Layer):
         settings: the encoder's part of the config.
         name: as the checkpoint spells it.
         norm_name: of the last norm.
+        fills: clips of less than a piece are filled up, too.
     """
 
     def __init__(
-        self, context: BuildContext, settings: Settings, name: str, norm_name: str
+        self,
+        context: BuildContext,
+        settings: Settings,
+        name: str,
+        norm_name: str,
+        *,
+        fills: bool = False,
     ) -> None:
+        self.fills = fills
         self.ops = context.ops
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         hidden = settings.integer("d_model", maximum=MAX_SIZE)
@@ -141,9 +149,9 @@ class Conv2dEncoder(Layer):
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [states, H]: what the first block gets. The last of several pieces is filled up with
-        zeros, which its last states see; a clip of one piece is not."""
+        zeros, which its last states see; so is a clip of one piece where :attr:`fills`."""
         frames = len(clip)
-        if frames > self.piece:
+        if self.fills or frames > self.piece:
             clip = functional.pad(clip, (0, 0, 0, -frames % self.piece))
         length = min(len(clip), self.piece)
         pieces = clip.view(-1, length, clip.shape[1]).to(self.dtype)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import UnsupportedModel
@@ -178,6 +179,23 @@ class AudioEncoder(Layer):
             parts = [part[:length] for part, length in zip(parts, lengths, strict=True)]
         return self._encoded([[part] for part in parts])
 
+    def partly_seen(self, clip: Tensor, length: int, seen: int) -> Tensor:
+        """Encode a clip of which only the first states are seen, by all.
+
+        Args:
+            clip: [F, M].
+            length: states that are wanted, at most what the clip has.
+            seen: states that are seen.
+
+        Returns:
+            [length, H], or fewer where the clip has fewer.
+        """
+        x, residual = self._begin(clip)[:length], None
+        for layer in self.layers:
+            x, residual = layer(x, residual, None, seen)
+        hidden, _ = self.final_norm.add(x, residual)
+        return hidden
+
     def _encoded(self, clips: Sequence[Sequence[Tensor]]) -> Tensor:
         """
         Args:
@@ -241,8 +259,13 @@ class EncoderBlock(Layer):
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int
+        self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int
     ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            cu_seqlens: bounds of pieces whose states see each other; None: all states see the first
+                ``max_seqlen``.
+        """
         x, stream = self.input_norm.add(x, residual)
         x = self.attention(x, cu_seqlens, max_seqlen)
         x, stream = self.mlp_norm.add(x, stream)
@@ -281,8 +304,12 @@ class _Attention(ProjectedAttention):
             )
         )
 
-    def __call__(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def __call__(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
         query, key, value = self.project(x)
+        if cu_seqlens is None:
+            q, k, v = (y.transpose(0, 1) for y in (query, key[:max_seqlen], value[:max_seqlen]))
+            seen = functional.scaled_dot_product_attention(q, k, v)
+            return self.out(seen.transpose(0, 1).flatten(1))
         out = self.backend.attend(self.spec, query, key, value, cu_seqlens, max_seqlen)
         return self.out(out.flatten(1))
 

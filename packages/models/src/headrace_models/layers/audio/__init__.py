@@ -1,0 +1,1 @@
+"""Encoders of recordings, and what makes vectors of their states."""

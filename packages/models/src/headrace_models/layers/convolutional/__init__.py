@@ -1,0 +1,1 @@
+"""Towers that are convolutions for the most part."""
