@@ -2,9 +2,9 @@
 
 A row is for one kind of model, and has what one needs to ask it offline: how its prompt is written, and
 the settings that suit it. Models of the same kind in other sizes take the same prompts: give their folder
-or hub name with ``--model``. Aria, GLM, Llama 4 and PaddleOCR-VL are served by transformers' code, which
-needs ``pip install 'headrace-multimodal[transformers]'``. Numbers of devices are not in the rows: ``-tp``
-says over how many a model is split.
+or hub name with ``--model``. Aria and PaddleOCR-VL are served by transformers' code, which needs
+``pip install 'headrace-multimodal[transformers]'``. Numbers of devices are not in the rows: ``-tp`` says
+over how many a model is split.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ _GLM_SIZES = _sizes(
     enforce_eager=True,
     mm_processor_kwargs={"size": {"shortest_edge": 12544, "longest_edge": 47_040_000}},
 )
-_GLM_IMAGE = {"image": "<|begin_of_image|><|image|><|end_of_image|>"}
+_GLM = {
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
 _PADDLE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 _PADDLE_PROMPT = "<|begin_of_sentence|>User: {question}{media}\nAssistant: "
 _IDEFICS_PROMPT = "<|begin_of_text|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
@@ -127,8 +130,10 @@ ONE_ITEM: Mapping[str, Row] = {
         {"image": "<start_of_image>"},
         settings=_sizes(2048, 2, mm_processor_kwargs={"do_pan_and_scan": True}),
     ),
-    "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
-    "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
+    "glm4_1v": Row(
+        "zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True
+    ),
+    "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),

@@ -53,6 +53,7 @@ GLM = (
     "[gMASK]<sop><|system|>\nYou are a helpful assistant.<|user|>\n"
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
+GLM_VIDEO = GLM.replace("image", "video")
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
@@ -84,6 +85,8 @@ ONE_IMAGE = {
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
+    "glm4_1v": GLM_VIDEO,
+    "glm4_5v": GLM_VIDEO,
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,

@@ -27,6 +27,8 @@ ROWS = (
         {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"},
         "GLM-4.6V",
         ("visual",),
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Glm4vForConditionalGeneration",
@@ -34,12 +36,16 @@ ROWS = (
         "GLM-4.1V",
         ("visual",),
         fixed={"attention_bias": True},
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Glm4vMoeForConditionalGeneration",
         {"glm4v_moe_text": "Glm4MoeForCausalLM"},
         "GLM-4.5V",
         ("visual",),
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "GlmOcrForConditionalGeneration",
@@ -47,6 +53,7 @@ ROWS = (
         "GLM-OCR",
         ("visual", "language_model.layers.16"),
         fixed={"attention_bias": False},
+        towers={"": "native_size.glm4v:GlmOcr"},
     ),
     Wrapper(
         "HunYuanVLForConditionalGeneration",
