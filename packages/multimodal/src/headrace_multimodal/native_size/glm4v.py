@@ -103,7 +103,11 @@ def _limits(options: Mapping[str, Any], least: int, most: int) -> tuple[int, int
     if _SIZE not in options:
         return least, most
     size = options[_SIZE]
-    edges = [size[edge] for edge in _EDGES] if isinstance(size, Mapping) and set(size) == set(_EDGES) else []
+    edges = (
+        [size[edge] for edge in _EDGES]
+        if isinstance(size, Mapping) and set(size) == set(_EDGES)
+        else []
+    )
     if not edges or not all(type(edge) is int and edge > 0 for edge in edges):
         raise RequestError(
             f"mm_processor_kwargs.{_SIZE} = {size!r:.200}: must be an object of {' and '.join(_EDGES)}, "
