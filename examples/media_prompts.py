@@ -183,6 +183,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "Qwen/Qwen3-VL-30B-A3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES,
         with_metadata=True,
     ),
+    "qwen3_5": _by_template("Qwen/Qwen3.5-27B", _QWEN_SIZES),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),

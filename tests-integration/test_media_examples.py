@@ -81,6 +81,7 @@ ONE_IMAGE = {
     "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_IMAGE,
     "qwen3_vl_moe": QWEN_IMAGE,
+    "qwen3_5": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
 }
 """Key -> the prompt; None: by the checkpoint's template."""

@@ -76,6 +76,14 @@ class TestGlm4v(Glm):
         assert tenths.num_tokens > whole.num_tokens
 
 
+class TestQwen3_5(videos.TestQwen3VL):
+    architecture = "Qwen3_5ForConditionalGeneration"
+
+    def test_a_token_takes_one_vector(self, folder: Path) -> None:
+        """Qwen3-VL's takes those of the decoder's first layers, too."""
+        assert self.processor(folder).embeds_width == 1
+
+
 class TestGlm46V(Glm):
     architecture = "Glm46VForConditionalGeneration"
     module, name = "glm46v", "Glm46V"

@@ -104,12 +104,16 @@ ROWS = (
         {"qwen3_5_text": "Qwen3_5ForCausalLM"},
         "Qwen3.5",
         ("visual", "mtp"),
+        towers={"": "native_size.qwen3_5:Qwen3_5"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Qwen3_5MoeForConditionalGeneration",
         {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
         "Qwen3.5, mixtures",
         ("visual", "mtp"),
+        towers={"": "native_size.qwen3_5:Qwen3_5"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Qwen3VLForConditionalGeneration",

@@ -59,3 +59,7 @@ class GlmOcr(Glm4v):
 
     modalities: ClassVar[Sequence[str]] = ("image",)
     ocr: ClassVar[bool] = True
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """A head that the files have behind the last layer."""
+        return {r"language_model\.layers\.16\..*": "a head that predicts several tokens"}
