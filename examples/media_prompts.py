@@ -99,6 +99,10 @@ _GLM = {
     "image": "<|begin_of_image|><|image|><|end_of_image|>",
     "video": "<|begin_of_video|><|video|><|end_of_video|>",
 }
+_KIMI_PROMPT = (
+    "<|im_user|>user<|im_middle|>{media}{question}<|im_end|><|im_assistant|>assistant<|im_middle|>"
+)
+_KIMI = {"image": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"}
 _PADDLE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 _PADDLE_PROMPT = "<|begin_of_sentence|>User: {question}{media}\nAssistant: "
 _IDEFICS_PROMPT = "<|begin_of_text|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
@@ -137,6 +141,9 @@ ONE_ITEM: Mapping[str, Row] = {
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+    "kimi_vl": Row(
+        "moonshotai/Kimi-VL-A3B-Instruct", _KIMI_PROMPT, _KIMI, settings=_sizes(4096)
     ),
     "lightonocr": Row(
         "lightonai/LightOnOCR-1B",
@@ -206,6 +213,7 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
     ),
+    "kimi_vl": _by_template("moonshotai/Kimi-VL-A3B-Instruct", _sizes(4096, 4)),
     "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
     # It answers, but poorly: it was not trained on several images.
     "llava": _by_template("llava-hf/llava-1.5-7b-hf", _sizes(None, 16)),

@@ -3,6 +3,8 @@ numbers, tokens of prompts."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,9 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from test_image_processors import ProcessorConformance, item, picture
+from PIL import Image
+from test_image_processors import ProcessorConformance, array, item, picture
 
-from headrace_core.errors import RequestError
+from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_multimodal import processor_for
 
 
@@ -65,3 +68,139 @@ class TestGlm4v(NativeSize):
         for name, taken in (("Glm4v", ("image", "video")), ("GlmOcr", ("image",))):
             own = processor_for(f"{name}ForConditionalGeneration", self.config, tmp_path)
             assert own.modalities() == taken
+
+
+class PlainKimi:
+    """The image processors of Kimi-VL and Kimi K2.5, which need torchvision or are code of checkpoints, by
+    their published description: Pillow's numbers, and an edge that is black before colours are normalised.
+
+    Args:
+        settings: of ``preprocessor_config.json``.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        patch, limit = 14, self.limit()
+        count = (height // patch) * (width // patch)
+        scale = math.sqrt(limit / count) if count > limit else 1
+        return int(height * scale), int(width * scale)
+
+    def limit(self) -> int:
+        return int(self.settings.get("in_token_limit", 4096))
+
+    def __call__(self, images: Image.Image, return_tensors: str) -> dict[str, torch.Tensor]:
+        height, width = self.size(images.height, images.width)
+        small = images.resize((width, height), Image.Resampling.BICUBIC)
+        whole = Image.new("RGB", (-(-width // 28) * 28, -(-height // 28) * 28))
+        whole.paste(small, (0, 0))
+        x = torch.tensor(np.asarray(whole)).permute(2, 0, 1).float() / 255
+        mean, std = (
+            torch.tensor(self.colours(key)).view(3, 1, 1) for key in ("image_mean", "image_std")
+        )
+        cut = ((x - mean) / std).unfold(1, 14, 14).unfold(2, 14, 14)
+        return {
+            "pixel_values": cut.permute(1, 2, 0, 3, 4).reshape(-1, 3 * 14 * 14),
+            "image_grid_hws": torch.tensor([cut.shape[1:3]]),
+        }
+
+    def colours(self, key: str) -> list[float]:
+        from transformers import image_utils
+
+        name = "OPENAI_CLIP_MEAN" if key == "image_mean" else "OPENAI_CLIP_STD"
+        return list(self.settings.get(key, getattr(image_utils, name)))
+
+
+class TestKimiVL(NativeSize):
+    architecture = "KimiVLForConditionalGeneration"
+    config: ClassVar = {"media_placeholder_token_id": 4, "vision_config": {"patch_size": 14}}
+    settings = (
+        {"pad_input": True},
+        {"pad_input": True, "in_token_limit": 60, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    )
+    inputs = ("pixel_values", "image_grid_hws")
+
+    def library(self, **settings: Any) -> Any:
+        return PlainKimi(**settings or {"pad_input": True})
+
+    def theirs(self, made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+        found: torch.Tensor = made[name]
+        return (found[0] if name == "image_grid_hws" else found).numpy()
+
+    def num_tokens(self, made: Mapping[str, Any]) -> int:
+        return int(made["image_grid_hws"].prod()) // 4
+
+    def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
+        """By default images are cut, which no published checkpoint does."""
+        for settings in ({}, {"pad_input": False}):
+            self.library(**{"patch_size": 14, **settings}).save_pretrained(tmp_path)
+            with pytest.raises(UnsupportedModel, match="pad_input = False"):
+                processor_for(self.architecture, self.config, tmp_path)
+
+    def test_prompt(self, tmp_path: Path) -> None:
+        self.library().save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        media = own.process([item(picture(90, 61)), item(picture(20, 20))], {})
+        placed = own.place([1, 4, 2, 4, 3], media)
+        assert placed.token_ids == [1, *[4] * 12, 2, 4, 3]
+
+    def test_an_image_that_is_too_long(self, tmp_path: Path) -> None:
+        self.library().save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        (long,) = own.process([item(picture(28, 510 * 14))], {})
+        assert long.num_tokens == 255
+        with pytest.raises(RequestError, match=r"7141 x 28 pixels: .* more than 511 patches"):
+            own.process([item(picture(28, 510 * 14 + 1))], {})
+
+
+class PlainKimiK25(PlainKimi):
+    """transformers' formula of sizes."""
+
+    def limit(self) -> int:
+        own = self.settings.get("media_proc_cfg", self.settings)
+        return int(own.get("in_patch_limit", own.get("max_patches", 16384)))
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        count = max(1, height // 14) * max(1, width // 14)
+        longest = 14 * int(self.settings.get("size", {"max_height": 512})["max_height"])
+        scale = min(1, math.sqrt(self.limit() / count), longest / height, longest / width)
+        return max(1, int(height * scale)), max(1, int(width * scale))
+
+    def colours(self, key: str) -> list[float]:
+        return [0.5] * 3
+
+
+class TestKimiK25(TestKimiVL):
+    architecture = "KimiK25ForConditionalGeneration"
+    config: ClassVar = {"image_token_id": 4, "vision_config": {}}
+    settings = (
+        {},
+        {"max_patches": 60, "size": {"max_height": 16, "max_width": 16}},
+        {
+            "media_proc_cfg": {
+                "in_patch_limit": 60,
+                "merge_kernel_size": 2,
+                "fixed_output_tokens": None,
+            }
+        },
+    )
+
+    def library(self, **settings: Any) -> Any:
+        return PlainKimiK25(**settings)
+
+    def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
+        self.library(media_proc_cfg={"fixed_output_tokens": 9}).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match="fixed_output_tokens = 9"):
+            processor_for(self.architecture, self.config, tmp_path)
+
+    def test_an_image_that_is_too_long(self, tmp_path: Path) -> None:
+        """It becomes smaller."""
+        self.library(size={"max_height": 16, "max_width": 16}).save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        (long,) = own.process([item(picture(28, 448))], {})
+        assert array(long, "image_grid_hws").tolist() == [2, 16]

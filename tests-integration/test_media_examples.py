@@ -64,6 +64,8 @@ ONE_IMAGE = {
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
     "<|im_start|>assistant\n",
     "llama4": None,
@@ -104,6 +106,7 @@ THREE_IMAGES = {
     "glm4_5v": None,
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "kimi_vl": None,
     "llama4": None,
     "llava": None,
     "llava-next": None,

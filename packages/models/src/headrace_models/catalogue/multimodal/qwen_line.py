@@ -68,6 +68,8 @@ ROWS = (
             "Kimi K2.5",
             ("vision_tower", "mm_projector"),
             renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
+            towers={"": "native_size.kimi:KimiK25"},
+            processor="KimiK25ForConditionalGeneration",
         )
         for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
     ),
@@ -75,6 +77,7 @@ ROWS = (
         "KimiVLForConditionalGeneration",
         {"deepseek_v3": "DeepseekV3ForCausalLM"},
         "Kimi-VL",
+        towers={"": "native_size.kimi:KimiVL"},
     ),
     Wrapper(
         "PaddleOCRVLForConditionalGeneration",

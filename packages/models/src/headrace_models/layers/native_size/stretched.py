@@ -5,15 +5,38 @@ Keys 1981, "Cubic convolution interpolation for digital image processing", with 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+
+from headrace_models.layers.base import Slot, WeightLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SLOPE = -0.75
 _TAPS = (-1, 0, 1, 2)
+
+
+class PositionTable(WeightLayer):
+    """Vectors of a square's places, stored as [rows, columns, size].
+
+    Args:
+        name: as the checkpoint spells it.
+        shape: rows, columns, and numbers of a vector.
+    """
+
+    weight: Tensor
+
+    def __init__(self, name: str, shape: tuple[int, int, int]) -> None:
+        self.name, self.shape = name, shape
+
+    def slots(self) -> Mapping[str, Slot]:
+        return {"weight": Slot(self.shape)}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["weight"]
 
 
 def stretched(table: Tensor, height: int, width: int) -> Tensor:
