@@ -89,6 +89,11 @@ _QWEN = {
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
+_TARSIER2 = {
+    "hf_overrides": {
+        "architectures": ["Tarsier2ForConditionalGeneration"], "model_type": "tarsier2",
+    },
+}  # fmt: skip
 _GLM_SIZES = _sizes(
     4096,
     2,
@@ -127,6 +132,9 @@ ONE_ITEM: Mapping[str, Row] = {
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
+    ),
+    "dots_ocr": Row(
+        "rednote-hilab/dots.ocr", ASKED, {"image": "<|img|><|imgpad|><|endofimg|>"}
     ),
     "gemma3": Row(
         "google/gemma-3-4b-it",
@@ -195,6 +203,9 @@ ONE_ITEM: Mapping[str, Row] = {
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
     ),
+    "tarsier2": Row(
+        "omni-research/Tarsier2-Recap-7b", _QWEN_PROMPT, _QWEN, settings=_sizes(4096, **_TARSIER2)
+    ),
 }  # fmt: skip
 """Key -> how a model is asked about one image or one video."""
 
@@ -234,6 +245,11 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
+    ),
+    "tarsier2": Row(
+        "omni-research/Tarsier2-Recap-7b",
+        CHATML_WITH_SYSTEM.format("<|vision_start|>{media}<|vision_end|>{question}"),
+        {"image": "<|image_pad|>"}, settings=_sizes(32768, **_TARSIER2),
     ),
 }  # fmt: skip
 """Key -> how a model is asked about several images in one prompt."""

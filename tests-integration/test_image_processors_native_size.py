@@ -70,6 +70,47 @@ class TestGlm4v(NativeSize):
             assert own.modalities() == taken
 
 
+class TestDotsOCR(NativeSize):
+    """Patches of one frame."""
+
+    architecture = "DotsOCRForCausalLM"
+    config: ClassVar = {"image_token_id": 4, "vision_config": {}}
+    settings = (
+        {"temporal_patch_size": 1},
+        {"temporal_patch_size": 1, "min_pixels": 28 * 28 * 40, "max_pixels": 28 * 28 * 60},
+    )
+
+    def library(self, **settings: Any) -> Any:
+        from transformers import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**{"temporal_patch_size": 1, **settings})
+
+    def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
+        """But for the patches' frames, of which the model has one."""
+        (tmp_path / "preprocessor_config.json").write_text("{}")
+        own = processor_for(self.architecture, self.config, tmp_path)
+        (made,) = own.process([item(picture(70, 40))], {})
+        theirs = self.library()(images=picture(70, 40), return_tensors="pt")["pixel_values"]
+        np.testing.assert_allclose(array(made, "pixel_values"), theirs, atol=1e-5, rtol=0)
+
+
+class TestOpenCUA(NativeSize):
+    architecture = "OpenCUAForConditionalGeneration"
+    config: ClassVar = {"media_placeholder_token_id": 4, "vision_config": {}}
+    settings = ({"max_pixels": 28 * 28 * 60},)
+
+    def library(self, **settings: Any) -> Any:
+        from transformers import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil(**settings)
+
+    def test_prompt(self, tmp_path: Path) -> None:
+        self.library().save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        media = own.process([item(picture(90, 61)), item(picture(56, 56))], {})
+        assert own.place([1, 4, 2, 4, 3], media).token_ids == [1, *[4] * 6, 2, *[4] * 4, 3]
+
+
 class PlainKimi:
     """The image processors of Kimi-VL and Kimi K2.5, which need torchvision or are code of checkpoints, by
     their published description: Pillow's numbers, and an edge that is black before colours are normalised.

@@ -60,6 +60,7 @@ ONE_IMAGE = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "dots_ocr": "<|img|><|imgpad|><|endofimg|>Why?",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
@@ -85,6 +86,7 @@ ONE_IMAGE = {
     "qwen3_vl_moe": QWEN_IMAGE,
     "qwen3_5": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "tarsier2": QWEN_IMAGE,
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
@@ -96,6 +98,7 @@ ONE_VIDEO = {
     "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_VIDEO,
     "qwen3_vl_moe": QWEN_VIDEO,
+    "tarsier2": QWEN_VIDEO,
 }
 THREE_IMAGES = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>\n<fim_prefix><|img|><fim_suffix>\n"
@@ -120,6 +123,7 @@ THREE_IMAGES = {
     "qwen2_5_vl": None,
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "tarsier2": QWEN_IMAGE.replace("<|image_pad|>", "<|image_pad|>" * 3),
 }
 FLAMINGO = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"

@@ -76,6 +76,19 @@ class TestGlm4v(Glm):
         assert tenths.num_tokens > whole.num_tokens
 
 
+class TestTarsier2(videos.TestQwen2VL):
+    """Tokens are those of the tokenizer: the config names none."""
+
+    architecture = "Tarsier2ForConditionalGeneration"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"vision_config": self.vision}
+
+    def test_without_a_token_of_videos_images_alone_are_taken(self, folder: Path) -> None:
+        assert self.processor(folder).modalities() == ("image", "video")
+
+
 class TestQwen3_5(videos.TestQwen3VL):
     architecture = "Qwen3_5ForConditionalGeneration"
 

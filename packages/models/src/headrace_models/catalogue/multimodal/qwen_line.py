@@ -8,6 +8,13 @@ ROUTED = {"norm_topk_prob": True}
 """Setting of models whose routers always divide the chosen experts' weights by their sum."""
 ROWS = (
     Wrapper(
+        "DotsOCRForCausalLM",
+        {"dots_ocr": "Qwen2ForCausalLM"},
+        "dots.ocr",
+        ("vision_tower",),
+        towers={"": "native_size.dots_ocr:DotsOCR"},
+    ),
+    Wrapper(
         "Ernie4_5_VLMoeForConditionalGeneration",
         {
             "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForCausalLM",
@@ -80,6 +87,13 @@ ROWS = (
         towers={"": "native_size.kimi:KimiVL"},
     ),
     Wrapper(
+        "OpenCUAForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "OpenCUA",
+        ("vision_tower",),
+        towers={"": "native_size.opencua:OpenCUA"},
+    ),
+    Wrapper(
         "PaddleOCRVLForConditionalGeneration",
         {"paddleocr_vl_text": "LlamaForCausalLM", "paddleocr_vl": "LlamaForCausalLM"},
         "PaddleOCR-VL",
@@ -135,5 +149,14 @@ ROWS = (
         takes=VIDEOS,
         fixed=ROUTED,
         transposes_experts=True,
+    ),
+    Wrapper(
+        "Tarsier2ForConditionalGeneration",
+        {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
+        "Tarsier2",
+        ("visual",),
+        renames=((r"^vision_tower\.", "visual."),),
+        towers={"": "vision_language.qwen_vl:Qwen2VL"},
+        takes=VIDEOS,
     ),
 )

@@ -20,10 +20,11 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.mlp import GatedMLP
+from headrace_models.layers.native_size.grid_tower import GridTower
 from headrace_models.layers.native_size.stretched import stretched
 from headrace_models.layers.norm import LayerNorm, RMSNorm
-from headrace_models.layers.vision.axes import axial_theta, frequencies, places, rotary_rows
-from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
+from headrace_models.layers.vision.axes import axial_theta, places
+from headrace_models.layers.vision.blocks import VisionAttention, VisionBlock
 from headrace_models.layers.vision.patches import PatchEmbedding
 from headrace_models.layers.vision.qwen_vl import Grid
 
@@ -95,7 +96,7 @@ class Glm4vMerger(Layer):
         return self.mlp(self.ops.activation(self.norm(self.projection(x)), "gelu"))
 
 
-class Glm4vTower(Layer):
+class Glm4vTower(GridTower):
     """Patches -> a vector for every four of them.
 
     Args:
@@ -116,13 +117,9 @@ class Glm4vTower(Layer):
     ) -> None:
         settings = Settings({**(_OCR_DEFAULTS if ocr else _DEFAULTS), **stated})
         hidden, heads = settings.integer("hidden_size"), settings.integer("num_heads")
-        self.patch, self.merge = (
-            settings.integer(key) for key in ("patch_size", "spatial_merge_size")
-        )
-        self.head_dim, self.theta = hidden // heads, axial_theta(stated)
-        _check(settings, self.head_dim, out_size)
-        self.ops, self.device = context.ops, context.device
-        self.dtype: torch.dtype = getattr(torch, context.dtype)
+        merge, self.patch = (settings.integer(key) for key in ("spatial_merge_size", "patch_size"))
+        super().__init__(context, head_dim=hidden // heads, merge=merge, theta=axial_theta(stated))
+        _check(settings, out_size)
         frames, channels = (settings.integer(key) for key in ("temporal_patch_size", "in_channels"))
         kernel = (channels, frames, self.patch, self.patch)
         self.patches = PatchEmbedding(
@@ -142,7 +139,7 @@ class Glm4vTower(Layer):
             for index in range(settings.integer("depth", maximum=MAX_LAYERS))
         ]
         self.final_norm = RMSNorm(context, f"{name}.post_layernorm", hidden, eps)
-        square = (hidden, self.merge, self.merge)
+        square = (hidden, merge, merge)
         self.downsample = PatchEmbedding(context, f"{name}.downsample", square, out_size, bias=True)
         behind = out_size * channels if ocr else settings.integer("intermediate_size")
         activation = settings.activation("hidden_act")
@@ -162,21 +159,10 @@ class Glm4vTower(Layer):
             table = self.positions.weight.view(self.side, self.side, -1)
             found = torch.cat([self._positions(table, grid) for grid in grids])
             x = self.patches_norm(x) + found.to(x.dtype)
-        rotary = torch.cat([self._rotary(grid) for grid in grids]).to(x.device)
-        segments = Segments.of([h * w for t, h, w in grids for _ in range(t)], x.device)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, segments, rotary)
+        x, residual = self.run(x, grids)
         x, _ = self.final_norm.add(x, residual)
         squares = x.view(-1, self.merge**2, x.shape[1]).transpose(1, 2).flatten(1)
-        vectors = self.merger(self.downsample(squares))
-        return list(torch.split(vectors, [t * h * w // self.merge**2 for t, h, w in grids]))
-
-    def _rotary(self, grid: Grid) -> Tensor:
-        """[T, D]: cosines and sines of patches, a quarter of the numbers by row and a quarter by column."""
-        time, height, width = grid
-        turning = frequencies(self.theta, self.head_dim // 4)
-        return rotary_rows(places(height, width, self.merge), turning, turning).repeat(time, 1)
+        return self.split(self.merger(self.downsample(squares)), grids)
 
     def _positions(self, table: Tensor, grid: Grid) -> Tensor:
         """[T, hidden] float32: the table, stretched to an item's frames."""
@@ -185,12 +171,8 @@ class Glm4vTower(Layer):
         return stretched(table, height, width)[rows, columns].repeat(time, 1)
 
 
-def _check(settings: Settings, head_dim: int, out_size: int) -> None:
-    """Raises: UnsupportedModel: heads do not turn by two axes, or vectors are not the decoder's."""
-    if not head_dim or head_dim % 4:
-        raise UnsupportedModel(
-            f"config.json: vision_config: heads of {head_dim} numbers do not turn by two axes"
-        )
+def _check(settings: Settings, out_size: int) -> None:
+    """Raises: UnsupportedModel: vectors are not the decoder's."""
     stated = settings.integer("out_hidden_size", out_size)
     if stated != out_size:
         raise UnsupportedModel(
