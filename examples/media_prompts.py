@@ -136,6 +136,12 @@ ONE_ITEM: Mapping[str, Row] = {
     "dots_ocr": Row(
         "rednote-hilab/dots.ocr", ASKED, {"image": "<|img|><|imgpad|><|endofimg|>"}
     ),
+    "ernie45_vl": Row(
+        "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+        "<|begin_of_sentence|>User: {media}{question}\nAssistant: <think></think>",
+        {"image": "Picture {number}:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>"},
+        settings=_sizes(4096, 5),
+    ),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",

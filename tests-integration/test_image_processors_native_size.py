@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from speech_checkpoints import save_tokenizer, token_ids
 from test_image_processors import ProcessorConformance, array, item, picture
 
 from headrace_core.errors import RequestError, UnsupportedModel
@@ -109,6 +110,44 @@ class TestOpenCUA(NativeSize):
         own = processor_for(self.architecture, self.config, tmp_path)
         media = own.process([item(picture(90, 61)), item(picture(56, 56))], {})
         assert own.place([1, 4, 2, 4, 3], media).token_ids == [1, *[4] * 6, 2, *[4] * 4, 3]
+
+
+class TestErnie4_5VL(NativeSize):
+    """Patches of one frame, whatever the settings say of videos."""
+
+    architecture = "Ernie4_5_VLMoeForConditionalGeneration"
+    config: ClassVar = {"im_patch_id": 4, "vision_config": {}}
+    settings = (
+        {"temporal_patch_size": 2},
+        {"size": {"shortest_edge": 28 * 28 * 40, "longest_edge": 28 * 28 * 60}},
+    )
+
+    def library(self, **settings: Any) -> Any:
+        from transformers.models.ernie4_5_vl_moe import image_processing_pil_ernie4_5_vl_moe
+
+        made: Any = image_processing_pil_ernie4_5_vl_moe
+        library = made.Ernie4_5_VLMoeImageProcessorPil(**{**settings, "temporal_patch_size": 1})
+        library.temporal_patch_size = 1
+        return library
+
+    def test_prompt(self, tmp_path: Path) -> None:
+        """As chat templates write it, which is no token; and as the library does."""
+        ids = save_tokenizer(
+            tmp_path, ("<|endoftext|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>")
+        )
+        self.library().save_pretrained(tmp_path)
+        mark = ids["<|IMAGE_PLACEHOLDER|>"]
+        own = processor_for(self.architecture, {**self.config, "im_patch_id": mark}, tmp_path)
+        media = own.process([item(picture(90, 61)), item(picture(56, 56))], {})
+        text = "the<|IMAGE_START|>HERE water<|IMAGE_START|>HERE runs"
+        given = text.replace("HERE", "<|image@placeholder|>")
+        counts = [one.num_tokens for one in media]
+        wanted = text.replace("HERE", "<|IMAGE_PLACEHOLDER|>" * counts[0], 1)
+        wanted = wanted.replace("HERE", "<|IMAGE_PLACEHOLDER|>" * counts[1], 1)
+        placed = own.place(token_ids(tmp_path, given), media)
+        assert placed.token_ids == token_ids(tmp_path, wanted)
+        plain = token_ids(tmp_path, text.replace("HERE", "<|IMAGE_PLACEHOLDER|>"))
+        assert own.place(plain, media).token_ids == placed.token_ids
 
 
 class PlainKimi:

@@ -61,6 +61,8 @@ ONE_IMAGE = {
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "dots_ocr": "<|img|><|imgpad|><|endofimg|>Why?",
+    "ernie45_vl": "<|begin_of_sentence|>User: Picture 1:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>Why?"
+    "\nAssistant: <think></think>",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4_1v": GLM,
     "glm4_5v": GLM,

@@ -81,9 +81,19 @@ def rows_by_axes(table: Tensor, positions: Tensor, rope: RopeSettings) -> Tensor
     Raises:
         UnsupportedModel: the sections are not R/2 frequencies together.
     """
+    axes = _axes(rope, table.shape[-1] // 2)
+    return rows_by_axis(table, positions, axes.to(table.device))
+
+
+def rows_by_axis(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """[T, R]: see :func:`rows_by_axes`.
+
+    Args:
+        axes: [R/2] int64; the axis by which each frequency turns.
+    """
     cosines, sines = table.chunk(2, dim=-1)
     frequencies = torch.arange(cosines.shape[-1], device=table.device)
-    rows = positions[_axes(rope, len(frequencies)).to(table.device)].T  # [T, R/2]
+    rows = positions[axes].T  # [T, R/2]
     return torch.cat((cosines[rows, frequencies], sines[rows, frequencies]), dim=-1)
 
 
