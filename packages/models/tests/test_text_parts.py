@@ -129,12 +129,13 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV",
+    "Phi4MultimodalForCausalLM", "MiniCPMV", "DotsOCRForCausalLM", "OpenCUAForConditionalGeneration",
+    "Tarsier2ForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
-:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
-(:func:`test_phi_4_multimodal`)."""
+:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), the config is flat
+(:func:`test_phi_4_multimodal`), or text alone is among the tests of their towers (``test_vision_*.py``)."""
 REMOTE_KINDS = {"kimi_k2"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [
@@ -217,8 +218,12 @@ def wanted(model: Any) -> Tensor:
 
 
 def resolved(folder: Path) -> ModelInfo:
-    """Without towers for audio, whose tiny configs are not all ones that can be built."""
-    config = ModelConfig(model=str(folder), max_model_len=64, limit_mm_per_prompt={"audio": 0})
+    """Without towers for audio, whose tiny configs are not all ones that can be built, and without others
+    that the config does not have."""
+    limits = {"audio": 0}
+    if "vision_config" not in json.loads((folder / "config.json").read_text()):
+        limits |= {"image": 0, "video": 0}
+    config = ModelConfig(model=str(folder), max_model_len=64, limit_mm_per_prompt=limits)
     return resolve(config, LoadConfig(), CpuPlatform())
 
 
