@@ -86,6 +86,7 @@ _QWEN = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
+_QWEN_IMAGE = {"image": _QWEN["image"]}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
@@ -155,6 +156,12 @@ ONE_ITEM: Mapping[str, Row] = {
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+    "keye_vl": Row(
+        "Kwai-Keye/Keye-VL-8B-Preview", CHATML.format(ASKED), _QWEN_IMAGE, settings=_sizes(8192)
+    ),
+    "keye_vl1_5": Row(
+        "Kwai-Keye/Keye-VL-1.5-8B", CHATML.format(ASKED), _QWEN_IMAGE, settings=_sizes(8192)
     ),
     "kimi_vl": Row(
         "moonshotai/Kimi-VL-A3B-Instruct", _KIMI_PROMPT, _KIMI, settings=_sizes(4096)
@@ -230,6 +237,8 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
     ),
+    "keye_vl": _by_template("Kwai-Keye/Keye-VL-8B-Preview", _sizes(8192, 5)),
+    "keye_vl1_5": _by_template("Kwai-Keye/Keye-VL-1_5-8B", _sizes(32768, 5)),
     "kimi_vl": _by_template("moonshotai/Kimi-VL-A3B-Instruct", _sizes(4096, 4)),
     "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
     # It answers, but poorly: it was not trained on several images.

@@ -112,6 +112,44 @@ class TestOpenCUA(NativeSize):
         assert own.place([1, 4, 2, 4, 3], media).token_ids == [1, *[4] * 6, 2, *[4] * 4, 3]
 
 
+class TestKeye(NativeSize):
+    """Its formula of sizes is that of PaddleOCR-VL, whose patches come row by row."""
+
+    architecture = "KeyeForConditionalGeneration"
+    config: ClassVar = {"image_token_id": 4, "vision_config": {}}
+    settings = (
+        {"min_pixels": 28 * 28 * 4, "max_pixels": 28 * 28 * 20},
+        {"size": {"shortest_edge": 28 * 28 * 40, "longest_edge": 28 * 28 * 60}},
+    )
+
+    def library(self, **settings: Any) -> Any:
+        from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl as library
+
+        bounds = {"min_pixels": 28 * 28 * 4, "max_pixels": 28 * 28 * 1280}
+        return library.PaddleOCRVLImageProcessorPil(**(settings or bounds))
+
+    def theirs(self, made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+        _, height, width = made["image_grid_thw"][0].tolist()
+        if name == "image_grid_thw":
+            return np.array([1, height, width])
+        rows = made["pixel_values"].reshape(height // 2, 2, width // 2, 2, -1)
+        return rows.transpose(1, 2).flatten(0, 3).numpy()
+
+    def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
+        """Bounds of sizes must be there."""
+        for name in ("Keye", "KeyeVL1_5"):
+            with pytest.raises(UnsupportedModel, match="min_pixels and max_pixels, or size"):
+                processor_for(f"{name}ForConditionalGeneration", self.config, tmp_path)
+
+    @pytest.mark.parametrize("size", [(9, 300), (300, 9), (20, 20)])
+    def test_narrow_images(self, size: tuple[int, int], tmp_path: Path) -> None:
+        self.library().save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        (made,) = own.process([item(picture(*size))], {})
+        theirs = self.library()(images=picture(*size), return_tensors="pt")
+        assert array(made, "image_grid_thw").tolist() == theirs["image_grid_thw"][0].tolist()
+
+
 class TestErnie4_5VL(NativeSize):
     """Patches of one frame, whatever the settings say of videos."""
 

@@ -54,6 +54,7 @@ GLM = (
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
 GLM_VIDEO = GLM.replace("image", "video")
+KEYE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
@@ -67,6 +68,8 @@ ONE_IMAGE = {
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "keye_vl": KEYE,
+    "keye_vl1_5": KEYE,
     "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
     "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
@@ -111,6 +114,8 @@ THREE_IMAGES = {
     "glm4_5v": None,
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "keye_vl": None,
+    "keye_vl1_5": None,
     "kimi_vl": None,
     "llama4": None,
     "llava": None,

@@ -147,9 +147,11 @@ class TestKimiVL(Published):
             self.load(tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(3, 9), (7, 2), (5, 6)])
-def test_positions_are_stretched_as_torch_does(size: tuple[int, int]) -> None:
+def test_positions_are_stretched_as_torch_does(size: tuple[int, int], mode: str) -> None:
     table = drawn(1, 5, 6, 4)
     planes = table.permute(2, 0, 1)[None]
-    expected = torch.nn.functional.interpolate(planes, size=size, mode="bicubic")[0]
-    torch.testing.assert_close(stretched(table, *size), expected.permute(1, 2, 0))
+    expected = torch.nn.functional.interpolate(planes, size=size, mode=mode)[0]
+    found = stretched(table, *size, cubic=mode == "bicubic")
+    torch.testing.assert_close(found, expected.permute(1, 2, 0))

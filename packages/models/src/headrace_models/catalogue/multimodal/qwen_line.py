@@ -71,6 +71,19 @@ ROWS = (
     ),
     *(
         Wrapper(
+            f"{name}ForConditionalGeneration",
+            dict.fromkeys(kinds, "Qwen3ForCausalLM"),
+            models,
+            ("visual", "mlp_AR"),
+            towers={"": f"native_size.keye:{name}"},
+        )
+        for name, models, kinds in (
+            ("Keye", "Keye-VL", ("Keye", "keye")),
+            ("KeyeVL1_5", "Keye-VL 1.5", ("KeyeVL1_5", "keye_vl1_5")),
+        )
+    ),
+    *(
+        Wrapper(
             name,
             {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"},
             "Kimi K2.5",

@@ -13,11 +13,12 @@ import torch
 
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
-from headrace_models.layers.native_size.moonvit import (
-    MoonProjector,
-    MoonVit,
+from headrace_models.layers.native_size.moonvit import MoonVit, tower_rules
+from headrace_models.layers.native_size.square_projector import (
+    EPS,
+    PARTS,
+    SquareProjector,
     projector_rules,
-    tower_rules,
 )
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _TOWER = "vision_tower"
-_EPS = 1e-5
 SIZES = "image_grid_hws"
 """Model input: [2] int64, rows and columns of an image's patches."""
 
@@ -36,23 +36,27 @@ class KimiVL(MediaDecoder):
     """Four patches of an image are a vector."""
 
     projector_name: ClassVar[str] = "multi_modal_projector"
-    parts: ClassVar[tuple[str, str]] = ("linear_1", "linear_2")
+    parts: ClassVar[tuple[str, str]] = PARTS
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
-        *projector_rules("multi_modal_projector", "projector", ("linear_1", "linear_2")),
+        *projector_rules("multi_modal_projector", "projector"),
     )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         self.tower = MoonVit(context, part_of(whole, "vision_config"), _TOWER)
         size = self.tower.size
         sizes = size, size * self.tower.merge**2, self.hidden_size()
-        self.projector = MoonProjector(
-            context, self.projector_name, self.parts, sizes, self.norm_eps_of(whole)
+        self.projector = SquareProjector(
+            context,
+            self.projector_name,
+            sizes,
+            parts=self.parts,
+            eps=self.norm_eps_of(whole),
         )
 
     def norm_eps_of(self, whole: Mapping[str, Any]) -> float:
         """Epsilon of the projector's norm."""
-        return _EPS
+        return EPS
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -84,5 +88,5 @@ class KimiK25(KimiVL):
     def norm_eps_of(self, whole: Mapping[str, Any]) -> float:
         vision = Settings(part_of(whole, "vision_config"))
         return vision.number(
-            "projector_ln_eps", Settings(whole).number("projection_layer_norm_eps", _EPS)
+            "projector_ln_eps", Settings(whole).number("projection_layer_norm_eps", EPS)
         )

@@ -1,6 +1,5 @@
 """MoonViT, the tower of Kimi-VL and Kimi K2.5: patches of images of any size, learned positions that are
-stretched to it, and rotation in two dimensions, whose pairs turn by column and row in turns; a projector
-makes one vector of four neighbours.
+stretched to it, and rotation in two dimensions, whose pairs turn by column and row in turns.
 
 Kimi Team 2025, arXiv:2504.07491; Kimi Team 2026, arXiv:2602.02276.
 """
@@ -21,7 +20,6 @@ from headrace_models.layers.native_size.stretched import PositionTable, stretche
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.axes import frequencies, places
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.patches import PatchEmbedding
 
 if TYPE_CHECKING:
@@ -124,44 +122,6 @@ class MoonVit(Layer):
         by_axis = places(*size, self.merge).float()[:, :, None] * turning
         angles = by_axis.flip(1).transpose(1, 2).flatten(1)
         return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-class MoonProjector(Layer):
-    """A norm of each state, and an MLP of four adjacent ones.
-
-    Args:
-        name: as the checkpoint spells it.
-        parts: names of the MLP's two products, below ``name``.
-        sizes: of a state, of adjacent ones together, and of a vector.
-    """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        parts: tuple[str, str],
-        sizes: tuple[int, int, int],
-        eps: float = _EPS,
-    ) -> None:
-        state, unit, out = sizes
-        self.unit = unit
-        self.norm = LayerNorm(context, f"{name}.pre_norm", state, eps)
-        up, down = (f"{name}.{part}" for part in parts)
-        self.mlp = Projector(context, up, down, (unit, unit, out), "gelu")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, sizes[0]] -> [T * sizes[0] / sizes[1], sizes[2]]."""
-        return self.mlp(self.norm(x).view(-1, self.unit))
-
-
-def projector_rules(source: str, target: str, parts: tuple[str, str]) -> tuple[WeightRule, ...]:
-    """Rules of a :class:`MoonProjector`."""
-    up, down = parts
-    return (
-        WeightRule(f"{source}.pre_norm", f"{target}.norm"),
-        WeightRule(f"{source}.{up}", f"{target}.mlp.up"),
-        WeightRule(f"{source}.{down}", f"{target}.mlp.down"),
-    )
 
 
 def _plain_names(stated: Mapping[str, Any]) -> dict[str, Any]:

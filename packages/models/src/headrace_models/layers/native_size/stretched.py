@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SLOPE = -0.75
-_TAPS = (-1, 0, 1, 2)
+_CUBIC, _LINEAR = (-1, 0, 1, 2), (0, 1)
+"""Steps from the number before a place to those that count."""
 
 
 class PositionTable(WeightLayer):
@@ -39,28 +40,34 @@ class PositionTable(WeightLayer):
         self.weight = tensors["weight"]
 
 
-def stretched(table: Tensor, height: int, width: int) -> Tensor:
-    """A table of vectors [rows, columns, size] as one of [height, width, size] float32: read between its rows
-    and columns by cubic convolution; beyond its edges stand the vectors of the edge."""
+def stretched(table: Tensor, height: int, width: int, *, cubic: bool = True) -> Tensor:
+    """A table of vectors [rows, columns, size] as one of [height, width, size] float32, read between its rows
+    and columns; beyond its edges stand the vectors of the edge.
+
+    Args:
+        cubic: by cubic convolution; False: in straight lines.
+    """
     rows, columns, size = table.shape
-    tall = cubic_weights(height, rows).to(table.device) @ table.float().flatten(1)
-    wide = cubic_weights(width, columns).to(table.device) @ tall.view(height, columns, size)
-    return wide
+    tall = line_weights(height, rows, cubic=cubic).to(table.device) @ table.float().flatten(1)
+    across = line_weights(width, columns, cubic=cubic).to(table.device)
+    return across @ tall.view(height, columns, size)
 
 
-def cubic_weights(size: int, side: int) -> Tensor:
+def line_weights(size: int, side: int, *, cubic: bool = True) -> Tensor:
     """[size, side] float32: shares of a line's ``side`` numbers in each of ``size`` that cover the same
     length; a number stands in the middle of its part of the line."""
     at = (torch.arange(size, dtype=torch.float32) + 0.5) * side / size - 0.5
     low = at.floor()
     weights = torch.zeros(size, side)
-    for step in _TAPS:
+    for step in _CUBIC if cubic else _LINEAR:
+        distance = (at - low - step).abs()
+        share = _cubic_share(distance) if cubic else 1 - distance
         tap = (low + step).clamp(0, side - 1).long()
-        weights.scatter_add_(1, tap[:, None], _kernel((at - low - step).abs())[:, None])
+        weights.scatter_add_(1, tap[:, None], share[:, None])
     return weights
 
 
-def _kernel(distance: Tensor) -> Tensor:
+def _cubic_share(distance: Tensor) -> Tensor:
     """Share of a number that is so far away, at most 2."""
     a, x = _SLOPE, distance
     near = ((a + 2) * x - (a + 3)) * x * x + 1
