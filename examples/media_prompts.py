@@ -105,6 +105,10 @@ _GLM = {
     "image": "<|begin_of_image|><|image|><|end_of_image|>",
     "video": "<|begin_of_video|><|video|><|end_of_video|>",
 }
+_HUNYUAN_PROMPT = (
+    "<\uff5chy_begin\u2581of\u2581sentence\uff5c>{media}{question}<\uff5chy_User\uff5c>"
+)
+_HUNYUAN = "".join(f"<\uff5chy_place\u2581holder\u2581no\u2581{n}\uff5c>" for n in (100, 102, 101))
 _KIMI_PROMPT = (
     "<|im_user|>user<|im_middle|>{media}{question}<|im_end|><|im_assistant|>assistant<|im_middle|>"
 )
@@ -153,6 +157,9 @@ ONE_ITEM: Mapping[str, Row] = {
         "zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True
     ),
     "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True),
+    "hunyuan_vl": Row(
+        "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -233,6 +240,9 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
     "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
     "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
+    "hunyuan_vl": Row(
+        "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),

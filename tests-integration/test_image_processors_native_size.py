@@ -112,6 +112,57 @@ class TestOpenCUA(NativeSize):
         assert own.place([1, 4, 2, 4, 3], media).token_ids == [1, *[4] * 6, 2, *[4] * 4, 3]
 
 
+class TestHunYuanVL(NativeSize):
+    """Patches come square by square; the library's, row by row. Its setting of a filter has no effect."""
+
+    architecture = "HunYuanVLForConditionalGeneration"
+    config: ClassVar = {"image_token_id": 4, "vision_config": {}}
+    settings = (
+        {"size": {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 20}, "resample": 1},
+        {"min_pixels": 32 * 32 * 40, "max_pixels": 32 * 32 * 60},
+    )
+
+    def library(self, **settings: Any) -> Any:
+        from transformers.models.hunyuan_vl import image_processing_pil_hunyuan_vl as library
+
+        return library.HunYuanVLImageProcessorPil(**settings)
+
+    def theirs(self, made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+        return square_by_square(made, name)
+
+    def num_tokens(self, made: Mapping[str, Any]) -> int:
+        from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
+
+        whole = HunYuanVLProcessor.__new__(HunYuanVLProcessor)
+        whole.image_processor, whole.image_token = self.library(), "."
+        whole.cat_extra_token = True
+        return len(whole.replace_image_token(made, 0))
+
+    def test_prompt(self, tmp_path: Path) -> None:
+        self.library(**self.settings[0]).save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        media = own.process([item(picture(90, 61)), item(picture(64, 64))], {})
+        counts = [3 * 3 + 2, 2 * 3 + 2]
+        placed = own.place([1, 4, 2, 4, 3], media)
+        assert placed.token_ids == [1, *[4] * counts[0], 2, *[4] * counts[1], 3]
+        assert placed.offsets == [1, counts[0] + 2]
+
+    def test_vectors(self, tmp_path: Path) -> None:
+        """As many of an image of a stated grid."""
+        self.library().save_pretrained(tmp_path)
+        own = processor_for(self.architecture, self.config, tmp_path)
+        assert own.embedded("image", 11, {"image_grid_thw": [1, 6, 4]}).num_tokens == 11
+
+
+def square_by_square(made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
+    """An input of one image by a library that has patches row by row."""
+    _, height, width = made["image_grid_thw"][0].tolist()
+    if name == "image_grid_thw":
+        return np.array([1, height, width])
+    rows = made["pixel_values"].reshape(height // 2, 2, width // 2, 2, -1)
+    return rows.transpose(1, 2).flatten(0, 3).numpy()
+
+
 class TestKeye(NativeSize):
     """Its formula of sizes is that of PaddleOCR-VL, whose patches come row by row."""
 
@@ -129,11 +180,7 @@ class TestKeye(NativeSize):
         return library.PaddleOCRVLImageProcessorPil(**(settings or bounds))
 
     def theirs(self, made: Mapping[str, Any], name: str) -> np.ndarray[Any, Any]:
-        _, height, width = made["image_grid_thw"][0].tolist()
-        if name == "image_grid_thw":
-            return np.array([1, height, width])
-        rows = made["pixel_values"].reshape(height // 2, 2, width // 2, 2, -1)
-        return rows.transpose(1, 2).flatten(0, 3).numpy()
+        return square_by_square(made, name)
 
     def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
         """Bounds of sizes must be there."""

@@ -54,6 +54,11 @@ GLM = (
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
 GLM_VIDEO = GLM.replace("image", "video")
+HUNYUAN = (
+    "<\uff5chy_place\u2581holder\u2581no\u2581100\uff5c><\uff5chy_place\u2581holder\u2581no\u2581102\uff5c>"
+    "<\uff5chy_place\u2581holder\u2581no\u2581101\uff5c>"
+)
+HUNYUAN_PROMPT = "<\uff5chy_begin\u2581of\u2581sentence\uff5c>%sWhy?<\uff5chy_User\uff5c>"
 KEYE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
@@ -67,6 +72,7 @@ ONE_IMAGE = {
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
+    "hunyuan_vl": HUNYUAN_PROMPT % HUNYUAN,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
     "keye_vl": KEYE,
     "keye_vl1_5": KEYE,
@@ -112,6 +118,7 @@ THREE_IMAGES = {
     "command_a_vision": None,
     "gemma3": None,
     "glm4_5v": None,
+    "hunyuan_vl": HUNYUAN_PROMPT % (HUNYUAN * 3),
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
     "keye_vl": None,

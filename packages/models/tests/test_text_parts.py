@@ -124,7 +124,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "LlavaOnevisionForConditionalGeneration": {"image_grid_pinpoints": [[28, 56]]},
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
-OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl"}
+OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl", "hunyuan_vl"}
 BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROTARY_ROWS = "rotary_rows"
 """Key of :attr:`ForwardBatch.extra`: [T, R], the cosines and sines of the batch's tokens row by row, in
 place of those of their positions (:func:`rows_by_axes`)."""
+_MROPE_AXES = 3
 MAX_TABLE = 2**30
 """Entries of a table: a config that lies about its context must not eat all memory."""
 
@@ -99,10 +100,10 @@ def rows_by_axis(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
 
 def _axes(rope: RopeSettings, frequencies: int) -> Tensor:
     """[R/2]: the axis by which each frequency turns."""
-    if sum(rope.sections) != frequencies:
+    if sum(rope.sections) != frequencies or len(rope.sections) != _MROPE_AXES:
         raise UnsupportedModel(
             f"config.json: mrope_section = {list(rope.sections)}: must be {frequencies} frequencies "
-            "together"
+            f"together, by {_MROPE_AXES} axes"
         )
     if not rope.interleaved_sections:
         return torch.arange(len(rope.sections)).repeat_interleave(torch.tensor(rope.sections))

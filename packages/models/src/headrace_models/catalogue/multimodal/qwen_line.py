@@ -65,9 +65,13 @@ ROWS = (
     ),
     Wrapper(
         "HunYuanVLForConditionalGeneration",
-        {"hunyuan_vl_text": "HunYuanDenseV1ForCausalLM"},
+        {
+            "hunyuan_vl_text": "HunYuanDenseV1ForCausalLM",
+            "hunyuan_vl": "HunYuanDenseV1ForCausalLM",
+        },
         "HunyuanOCR",
         ("vit",),
+        towers={"": "native_size.hunyuan_vl:HunYuanVL"},
     ),
     *(
         Wrapper(
