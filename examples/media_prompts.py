@@ -144,7 +144,10 @@ ONE_ITEM: Mapping[str, Row] = {
     "ernie45_vl": Row(
         "baidu/ERNIE-4.5-VL-28B-A3B-PT",
         "<|begin_of_sentence|>User: {media}{question}\nAssistant: <think></think>",
-        {"image": "Picture {number}:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>"},
+        {
+            "image": "Picture {number}:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>",
+            "video": "Video {number}:<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>",
+        },
         settings=_sizes(4096, 5),
     ),
     "gemma3": Row(

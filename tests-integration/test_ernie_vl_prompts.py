@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_checkpoints import TEXT, finish, picture
+from PIL import ImageFont
 from speech_checkpoints import save_tokenizer, token_ids
 
 from headrace import LLM, SamplingParams
@@ -22,6 +23,7 @@ NAMES = (
     "<|VIDEO_PLACEHOLDER|>",
 )  # fmt: skip
 MARK = "".join(NAMES[:3])
+FILM = "<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>"
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
     "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
@@ -29,8 +31,9 @@ SETTINGS: dict[str, Any] = {
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS: dict[str, list[int]] = {
     f"the water {MARK} runs": [1], MARK: [2], f"the wheel{MARK} in {MARK} the race": [1, 3], "in the": [],
+    f"the {FILM} in {MARK} runs": [2, -3],
 }  # fmt: skip
-"""Prompt -> its pictures. The second one's answer begins with a mark of images."""
+"""Prompt -> its pictures, and below 0 its videos. The second one's answer begins with a mark of images."""
 
 
 class Seer(NamedTuple):
@@ -42,22 +45,34 @@ class Seer(NamedTuple):
         """Transformers' tokens, for numbers and tokens of headrace's processor."""
         config = json.loads((self.folder / "config.json").read_text())
         processor = processor_for(config["architectures"][0], config, self.folder)
-        items = [MediaItem("image", np.asarray(picture(n)), str(n), {}) for n in numbers]
-        media = processor.process(items, {})
+        media = processor.process([_item(number) for number in numbers], {})
         tokens = torch.tensor([processor.place(token_ids(self.folder, text), media).token_ids])
         given: dict[str, Any] = {}
         if numbers:
-            start, image, end = (self.ids[name] for name in NAMES[:3])
-            given["mm_token_type_ids"] = (tokens == image).int()
-            given["moe_mm_token_type_ids"] = torch.isin(tokens, torch.tensor([start, image, end]))
-            values, grids = zip(*(map(_array, one.inputs.values()) for one in media), strict=True)
-            given |= {"pixel_values": torch.cat(values), "image_grid_thw": torch.stack(grids)}
+            image, film = self.ids[NAMES[1]], self.ids[NAMES[5]]
+            marks = torch.tensor([self.ids[name] for name in NAMES])
+            given["mm_token_type_ids"] = (tokens == image).int() + 2 * (tokens == film).int()
+            given["moe_mm_token_type_ids"] = torch.isin(tokens, marks)
+            inputs = [(name, _array(value)) for one in media for name, value in one.inputs.items()]
+            for name in dict(inputs):
+                values = [value for its, value in inputs if its == name]
+                given[name] = (torch.stack if "grid" in name else torch.cat)(values)
         out = self.oracle.generate(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
             max_new_tokens=8, min_new_tokens=8, **given,
         )  # fmt: skip
         made: list[int] = out[0, tokens.shape[1] :].tolist()
         return made
+
+
+def film(number: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(number).integers(0, 256, (number, 40, 50, 3), np.uint8)
+
+
+def _item(number: int) -> MediaItem:
+    if number < 0:
+        return MediaItem("video", film(-number), str(number), {})
+    return MediaItem("image", np.asarray(picture(number)), str(number), {})
 
 
 def _array(packed: Any) -> torch.Tensor:
@@ -89,6 +104,8 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Seer:
     size = {"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30}
     settings = {"patch_size": 8, "merge_size": 2, "size": size}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    font: Any = ImageFont.load_default(20)
+    (folder / "Roboto-Regular.ttf").write_bytes(font.path.getvalue())
     model = Ernie4_5_VLMoeForConditionalGeneration(config)
     return Seer(folder, finish(folder, model, MARK, ids["<|endoftext|>"]), ids)
 
@@ -104,10 +121,13 @@ def test_an_answer_begins_with_a_mark_of_images(seer: Seer, expected: list[list[
 
 @pytest.mark.parametrize("tokens", [512, 16, 8])
 def test_it_equals_transformers(seer: Seer, expected: list[list[int]], tokens: int) -> None:
-    prompts = [
-        {"prompt": text, **({"multi_modal_data": {"image": list(map(picture, numbers))}} if numbers else {})}
-        for text, numbers in PROMPTS.items()
-    ]  # fmt: skip
+    prompts = []
+    for text, numbers in PROMPTS.items():
+        media: dict[str, list[Any]] = {}
+        for number in numbers:
+            kind = "video" if number < 0 else "image"
+            media.setdefault(kind, []).append(film(-number) if number < 0 else picture(number))
+        prompts.append({"prompt": text, **({"multi_modal_data": media} if media else {})})
     with LLM(str(seer.folder), **SETTINGS, max_num_batched_tokens=tokens) as model:
         for _ in range(2):  # the second time from caches
             outputs = model.generate(prompts, PARAMS)

@@ -101,6 +101,8 @@ ONE_IMAGE = {
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
+    "ernie45_vl": "<|begin_of_sentence|>User: Video 1:<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>Why?"
+    "\nAssistant: <think></think>",
     "glm4_1v": GLM_VIDEO,
     "glm4_5v": GLM_VIDEO,
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 VL beside transformers, with images: experts of two kinds."""
+"""ERNIE 4.5 VL beside transformers, with images and videos: experts of two kinds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import test_vision_videos as videos
 import torch
 from test_vision_language import TEXT, QwenVL
 from torch import Tensor
-from vision_conformance import IMAGE
+from video_conformance import VIDEO, Laid
+from vision_conformance import IMAGE, packed
 
 from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
+from headrace_core.multimodal import MediaInput
 
 START, END = 122, 123
 MARKS = {
-    "image_token_id": IMAGE, "video_token_id": 121, "image_start_token_id": START,
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": START,
     "image_end_token_id": END, "video_start_token_id": 124, "video_end_token_id": 125,
 }  # fmt: skip
 VISION: dict[str, Any] = {
@@ -60,10 +63,11 @@ class Ernie(QwenVL):
         ids = torch.tensor([tokens])
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if images:
-            around = (ids == START) | (ids == END)
-            kinds = (ids == IMAGE).int()
+            kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
             given |= {**self.hf_inputs(images), "mm_token_type_ids": kinds}
-            given["moe_mm_token_type_ids"] = (kinds.bool() | around).int()
+            given["moe_mm_token_type_ids"] = torch.isin(
+                ids, torch.tensor(list(MARKS.values()))
+            ).int()
         with torch.inference_mode():
             logits = reference(**given).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
@@ -105,6 +109,34 @@ class TestErnie4_5VL(Ernie):
         (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
         with pytest.raises(UnsupportedModel, match=named):
             self.load(tmp_path)
+
+
+class TestVideos(videos.Qwen, Ernie):
+    """Two frames are a vector and a place."""
+
+    shapes = ((4, 4, 6), (2, 8, 2))
+    numbers = 3 * 4 * 4
+    around: ClassVar[tuple[tuple[int, int], ...]] = ((START, END), (124, 125))
+
+    def laid(self, model: Any, items: Sequence[dict[str, Tensor]]) -> Laid:
+        """Items between their marks."""
+        tokens, media, rows, values = [5, 6], [], [], []
+        for index, item in enumerate(items):
+            is_video = videos.VALUES in item
+            modality, (start, end) = ("video" if is_video else "image"), self.around[is_video]
+            with torch.inference_mode():
+                (vectors,) = model.embed_media(modality, [item])
+            offset, size = len(tokens) + 1, len(vectors)
+            media.append(MediaInput(modality, packed(item), str(index), size, offset, ((0, size),)))
+            rows += range(offset, offset + size)
+            values.append(vectors)
+            tokens += [start, *[self.placeholders[is_video]] * size, end, 7 + index]
+        return Laid([*tokens, 11, 12], media, rows, torch.cat(values))
+
+    def expected(
+        self, reference: Any, laid: Laid, items: Sequence[dict[str, Tensor]], **more: Any
+    ) -> Tensor:
+        return self.logprobs(reference, laid.tokens, items)
 
 
 class TestFlatConfig(Ernie):

@@ -23,6 +23,7 @@ ROWS = (
         "ERNIE 4.5 VL",
         ("vision_model", "vision_tower", "resampler_model"),
         towers={"": "native_size.ernie_vl:Ernie4_5VL"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Exaone4_5_ForConditionalGeneration",

@@ -1,11 +1,12 @@
-"""ERNIE 4.5 VL with images: a tower and a resampler, places in time, height and width, and experts of their
-own for tokens of images.
+"""ERNIE 4.5 VL with images and videos: a tower and a resampler, places in time, height and width, and experts
+of their own for tokens of both.
 
 Baidu 2025, ERNIE 4.5 technical report, section 2.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from headrace_models.layers.decoders.ernie_moe import corrected_router, ernie_ro
 from headrace_models.layers.decoders.moe import MoEDecoder
 from headrace_models.layers.moe.sparse_moe import SparseMoE
 from headrace_models.layers.native_size.ernie_vl import (
+    FRAMES,
     ErnieResampler,
     ErnieTower,
     check_frames,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
     from headrace_core.multimodal import MediaInput
+    from headrace_models.layers.vision.qwen_vl import Grid
 
 _TOWER, _RESAMPLER = "vision_tower", "resampler_model"
 _MEDIA_ROWS = "media_rows"
@@ -50,7 +53,7 @@ _SECTIONS = (22, 22, 20)
 """Numbers of frequencies that go by height, width and time, where configs leave them out."""
 _MARKS: Mapping[str, int] = {
     "image_token_id": 100295, "image_start_token_id": 101304, "image_end_token_id": 101305,
-    "video_start_token_id": 101306, "video_end_token_id": 101307,
+    "video_start_token_id": 101306, "video_end_token_id": 101307, "video_token_id": 103367,
 }  # fmt: skip
 """Key of a token that goes to experts of images -> its id, where configs leave it out."""
 _BY_KIND = ("moe_num_experts", "moe_intermediate_size")
@@ -100,8 +103,10 @@ class TwoKindsBlock(PreNormBlock):
 
 
 class Ernie4_5VL(GridDecoder, MoEDecoder):
-    """Four patches of an image are a vector. Tokens around an image go to the images' experts, too."""
+    """Four patches of an image are a vector, eight of two frames of a video. Tokens around either go to the
+    images' experts, too."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
         *resampler_rules(_RESAMPLER, "resampler"),
@@ -171,11 +176,18 @@ class Ernie4_5VL(GridDecoder, MoEDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [patches, channels * patch * patch] and ``image_grid_thw`` [3] each.
+            inputs: of images ``pixel_values`` [patches, channels * patch * patch] and ``image_grid_thw`` [3]
+                each; of videos ``pixel_values_videos`` and ``video_grid_thw``, of an even number of frames.
         """
         grids = [grid_of(item[GRID[modality]]) for item in inputs]
         states = self.tower([item[PIXELS[modality]] for item in inputs], grids)
-        return self.tower.split(self.resampler(states), grids)
+        counts = [math.prod(self.in_vectors(grid)) for grid in grids]
+        return torch.split(self.resampler(states, grids), counts)
+
+    def in_vectors(self, grid: Grid) -> Grid:
+        """Vectors of an item in time, height and width."""
+        time, height, width = grid
+        return -(-time // FRAMES), height // self.merge, width // self.merge
 
     def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
         """See :class:`headrace_core.model.SupportsMRoPE`. The height of tokens beside an image is given as
@@ -187,6 +199,11 @@ class Ernie4_5VL(GridDecoder, MoEDecoder):
         beside = [side for side in sides if 0 <= side < num_tokens]
         places[1, beside] = ~places[1, beside]
         return places
+
+    def box(self, sizes: Grid, item: MediaInput) -> Tensor:
+        """See :meth:`GridDecoder.box`; two frames are a place."""
+        time, height, width = sizes
+        return super().box((-(-time // FRAMES), height, width), item)
 
     def rotary_rows(self, table: Tensor, places: Tensor) -> Tensor:
         """See :meth:`GridDecoder.rotary_rows`: height and width take turns, the last frequencies go by

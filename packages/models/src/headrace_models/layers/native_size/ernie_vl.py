@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _FUSED = (("qkv",), "proj")
-_FRAMES = 2
+FRAMES = 2
 """Frames of a vector."""
 _HALVES = ("spatial_linear", "temporal_linear")
 _DEFAULTS: Mapping[str, Any] = {
@@ -95,10 +95,10 @@ class ErnieTower(GridTower):
         self.final_norm = LayerNorm(context, f"{name}.ln", self.size, self.eps)
 
     def __call__(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
-        """Encode images of any sizes at once; they do not see each other.
+        """Encode images and videos of any sizes at once; frames do not see each other.
 
         Args:
-            patches: [height * width, channels * patch * patch] each.
+            patches: [time * height * width, channels * patch * patch] each.
 
         Returns:
             [all patches, size].
@@ -147,7 +147,8 @@ class ErnieHalf(Layer):
 
 
 class ErnieResampler(Layer):
-    """States of images -> a vector of the decoder for every four of them.
+    """States of images -> a vector of the decoder for every four of them; of videos, for every eight: four of
+    two frames.
 
     Args:
         name: as the checkpoint spells it.
@@ -162,16 +163,30 @@ class ErnieResampler(Layer):
         self.unit = unit
         within, last = eps
         self.spatial_linear = ErnieHalf(context, f"{name}.spatial_linear", (unit, unit), within)
-        wide = unit * _FRAMES
+        wide = unit * FRAMES
         self.temporal_linear = ErnieHalf(context, f"{name}.temporal_linear", (wide, unit), within)
         self.projection = Linear(context, f"{name}.mlp", unit, [Part(out_size)], bias=True)
         self.after_norm = RMSNorm(context, f"{name}.after_norm", out_size, last)
 
-    def __call__(self, states: Tensor) -> Tensor:
-        """states [T, size] -> [T * size / unit, out_size]."""
-        frame = self.spatial_linear(states.view(-1, self.unit))
-        both = self.temporal_linear(torch.cat([frame] * _FRAMES, dim=1))
-        return self.after_norm(self.projection(both))
+    def __call__(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """states [T, size] -> [vectors, out_size].
+
+        Args:
+            grids: of each item; images are one frame, videos an even number.
+        """
+        squares = self.spatial_linear(states.view(-1, self.unit))
+        counts = [t * h * w * len(squares) // len(states) for t, h, w in grids]
+        items = zip(torch.split(squares, counts), grids, strict=True)
+        both = torch.cat([_pairs(item, grid[0]) for item, grid in items])
+        return self.after_norm(self.projection(self.temporal_linear(both)))
+
+
+def _pairs(squares: Tensor, time: int) -> Tensor:
+    """An item's [squares, size] -> [vectors, 2 * size]: those of two frames beside each other."""
+    if time == 1:
+        return torch.cat([squares] * FRAMES, dim=1)
+    frames = squares.view(time // FRAMES, FRAMES, -1, squares.shape[1])
+    return frames.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def check_frames(whole: Mapping[str, Any]) -> None:
@@ -182,6 +197,6 @@ def check_frames(whole: Mapping[str, Any]) -> None:
     """
     vision = whole.get("vision_config")
     vision = vision if isinstance(vision, Mapping) else {}
-    found = vision.get("temporal_merge_size", whole.get("temporal_conv_size", _FRAMES))
-    if found != _FRAMES:
-        raise UnsupportedModel(f"config.json: temporal_merge_size = {found!r}: must be {_FRAMES}")
+    found = vision.get("temporal_merge_size", whole.get("temporal_conv_size", FRAMES))
+    if found != FRAMES:
+        raise UnsupportedModel(f"config.json: temporal_merge_size = {found!r}: must be {FRAMES}")
