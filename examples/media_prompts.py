@@ -2,9 +2,9 @@
 
 A row is for one kind of model, and has what one needs to ask it offline: how its prompt is written, and
 the settings that suit it. Models of the same kind in other sizes take the same prompts: give their folder
-or hub name with ``--model``. Aria, GLM, Llama 4 and PaddleOCR-VL are served by transformers' code, which
-needs ``pip install 'headrace-multimodal[transformers]'``. Numbers of devices are not in the rows: ``-tp``
-says over how many a model is split.
+or hub name with ``--model``. Aria and PaddleOCR-VL are served by transformers' code, which needs
+``pip install 'headrace-multimodal[transformers]'``. Numbers of devices are not in the rows: ``-tp`` says
+over how many a model is split.
 """
 
 from __future__ import annotations
@@ -102,16 +102,33 @@ _QWEN = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
+_QWEN_IMAGE = {"image": _QWEN["image"]}
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
+_TARSIER2 = {
+    "hf_overrides": {
+        "architectures": ["Tarsier2ForConditionalGeneration"], "model_type": "tarsier2",
+    },
+}  # fmt: skip
 _GLM_SIZES = _sizes(
     4096,
     2,
     enforce_eager=True,
     mm_processor_kwargs={"size": {"shortest_edge": 12544, "longest_edge": 47_040_000}},
 )
-_GLM_IMAGE = {"image": "<|begin_of_image|><|image|><|end_of_image|>"}
+_GLM = {
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+_HUNYUAN_PROMPT = (
+    "<\uff5chy_begin\u2581of\u2581sentence\uff5c>{media}{question}<\uff5chy_User\uff5c>"
+)
+_HUNYUAN = "".join(f"<\uff5chy_place\u2581holder\u2581no\u2581{n}\uff5c>" for n in (100, 102, 101))
+_KIMI_PROMPT = (
+    "<|im_user|>user<|im_middle|>{media}{question}<|im_end|><|im_assistant|>assistant<|im_middle|>"
+)
+_KIMI = {"image": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"}
 _PADDLE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 _PADDLE_PROMPT = "<|begin_of_sentence|>User: {question}{media}\nAssistant: "
 _IDEFICS_PROMPT = "<|begin_of_text|>User:{media}%s{question}<end_of_utterance>\nAssistant:"
@@ -137,6 +154,18 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
     ),
+    "dots_ocr": Row(
+        "rednote-hilab/dots.ocr", ASKED, {"image": "<|img|><|imgpad|><|endofimg|>"}
+    ),
+    "ernie45_vl": Row(
+        "baidu/ERNIE-4.5-VL-28B-A3B-PT",
+        "<|begin_of_sentence|>User: {media}{question}\nAssistant: <think></think>",
+        {
+            "image": "Picture {number}:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>",
+            "video": "Video {number}:<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>",
+        },
+        settings=_sizes(4096, 5),
+    ),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
@@ -147,11 +176,25 @@ ONE_ITEM: Mapping[str, Row] = {
         "google/gemma-3n-E2B-it", GEMMA, {"image": "<image_soft_token>"},
         settings=_sizes(2048, 2, enforce_eager=True),
     ),
-    "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
-    "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
+    "glm4_1v": Row(
+        "zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True
+    ),
+    "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM, settings=_GLM_SIZES, with_metadata=True),
+    "hunyuan_vl": Row(
+        "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+    "keye_vl": Row(
+        "Kwai-Keye/Keye-VL-8B-Preview", CHATML.format(ASKED), _QWEN_IMAGE, settings=_sizes(8192)
+    ),
+    "keye_vl1_5": Row(
+        "Kwai-Keye/Keye-VL-1.5-8B", CHATML.format(ASKED), _QWEN_IMAGE, settings=_sizes(8192)
+    ),
+    "kimi_vl": Row(
+        "moonshotai/Kimi-VL-A3B-Instruct", _KIMI_PROMPT, _KIMI, settings=_sizes(4096)
     ),
     "lightonocr": Row(
         "lightonai/LightOnOCR-1B",
@@ -198,9 +241,13 @@ ONE_ITEM: Mapping[str, Row] = {
         "Qwen/Qwen3-VL-30B-A3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES,
         with_metadata=True,
     ),
+    "qwen3_5": _by_template("Qwen/Qwen3.5-27B", _QWEN_SIZES),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
+    ),
+    "tarsier2": Row(
+        "omni-research/Tarsier2-Recap-7b", _QWEN_PROMPT, _QWEN, settings=_sizes(4096, **_TARSIER2)
     ),
 }  # fmt: skip
 """Key -> how a model is asked about one image or one video."""
@@ -216,10 +263,16 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
     "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
     "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
+    "hunyuan_vl": Row(
+        "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
     ),
+    "keye_vl": _by_template("Kwai-Keye/Keye-VL-8B-Preview", _sizes(8192, 5)),
+    "keye_vl1_5": _by_template("Kwai-Keye/Keye-VL-1_5-8B", _sizes(32768, 5)),
+    "kimi_vl": _by_template("moonshotai/Kimi-VL-A3B-Instruct", _sizes(4096, 4)),
     "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
     # It answers, but poorly: it was not trained on several images.
     "llava": _by_template("llava-hf/llava-1.5-7b-hf", _sizes(None, 16)),
@@ -240,6 +293,11 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
+    ),
+    "tarsier2": Row(
+        "omni-research/Tarsier2-Recap-7b",
+        CHATML_WITH_SYSTEM.format("<|vision_start|>{media}<|vision_end|>{question}"),
+        {"image": "<|image_pad|>"}, settings=_sizes(32768, **_TARSIER2),
     ),
 }  # fmt: skip
 """Key -> how a model is asked about several images in one prompt."""

@@ -158,6 +158,44 @@ def save_qwen3_vl(folder: Path) -> Any:
     return finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
 
 
+def save_qwen3_5(folder: Path) -> Any:
+    """As :func:`save_qwen2_vl`, in front of a decoder of a delta net and a layer of attention."""
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+    )
+
+    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 40,
+        "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "num_position_embeddings": 25,
+    }  # fmt: skip
+    rope = {
+        "rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0,
+        "mrope_interleaved": True, "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    text = {
+        **TEXT, "head_dim": 16, "rope_parameters": rope, "eos_token_id": end, "bos_token_id": None,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Qwen3_5Config(
+        vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    Qwen2VLImageProcessor(
+        patch_size=8,
+        merge_size=2,
+        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
+    ).save_pretrained(folder)
+    return finish(folder, Qwen3_5ForConditionalGeneration(config), "".join(names[1:]), end)
+
+
 def save_pixtral(folder: Path) -> Any:
     """Images of their own size in rows of 8 x 8 pixels, whose ends take no vector."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration

@@ -41,7 +41,7 @@ class TestQwen3VL(ProcessorConformance):
     def num_tokens(self, made: Mapping[str, Any]) -> int:
         return int(made["image_grid_thw"].prod()) // 4
 
-    @pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3VLMoe"])
+    @pytest.mark.parametrize("name", ["Qwen3VL", "Qwen3VLMoe", "Qwen3_5"])
     def test_prompt(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 

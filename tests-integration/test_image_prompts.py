@@ -25,6 +25,7 @@ from image_checkpoints import (
     save_minicpmv,
     save_pixtral,
     save_qwen2_vl,
+    save_qwen3_5,
     save_qwen3_vl,
 )
 from speech_checkpoints import token_ids
@@ -161,6 +162,7 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "llava",
         "qwen2_vl",
         "qwen3_vl",
+        "qwen3_5",
         "pixtral",
         "gemma3",
         "internvl_chat",
@@ -186,6 +188,8 @@ def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "pixtral":
         return Seer(folder, save_pixtral(folder), "[IMG]", "[IMG]", of_pixtral)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    if request.param == "qwen3_5":
+        return Seer(folder, save_qwen3_5(folder), mark, "<|image_pad|>", of_qwen, cache_groups=2)
     save = save_qwen3_vl if request.param == "qwen3_vl" else save_qwen2_vl
     return Seer(folder, save(folder), mark, "<|image_pad|>", of_qwen)
 

@@ -54,17 +54,32 @@ GLM = (
     "<|begin_of_image|><|image|><|end_of_image|>Why?<|assistant|>assistant\n"
 )
 GEMMA_3N = "<start_of_turn>user\n%sWhy?<end_of_turn>\n<start_of_turn>model\n"
+GLM_VIDEO = GLM.replace("image", "video")
+HUNYUAN = (
+    "<\uff5chy_place\u2581holder\u2581no\u2581100\uff5c><\uff5chy_place\u2581holder\u2581no\u2581102\uff5c>"
+    "<\uff5chy_place\u2581holder\u2581no\u2581101\uff5c>"
+)
+HUNYUAN_PROMPT = "<\uff5chy_begin\u2581of\u2581sentence\uff5c>%sWhy?<\uff5chy_User\uff5c>"
+KEYE = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
 ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "dots_ocr": "<|img|><|imgpad|><|endofimg|>Why?",
+    "ernie45_vl": "<|begin_of_sentence|>User: Picture 1:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>Why?"
+    "\nAssistant: <think></think>",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "gemma3n": GEMMA_3N % "<image_soft_token>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
+    "hunyuan_vl": HUNYUAN_PROMPT % HUNYUAN,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "keye_vl": KEYE,
+    "keye_vl1_5": KEYE,
+    "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
     "<|im_start|>assistant\n",
     "llama4": None,
@@ -82,16 +97,23 @@ ONE_IMAGE = {
     "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_IMAGE,
     "qwen3_vl_moe": QWEN_IMAGE,
+    "qwen3_5": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "tarsier2": QWEN_IMAGE,
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
+    "ernie45_vl": "<|begin_of_sentence|>User: Video 1:<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>Why?"
+    "\nAssistant: <think></think>",
+    "glm4_1v": GLM_VIDEO,
+    "glm4_5v": GLM_VIDEO,
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,
     "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_VIDEO,
     "qwen3_vl_moe": QWEN_VIDEO,
+    "tarsier2": QWEN_VIDEO,
 }
 THREE_IMAGES = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>\n<fim_prefix><|img|><fim_suffix>\n"
@@ -100,8 +122,12 @@ THREE_IMAGES = {
     "command_a_vision": None,
     "gemma3": None,
     "glm4_5v": None,
+    "hunyuan_vl": HUNYUAN_PROMPT % (HUNYUAN * 3),
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "keye_vl": None,
+    "keye_vl1_5": None,
+    "kimi_vl": None,
     "llama4": None,
     "llava": None,
     "llava-next": None,
@@ -115,6 +141,7 @@ THREE_IMAGES = {
     "qwen2_5_vl": None,
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "tarsier2": QWEN_IMAGE.replace("<|image_pad|>", "<|image_pad|>" * 3),
 }
 FLAMINGO = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n%sWhy?<|im_end|>\n"

@@ -124,17 +124,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "LlavaOnevisionForConditionalGeneration": {"image_grid_pinpoints": [[28, 56]]},
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
-OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl"}
+OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl", "hunyuan_vl"}
 BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV", "UltravoxModel",
+    "Phi4MultimodalForCausalLM", "MiniCPMV", "UltravoxModel", "DotsOCRForCausalLM",
+    "OpenCUAForConditionalGeneration", "Tarsier2ForConditionalGeneration", "KeyeForConditionalGeneration",
+    "KeyeVL1_5ForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
-:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
-(:func:`test_phi_4_multimodal`)."""
+:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), the config is flat
+(:func:`test_phi_4_multimodal`), or text alone is among the tests of their towers (``test_vision_*.py``)."""
 REMOTE_KINDS = {"kimi_k2", "qwen3_asr_text"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [
@@ -217,12 +219,15 @@ def wanted(model: Any) -> Tensor:
 
 
 def resolved(folder: Path, **limits: int) -> ModelInfo:
-    """Without towers for audio, whose tiny configs are not all ones that can be built.
+    """Without towers for audio, whose tiny configs are not all ones that can be built, and without others
+    that the config does not have.
 
     Args:
         limits: of further modalities.
     """
     limited = {"audio": 0, **limits}
+    if "vision_config" not in json.loads((folder / "config.json").read_text()):
+        limited |= {"image": 0, "video": 0}
     config = ModelConfig(model=str(folder), max_model_len=64, limit_mm_per_prompt=limited)
     return resolve(config, LoadConfig(), CpuPlatform())
 

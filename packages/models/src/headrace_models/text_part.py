@@ -45,7 +45,7 @@ def text_of(
     bases: tuple[type[Any], ...] = (own,)
     if media is not None:
         name, bases = wrapper.name, (media, own)
-        rules = media.media_rules if has_towers else ()
+        rules = (*media.decoder_rules, *(media.media_rules if has_towers else ()))
         members |= {"weight_rules": (*own.weight_rules, *rules), "has_towers": has_towers}
     made = type(name, bases, members)
     return made

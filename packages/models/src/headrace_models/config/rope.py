@@ -19,9 +19,10 @@ from headrace_models.config.settings import Settings
 logger = logging.getLogger(__name__)
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "ntk")
-_ALIASES = {"su": "longrope", "mrope": "default"}
-_AXES = 3
-"""Time, height and width."""
+_ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic"}
+_AXES = (3, 4)
+"""Time, height and width; of HunyuanOCR number, column, row and image."""
+_SECTIONS = ("mrope_section", "xdrope_section")
 _NEW, _OLD = "rope_parameters", "rope_scaling"
 _BLOCKS = (_OLD, _NEW)
 """Names of the block, the one that is read first."""
@@ -106,13 +107,15 @@ def _original_context(config: Mapping[str, Any], block: Mapping[str, Any], defau
 
 
 def _sections(block: Mapping[str, Any]) -> tuple[int, ...]:
-    value = block.get("mrope_section")
-    if value is None:
+    name = next((key for key in _SECTIONS if block.get(key) is not None), None)
+    if name is None:
         return ()
-    good = isinstance(value, list) and len(value) == _AXES
+    value = block[name]
+    good = isinstance(value, list) and len(value) in _AXES
     if not good or not all(type(size) is int and 0 <= size < 2**16 for size in value):
+        axes = " or ".join(map(str, _AXES))
         raise UnsupportedModel(
-            f"config.json: mrope_section = {value!r:.200}: must be {_AXES} numbers of frequencies"
+            f"config.json: {name} = {value!r:.200}: must be {axes} numbers of frequencies"
         )
     return tuple(value)
 

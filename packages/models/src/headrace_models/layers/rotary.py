@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROTARY_ROWS = "rotary_rows"
 """Key of :attr:`ForwardBatch.extra`: [T, R], the cosines and sines of the batch's tokens row by row, in
 place of those of their positions (:func:`rows_by_axes`)."""
+_MROPE_AXES = 3
 MAX_TABLE = 2**30
 """Entries of a table: a config that lies about its context must not eat all memory."""
 
@@ -81,18 +82,28 @@ def rows_by_axes(table: Tensor, positions: Tensor, rope: RopeSettings) -> Tensor
     Raises:
         UnsupportedModel: the sections are not R/2 frequencies together.
     """
+    axes = _axes(rope, table.shape[-1] // 2)
+    return rows_by_axis(table, positions, axes.to(table.device))
+
+
+def rows_by_axis(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """[T, R]: see :func:`rows_by_axes`.
+
+    Args:
+        axes: [R/2] int64; the axis by which each frequency turns.
+    """
     cosines, sines = table.chunk(2, dim=-1)
     frequencies = torch.arange(cosines.shape[-1], device=table.device)
-    rows = positions[_axes(rope, len(frequencies)).to(table.device)].T  # [T, R/2]
+    rows = positions[axes].T  # [T, R/2]
     return torch.cat((cosines[rows, frequencies], sines[rows, frequencies]), dim=-1)
 
 
 def _axes(rope: RopeSettings, frequencies: int) -> Tensor:
     """[R/2]: the axis by which each frequency turns."""
-    if sum(rope.sections) != frequencies:
+    if sum(rope.sections) != frequencies or len(rope.sections) != _MROPE_AXES:
         raise UnsupportedModel(
             f"config.json: mrope_section = {list(rope.sections)}: must be {frequencies} frequencies "
-            "together"
+            f"together, by {_MROPE_AXES} axes"
         )
     if not rope.interleaved_sections:
         return torch.arange(len(rope.sections)).repeat_interleave(torch.tensor(rope.sections))

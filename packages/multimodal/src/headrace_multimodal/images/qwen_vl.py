@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class QwenVLProcessor(ImageProcessor):
     """See the module."""
 
     text = "<|vision_start|><|image_pad|><|vision_end|>"
+    image_bounds: ClassVar[tuple[int, int]] = (MIN_PIXELS, MAX_PIXELS)
+    """Least and most pixels of an image where no settings say them."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -45,7 +47,9 @@ class QwenVLProcessor(ImageProcessor):
         size = size if isinstance(size, Mapping) else {}
         least = stated.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
         most = stated.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
-        self._least, self._most = int(least or MIN_PIXELS), int(most or MAX_PIXELS)
+        self._least, self._most = (
+            int(said or own) for said, own in zip((least, most), self.image_bounds, strict=True)
+        )
         self._resample = int(stated.get("resample", BICUBIC))
         self._numbers = Numbers.of(stated)
 
@@ -54,10 +58,7 @@ class QwenVLProcessor(ImageProcessor):
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an image is 200 times as long as it is wide, or an option is no size."""
-        least = pixels_option(options, "min_pixels", self._least, self._most)
-        most = pixels_option(options, "max_pixels", self._most, self._most)
-        rows, columns = pixels.shape[:2]
-        height, width = smart_size(rows, columns, self._patch * self._merge, least, most)
+        height, width = self.image_size(pixels.shape[:2], self.image_limits(options))
         x = self._numbers(resized(pixels, height, width, self._resample))
         grid = 1, height // self._patch, width // self._patch
         inputs = {
@@ -65,6 +66,21 @@ class QwenVLProcessor(ImageProcessor):
             GRID: packed(np.array(grid, np.int64)),
         }
         return ProcessedMedia(inputs, math.prod(grid) // self._merge**2)
+
+    def image_limits(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Least and most pixels of an image, by a request's options."""
+        least = pixels_option(options, "min_pixels", self._least, self._most)
+        return least, pixels_option(options, "max_pixels", self._most, self._most)
+
+    def image_size(self, size: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, int]:
+        """Height and width to which an image is brought.
+
+        Args:
+            size: its own height and width.
+            limits: least and most pixels.
+        """
+        height, width = size
+        return smart_size(height, width, self._patch * self._merge, *limits)
 
     def embedded(
         self, modality: Modality, num_vectors: int, facts: Mapping[str, Any]
@@ -88,7 +104,11 @@ class QwenVLProcessor(ImageProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         factor = self._patch * self._merge
-        return near_square(self._most // factor**2, factor)
+        return near_square(self.most_of_image() // factor**2, factor)
+
+    def most_of_image(self) -> int:
+        """Most pixels of an image."""
+        return self._most
 
 
 def near_square(most: int, factor: int) -> tuple[int, int]:

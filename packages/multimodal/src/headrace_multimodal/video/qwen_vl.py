@@ -83,10 +83,9 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
         Raises:
             RequestError: a side is 200 times as long as the other, or an option is no size.
         """
-        own, rate = self._most_video, pruning_rate(options)
-        most = min(pixels_option(options, "max_pixels", own, _MOST), own)
-        least = min(pixels_option(options, "min_pixels", self._least_video, _MOST), most)
+        rate = pruning_rate(options)
         count, rows, columns, _ = frames.shape
+        least, most = self.video_limits(options)
         height, width = self.frame_size(count, rows, columns, least, most)
         x = np.stack([self._numbers_of(frame, height, width) for frame in frames])
         missing = -len(x) % self._frames
@@ -105,6 +104,12 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
 
     def options(self) -> Sequence[str]:
         return (*super().options(), *((RATE,) if self.prunes else ()))
+
+    def video_limits(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Least and most pixels of a frame, by a request's options."""
+        own = self._most_video
+        most = min(pixels_option(options, "max_pixels", own, _MOST), own)
+        return min(pixels_option(options, "min_pixels", self._least_video, _MOST), most), most
 
     def frame_size(
         self, count: int, height: int, width: int, least: int, most: int

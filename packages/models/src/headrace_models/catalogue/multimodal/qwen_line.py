@@ -8,6 +8,13 @@ ROUTED = {"norm_topk_prob": True}
 """Setting of models whose routers always divide the chosen experts' weights by their sum."""
 ROWS = (
     Wrapper(
+        "DotsOCRForCausalLM",
+        {"dots_ocr": "Qwen2ForCausalLM"},
+        "dots.ocr",
+        ("vision_tower",),
+        towers={"": "native_size.dots_ocr:DotsOCR"},
+    ),
+    Wrapper(
         "Ernie4_5_VLMoeForConditionalGeneration",
         {
             "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeForCausalLM",
@@ -15,6 +22,8 @@ ROWS = (
         },
         "ERNIE 4.5 VL",
         ("vision_model", "vision_tower", "resampler_model"),
+        towers={"": "native_size.ernie_vl:Ernie4_5VL"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Exaone4_5_ForConditionalGeneration",
@@ -27,6 +36,8 @@ ROWS = (
         {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"},
         "GLM-4.6V",
         ("visual",),
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Glm4vForConditionalGeneration",
@@ -34,12 +45,16 @@ ROWS = (
         "GLM-4.1V",
         ("visual",),
         fixed={"attention_bias": True},
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Glm4vMoeForConditionalGeneration",
         {"glm4v_moe_text": "Glm4MoeForCausalLM"},
         "GLM-4.5V",
         ("visual",),
+        towers={"": "native_size.glm4v:Glm4v"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "GlmOcrForConditionalGeneration",
@@ -47,12 +62,30 @@ ROWS = (
         "GLM-OCR",
         ("visual", "language_model.layers.16"),
         fixed={"attention_bias": False},
+        towers={"": "native_size.glm4v:GlmOcr"},
     ),
     Wrapper(
         "HunYuanVLForConditionalGeneration",
-        {"hunyuan_vl_text": "HunYuanDenseV1ForCausalLM"},
+        {
+            "hunyuan_vl_text": "HunYuanDenseV1ForCausalLM",
+            "hunyuan_vl": "HunYuanDenseV1ForCausalLM",
+        },
         "HunyuanOCR",
         ("vit",),
+        towers={"": "native_size.hunyuan_vl:HunYuanVL"},
+    ),
+    *(
+        Wrapper(
+            f"{name}ForConditionalGeneration",
+            dict.fromkeys(kinds, "Qwen3ForCausalLM"),
+            models,
+            ("visual", "mlp_AR"),
+            towers={"": f"native_size.keye:{name}"},
+        )
+        for name, models, kinds in (
+            ("Keye", "Keye-VL", ("Keye", "keye")),
+            ("KeyeVL1_5", "Keye-VL 1.5", ("KeyeVL1_5", "keye_vl1_5")),
+        )
     ),
     *(
         Wrapper(
@@ -61,6 +94,8 @@ ROWS = (
             "Kimi K2.5",
             ("vision_tower", "mm_projector"),
             renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
+            towers={"": "native_size.kimi:KimiK25"},
+            processor="KimiK25ForConditionalGeneration",
         )
         for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
     ),
@@ -68,6 +103,14 @@ ROWS = (
         "KimiVLForConditionalGeneration",
         {"deepseek_v3": "DeepseekV3ForCausalLM"},
         "Kimi-VL",
+        towers={"": "native_size.kimi:KimiVL"},
+    ),
+    Wrapper(
+        "OpenCUAForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "OpenCUA",
+        ("vision_tower",),
+        towers={"": "native_size.opencua:OpenCUA"},
     ),
     Wrapper(
         "PaddleOCRVLForConditionalGeneration",
@@ -97,12 +140,16 @@ ROWS = (
         {"qwen3_5_text": "Qwen3_5ForCausalLM"},
         "Qwen3.5",
         ("visual", "mtp"),
+        towers={"": "native_size.qwen3_5:Qwen3_5"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Qwen3_5MoeForConditionalGeneration",
         {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
         "Qwen3.5, mixtures",
         ("visual", "mtp"),
+        towers={"": "native_size.qwen3_5:Qwen3_5"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Qwen3VLForConditionalGeneration",
@@ -121,5 +168,14 @@ ROWS = (
         takes=VIDEOS,
         fixed=ROUTED,
         transposes_experts=True,
+    ),
+    Wrapper(
+        "Tarsier2ForConditionalGeneration",
+        {"qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_vl": "Qwen2ForCausalLM"},
+        "Tarsier2",
+        ("visual",),
+        renames=((r"^vision_tower\.", "visual."),),
+        towers={"": "vision_language.qwen_vl:Qwen2VL"},
+        takes=VIDEOS,
     ),
 )

@@ -25,13 +25,19 @@ _OVER_THE_CACHE = (
 
 
 def self_attention(
-    context: BuildContext, name: str, *, sliding_window: int | None = None, **arguments: Any
+    context: BuildContext,
+    name: str,
+    *,
+    sliding_window: int | None = None,
+    kind: type[Attention] = Attention,
+    **arguments: Any,
 ) -> SelfAttention:
     """Attention over the cache; or in both directions and without one, if the model pools so.
 
     A window then reaches as far to either side as it would reach back.
 
     Args:
+        kind: the class of attention over the cache.
         arguments: of :class:`Attention`.
 
     Raises:
@@ -39,7 +45,7 @@ def self_attention(
     """
     pooling = context.pooling
     if pooling is None or pooling.causal:
-        return Attention(context, name, sliding_window=sliding_window, **arguments)
+        return kind(context, name, sliding_window=sliding_window, **arguments)
     given = {what: arguments.pop(what, None) for what in _OVER_THE_CACHE}
     one_way = [what for what, value in given.items() if value is not None and value is not False]
     if one_way:

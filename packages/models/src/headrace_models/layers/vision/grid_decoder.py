@@ -110,9 +110,13 @@ class GridDecoder(MediaDecoder):
         axes = batch.extra.get(MROPE_POSITIONS)
         table = getattr(self, "rotary", None)
         if axes is not None and table is not None:
-            rows = rows_by_axes(table, axes, self.rope)
+            rows = self.rotary_rows(table, axes)
             batch = replace(batch, extra={**batch.extra, ROTARY_ROWS: rows})
         return super().forward(batch)
+
+    def rotary_rows(self, table: Tensor, places: Tensor) -> Tensor:
+        """Cosines and sines of tokens that stand at places [3, T] (:func:`rows_by_axes`)."""
+        return rows_by_axes(table, places, self.rope)
 
 
 class TimedDecoder(GridDecoder):

@@ -27,6 +27,8 @@ class MediaModel(Layer, ABC):
     modalities: ClassVar[Sequence[str]] = ("image",)
     media_rules: ClassVar[Sequence[WeightRule]]
     """Rules of the towers' tensors."""
+    decoder_rules: ClassVar[Sequence[WeightRule]] = ()
+    """Rules of what the decoder has beside the model of text's, for media alone."""
     media_names: ClassVar[Sequence[tuple[str, str]]] = ()
     """Beginning of a tower's name in published files -> what :attr:`media_rules` have in its place."""
 

@@ -1,0 +1,1 @@
+"""Decoders of text with towers that see images at their own size."""

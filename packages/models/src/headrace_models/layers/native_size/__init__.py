@@ -1,0 +1,1 @@
+"""Towers that see images at their own size, and their parts."""

@@ -1,0 +1,1 @@
+"""Images and videos of models that see them at their own size."""
