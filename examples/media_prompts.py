@@ -86,6 +86,10 @@ _QWEN = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
+_PHI_PROMPT, _PHI_IMAGE = (
+    "<|user|>\n{media}\n{question}<|end|>\n<|assistant|>\n",
+    "<|image_{number}|>",
+)
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
@@ -163,6 +167,10 @@ ONE_ITEM: Mapping[str, Row] = {
     ),
     "paligemma": Row("google/paligemma-3b-mix-224", "caption en", {"image": ""}),
     "paligemma2": Row("google/paligemma2-3b-ft-docci-448", "caption en", {"image": ""}),
+    "phi3_v": Row(
+        "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE},
+        settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 16}),
+    ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
     ),
@@ -211,6 +219,10 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     ),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(8192, 2)
+    ),
+    "phi3_v": Row(
+        "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE}, between="\n",
+        settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 4}),
     ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(8192, 2)

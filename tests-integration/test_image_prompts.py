@@ -23,6 +23,7 @@ from image_checkpoints import (
     save_llama4,
     save_llava,
     save_minicpmv,
+    save_phi3v,
     save_pixtral,
     save_qwen2_vl,
     save_qwen3_vl,
@@ -155,6 +156,20 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"images": found, "items": items}
 
 
+def of_phi3v(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_phi3v import Plain
+
+    library = Plain(num_crops=2, side=16)
+    found, items = [], []
+    [mark] = token_ids(folder, "<|image|>")
+    for image in images:
+        made = {name: value[0] for name, value in library(image).items()}
+        rows, columns = made["image_grid"].tolist()
+        found.append(made)
+        items.append([mark] * ((rows * columns + 1) * 4 + 1 + (rows + 1) * 2))
+    return {"images": found, "items": items}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -166,12 +181,15 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "internvl_chat",
         "llama4",
         "minicpmv",
+        "phi3v",
     ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "minicpmv":
         return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
+    if request.param == "phi3v":
+        return Seer(folder, save_phi3v(folder), "<|image|>", "<|image|>", of_phi3v)
     if request.param == "llama4":
         mark = "<|image|>"
         return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)

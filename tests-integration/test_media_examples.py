@@ -74,6 +74,7 @@ ONE_IMAGE = {
     "Assistant: ",
     "paligemma": "caption en",
     "paligemma2": "caption en",
+    "phi3_v": "<|user|>\n<|image_1|>\nWhy?<|end|>\n<|assistant|>\n",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
@@ -108,6 +109,7 @@ THREE_IMAGES = {
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\nAssistant: ",
+    "phi3_v": "<|user|>\n<|image_1|>\n<|image_2|>\n<|image_3|>\nWhy?<|end|>\n<|assistant|>\n",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
     "qwen2_vl": None,
     "qwen2_5_vl": None,

@@ -129,7 +129,7 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV",
+    "Phi4MultimodalForCausalLM", "MiniCPMV", "Phi3VForCausalLM",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,

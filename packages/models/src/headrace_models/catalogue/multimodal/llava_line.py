@@ -115,6 +115,15 @@ ROWS = (
     ),
     Wrapper("PerceptionLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Perception LM"),
     Wrapper(
+        "Phi3VForCausalLM",
+        {"phi3_v": "Phi3ForCausalLM"},
+        "Phi-3-vision, Phi-3.5-vision",
+        ("vision_embed_tokens",),
+        renames=((r"^model\.vision_embed_tokens\.wte\.", "model.embed_tokens."),),
+        towers={"": "vision_language.phi3v:Phi3V"},
+        takes={"img_processor": ("image",)},
+    ),
+    Wrapper(
         "SmolVLMForConditionalGeneration",
         {"llama": "LlamaForCausalLM"},
         "SmolVLM",
