@@ -153,6 +153,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "llava-hf/llava-v1.6-mistral-7b-hf", "[INST] {media}\n{question} [/INST]", _IMAGE,
         settings=_sizes(8192),
     ),
+    "llava-next-video": Row(
+        "llava-hf/LLaVA-NeXT-Video-7B-hf", "USER: {media}\n{question} ASSISTANT:",
+        {"video": "<video>"}, settings=_sizes(8192, 2),
+    ),
     "llava-onevision": Row(
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
         "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",

@@ -92,6 +92,12 @@ class TestLlavaNext(Anyres):
         return processor
 
 
+class TestLlavaNextVideo(TestLlavaNext):
+    """Images of the class that takes videos as well."""
+
+    architecture = "LlavaNextVideoForConditionalGeneration"
+
+
 class TestLlavaOnevision(Anyres):
     architecture = "LlavaOnevisionForConditionalGeneration"
     tile = 384

@@ -85,6 +85,7 @@ ONE_IMAGE = {
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
+    "llava-next-video": "USER: <video>\nWhy? ASSISTANT:",
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,

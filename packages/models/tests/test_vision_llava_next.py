@@ -124,3 +124,30 @@ class TestLlavaOnevision(LlavaNext):
         self.hf_class()(config).save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModel, match="vision_aspect_ratio = 'pad'"):
             self.load(tmp_path)
+
+
+class TestLlavaNextVideo(LlavaNext):
+    """Images of the class that takes videos as well."""
+
+    def hf_class(self) -> Any:
+        from transformers import LlavaNextVideoForConditionalGeneration
+
+        return LlavaNextVideoForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import LlavaNextVideoConfig
+
+        return LlavaNextVideoConfig(
+            vision_config=self.tower, text_config={**TEXT, "model_type": self.text},
+            image_token_index=IMAGE, video_token_index=121, image_grid_pinpoints=PINPOINTS,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("spatial_pool_mode", "max"), ("spatial_pool_stride", 4)]
+    )
+    def test_other_pooling_is_refused(self, key: str, value: Any, tmp_path: Path) -> None:
+        config = self.hf_config()
+        setattr(config, key, value)
+        self.hf_class()(config).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match=f"{key} = {value!r}"):
+            self.load(tmp_path)

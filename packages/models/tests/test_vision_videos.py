@@ -115,7 +115,7 @@ class TestQwen3VL(Qwen, qwen3.TestQwen3VL):
         return int(video[GRID][0])
 
 
-class TestLlavaOnevision(VideoConformance, llava_next.TestLlavaOnevision):
+class LlavaVideos(VideoConformance):
     def videos(self) -> Sequence[dict[str, Tensor]]:
         side = self.images()[0]["pixel_values"].shape[-1]
         return [{VALUES: drawn(seed, 3, 3, side, side)} for seed in (1, 2)]
@@ -130,6 +130,14 @@ class TestLlavaOnevision(VideoConformance, llava_next.TestLlavaOnevision):
         found = super().hf_inputs(pictures) if pictures else {}
         videos = [item[VALUES] for item in images if VALUES in item]
         return found | ({VALUES: torch.stack(videos)} if videos else {})
+
+
+class TestLlavaOnevision(LlavaVideos, llava_next.TestLlavaOnevision):
+    pass
+
+
+class TestLlavaNextVideo(LlavaVideos, llava_next.TestLlavaNextVideo):
+    pass
 
 
 class TestInternVL(VideoConformance, internvl.TestInternVL):

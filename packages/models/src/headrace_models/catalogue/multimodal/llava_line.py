@@ -90,6 +90,8 @@ ROWS = (
         _LLAVA,
         "LLaVA-NeXT-Video",
         ("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"),
+        towers=_one_size("vision_language.llava_next:LlavaNextVideo"),
+        takes=VIDEOS,
     ),
     Wrapper(
         "LlavaOnevisionForConditionalGeneration",

@@ -1,6 +1,8 @@
-"""LLaVA-NeXT and LLaVA-OneVision: images in tiles, with a vector at the end of each row.
+"""LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision: images in tiles, with a vector at the end of each row;
+frames of videos in one tile, a quarter of whose vectors are kept.
 
-Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, arXiv:2408.03326.
+Liu et al. 2024, "LLaVA-NeXT"; Zhang et al. 2024, "LLaVA-NeXT: A Strong Zero-shot Video Understanding Model";
+Li et al. 2024, arXiv:2408.03326.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.anyres import (
     Size,
     best_canvas,
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _NEWLINE = "image_newline"
+_STRIDE = 2
+"""Patches of a side of the square whose mean is kept."""
 
 
 class LlavaNext(MediaDecoder):
@@ -101,6 +106,36 @@ class LlavaNext(MediaDecoder):
     def fitted(self, plane: Tensor) -> Tensor:
         """plane [rows, columns, H] as it goes into the prompt."""
         return plane
+
+
+class LlavaNextVideo(LlavaNext):
+    """The states of four patches of a frame become their mean before they are projected."""
+
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        super().make_towers(context, whole)
+        settings = Settings(whole)
+        settings.refuse("spatial_pool_mode", "average")
+        settings.refuse("spatial_pool_stride", _STRIDE)
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: of images as :class:`LlavaNext`'s; of videos ``pixel_values_videos`` [frames, 3, height,
+                width] each.
+        """
+        if modality != "video":
+            return super().embed_media(modality, inputs)
+        frames = [item["pixel_values_videos"] for item in inputs]
+        states = self.vision.tower(torch.cat(frames))[:, self.vision.num_skipped :]
+        planes = states.view(len(states), self.side, self.side, -1).permute(0, 3, 1, 2)
+        means = torch.nn.functional.avg_pool2d(planes, _STRIDE).flatten(2).transpose(1, 2)
+        vectors = self.vision.projector(means.flatten(0, 1))
+        return torch.split(vectors, [len(own) * means.shape[1] for own in frames])
 
 
 class LlavaOnevision(LlavaNext):
