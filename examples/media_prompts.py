@@ -137,6 +137,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
     ),
+    "lfm2_vl": _by_template("LiquidAI/LFM2-VL-1.6B", _sizes(8192)),
     "lightonocr": Row(
         "lightonai/LightOnOCR-1B",
         "<|im_start|>system<|im_end|>\n" + CHATML.format("{media}"),  # it reads, and is asked nothing

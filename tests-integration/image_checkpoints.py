@@ -340,6 +340,36 @@ def save_phi3v(folder: Path) -> Any:
     return finish(folder, PlainPhi3V(config), "<|image|>", end)
 
 
+def save_lfm2_vl(folder: Path) -> Any:
+    """A token for every 8 x 8 pixels, up to 12, or tiles of 16 x 16; in front of a recurrent decoder."""
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    names = ["<|endoftext|>", "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    names += [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
+    ids = save_tokenizer(folder, tuple(names))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 4, "num_patches": 25,
+        "vision_use_head": False,
+    }  # fmt: skip
+    text = {
+        **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "eos_token_id": end,
+        "bos_token_id": None, "pad_token_id": end, "block_multiple_of": 8, "vocab_size": 334,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Lfm2VlConfig(
+        vision_config=vision, text_config=text, image_token_id=ids["<image>"],
+        projector_hidden_size=40,
+    )  # fmt: skip
+    settings = {
+        "encoder_patch_size": 4, "tile_size": 16, "min_image_tokens": 4, "max_image_tokens": 12,
+        "max_tiles": 4,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return finish(folder, Lfm2VlForConditionalGeneration(config), "<image>", end)
+
+
 def pixtral_images(**settings: Any) -> Any:
     """The library's image processor on Pillow."""
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil

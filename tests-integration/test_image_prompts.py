@@ -20,6 +20,7 @@ from image_checkpoints import (
     pixtral_images,
     save_gemma3,
     save_internvl_chat,
+    save_lfm2_vl,
     save_llama4,
     save_llava,
     save_minicpmv,
@@ -170,6 +171,16 @@ def of_phi3v(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"images": found, "items": items}
 
 
+def of_lfm2_vl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_lfm2_vl import library, text_of
+
+    own = library(**json.loads((folder / "preprocessor_config.json").read_text()))
+    made = [own(image) for image in images]
+    items = [token_ids(folder, text_of(one, own)) for one in made]
+    names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+    return {**{name: torch.cat([one[name] for one in made]) for name in names}, "items": items}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -182,12 +193,16 @@ def of_phi3v(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "llama4",
         "minicpmv",
         "phi3v",
+        "lfm2_vl",
     ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "minicpmv":
         return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
+    if request.param == "lfm2_vl":
+        saved = save_lfm2_vl(folder)
+        return Seer(folder, saved, "<image>", "<image>", of_lfm2_vl, cache_groups=2)
     if request.param == "phi3v":
         return Seer(folder, save_phi3v(folder), "<|image|>", "<|image|>", of_phi3v)
     if request.param == "llama4":

@@ -63,6 +63,7 @@ ONE_IMAGE = {
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "lfm2_vl": None,
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
     "<|im_start|>assistant\n",
     "llama4": None,

@@ -41,8 +41,8 @@ def named_token(path: Path, key: str, default: str) -> str:
 
 
 def begins_texts(path: Path) -> bool | None:
-    """Whether a text's first token is one of begin, as ``tokenizer_config.json`` says it; None: it is for the
-    tokenizer's own file to say."""
+    """``add_bos_token`` of ``tokenizer_config.json``; None: the file does not say it, and ``tokenizer.json``
+    decides."""
     stated = _read(path / "tokenizer_config.json").get("add_bos_token")
     return stated if isinstance(stated, bool) else None
 

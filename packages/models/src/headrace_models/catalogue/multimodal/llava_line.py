@@ -60,7 +60,12 @@ ROWS = (
         _IDEFICS,
         towers={"": "vision_language.idefics3:Idefics3"},
     ),
-    Wrapper("Lfm2VlForConditionalGeneration", {"lfm2": "Lfm2ForCausalLM"}, "LFM2-VL"),
+    Wrapper(
+        "Lfm2VlForConditionalGeneration",
+        {"lfm2": "Lfm2ForCausalLM"},
+        "LFM2-VL",
+        towers={"siglip2_vision_model": "vision_language.lfm2_vl:Lfm2Vl"},
+    ),
     Wrapper("Lfm3VlForConditionalGeneration", {"lfm3": "Lfm3ForCausalLM"}, "LFM3-VL"),
     Wrapper(
         "LightOnOcrForConditionalGeneration",
