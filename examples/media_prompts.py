@@ -121,6 +121,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/aya-vision-8b", COHERE, _IMAGE,
         settings=_sizes(2048, 2, mm_processor_kwargs={"crop_to_patches": True}),
     ),
+    "blip-2": Row("Salesforce/blip2-opt-2.7b", "Question: {question} Answer:", {"image": ""}),
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),

@@ -23,6 +23,14 @@ ROWS = (
         towers={"siglip_vision_model": "vision_language.cohere_vision:AyaVision"},
     ),
     Wrapper(
+        "Blip2ForConditionalGeneration",
+        {"opt": "OPTForCausalLM"},
+        "BLIP-2 with OPT",
+        ("vision_model", "qformer", "query_tokens", "language_projection"),
+        towers={"": "vision_language.blip2:Blip2"},
+        needs_media="its prompts begin with an image",
+    ),
+    Wrapper(
         "Cohere2VisionForConditionalGeneration",
         {"cohere2": "Cohere2ForCausalLM"},
         "Command A Vision",
