@@ -121,6 +121,12 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/aya-vision-8b", COHERE, _IMAGE,
         settings=_sizes(2048, 2, mm_processor_kwargs={"crop_to_patches": True}),
     ),
+    "bee": Row(  # without a line end before the assistant's turn, as it was published
+        "Open-Bee/Bee-8B-RL",
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{{media}}\n{{question}}<|im_end|>"
+        "<|im_start|>assistant\n<think>\n",
+        _IMAGE, settings=_sizes(16384),
+    ),
     "blip-2": Row("Salesforce/blip2-opt-2.7b", "Question: {question} Answer:", {"image": ""}),
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
@@ -164,6 +170,15 @@ ONE_ITEM: Mapping[str, Row] = {
         "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
         {"image": "<image>", "video": "<video>"}, settings=_sizes(16384),
     ),
+    "mantis": Row(
+        "TIGER-Lab/Mantis-8B-siglip-llama3",
+        "<|start_header_id|>user<|end_header_id|>\n\n{question}\n{media}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        _IMAGE, stop_token_ids=(128009,),
+        settings=_sizes(
+            4096, hf_overrides={"architectures": ["MantisForConditionalGeneration"]}
+        ),
+    ),
     "mistral3": Row(
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
@@ -192,6 +207,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "Qwen/Qwen3-VL-30B-A3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES,
         with_metadata=True,
     ),
+    "rvl": Row(
+        "YannQi/R-4B", "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
+        _IMAGE, settings=_sizes(16384),
+    ),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -207,6 +226,7 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         settings=_sizes(None, None, dtype="bfloat16"), stop_token_ids=_ARIA_STOPS,
     ),
     "aya_vision": _by_template("CohereLabs/aya-vision-8b", _sizes(None, 2)),
+    "bee": _by_template("Open-Bee/Bee-8B-RL", _sizes(16384, 16)),
     "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
     "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
     "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
@@ -235,6 +255,7 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     ),
     "qwen2_vl": _by_template("Qwen/Qwen2-VL-7B-Instruct", _QWEN_SEVERAL, SYSTEM),
     "qwen2_5_vl": _by_template("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_SEVERAL, SYSTEM),
+    "rvl": _by_template("YannQi/R-4B", _sizes(16384, 16)),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),

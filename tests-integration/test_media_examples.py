@@ -57,6 +57,8 @@ ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "bee": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<image>\nWhy?"
+    "<|im_end|><|im_start|>assistant\n<think>\n",
     "blip-2": "Question: Why? Answer:",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
@@ -71,6 +73,8 @@ ONE_IMAGE = {
     "llava": "USER: <image>\nWhy?\nASSISTANT:",
     "llava-next": "[INST] <image>\nWhy? [/INST]",
     "llava-onevision": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "mantis": "<|start_header_id|>user<|end_header_id|>\n\nWhy?\n<image><|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
@@ -83,6 +87,7 @@ ONE_IMAGE = {
     "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_IMAGE,
     "qwen3_vl_moe": QWEN_IMAGE,
+    "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
 }
 """Key -> the prompt; None: by the checkpoint's template."""
@@ -99,6 +104,7 @@ THREE_IMAGES = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>\n<fim_prefix><|img|><fim_suffix>\n"
     "<fim_prefix><|img|><fim_suffix>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": None,
+    "bee": None,
     "command_a_vision": None,
     "gemma3": None,
     "glm4_5v": None,
@@ -116,6 +122,7 @@ THREE_IMAGES = {
     "pixtral_hf": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
     "qwen2_vl": None,
     "qwen2_5_vl": None,
+    "rvl": None,
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
 }

@@ -130,6 +130,7 @@ BY_HAND = {
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM", "MiniCPMV", "Phi3VForCausalLM",
+    "BeeForConditionalGeneration", "RForConditionalGeneration", "MantisForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
@@ -412,6 +413,7 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
         ("FuyuForCausalLM", "persimmon", "text_config", "vision_embed_tokens", {}),
         ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
+        ("MantisForConditionalGeneration", "llama", "text_config", "vision_tower", {}),
     ],
 )
 def test_names_and_configs_of_remote_code(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +66,16 @@ class TestLlavaSiglip(Llava):
     tower: ClassVar = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
     text = "mistral"
     settings: ClassVar = {"vision_feature_select_strategy": "full"}
+
+
+class TestMantis(TestLlavaSiglip):
+    """The same model under a name that is given by hand."""
+
+    text = "llama"
+
+    def load(self, folder: Path, **settings: Any) -> Any:
+        name = {"architectures": ["MantisForConditionalGeneration"]}
+        return super().load(folder, hf_overrides=name, **settings)
 
 
 class QwenVL(VisionConformance):

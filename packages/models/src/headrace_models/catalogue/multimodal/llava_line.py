@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 _IDEFICS = ("vision_model", "connector")
+_WITH_NEWLINE = ("vision_tower", "multi_modal_projector", "image_newline")
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -21,6 +22,13 @@ ROWS = (
         {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
         "Aya Vision",
         towers={"siglip_vision_model": "vision_language.cohere_vision:AyaVision"},
+    ),
+    Wrapper(
+        "BeeForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Bee-8B",
+        _WITH_NEWLINE,
+        towers={"siglip_vision_model": "vision_language.llava_next:Bee"},
     ),
     Wrapper(
         "Blip2ForConditionalGeneration",
@@ -95,7 +103,7 @@ ROWS = (
         "LlavaNextForConditionalGeneration",
         _LLAVA,
         "LLaVA-NeXT",
-        ("vision_tower", "multi_modal_projector", "image_newline"),
+        _WITH_NEWLINE,
         towers=_one_size("vision_language.llava_next:LlavaNext"),
     ),
     Wrapper(
@@ -110,9 +118,15 @@ ROWS = (
         "LlavaOnevisionForConditionalGeneration",
         _LLAVA,
         "LLaVA-OneVision",
-        ("vision_tower", "multi_modal_projector", "image_newline"),
+        _WITH_NEWLINE,
         towers=_one_size("vision_language.llava_next:LlavaOnevision"),
         takes=VIDEOS,
+    ),
+    Wrapper(
+        "MantisForConditionalGeneration",
+        _LLAVA,
+        "Mantis",
+        towers=_one_size("vision_language.llava:Llava"),
     ),
     Wrapper(
         "Mistral3ForConditionalGeneration",
@@ -137,6 +151,13 @@ ROWS = (
         renames=((r"^model\.vision_embed_tokens\.wte\.", "model.embed_tokens."),),
         towers={"": "vision_language.phi3v:Phi3V"},
         takes={"img_processor": ("image",)},
+    ),
+    Wrapper(
+        "RForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "R-4B",
+        _WITH_NEWLINE,
+        towers={"siglip_vision_model": "vision_language.llava_next:R4B"},
     ),
     Wrapper(
         "SmolVLMForConditionalGeneration",

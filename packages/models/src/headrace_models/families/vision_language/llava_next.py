@@ -60,10 +60,16 @@ class LlavaNext(MediaDecoder):
     layer: ClassVar[int] = -2
     strategy: ClassVar[str] = "default"
     """Values that configs may leave out."""
+    projector_eps: ClassVar[float | None] = None
+    projector_widening: ClassVar[int] = 1
+    """``norm_eps`` and ``widening`` of :class:`ProjectedTower`."""
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         own, hidden = type(self), self.hidden_size()
-        self.vision = ProjectedTower(context, whole, hidden, layer=own.layer, strategy=own.strategy)
+        self.vision = ProjectedTower(
+            context, whole, hidden, layer=own.layer, strategy=own.strategy, norm_eps=own.projector_eps,
+            widening=own.projector_widening,
+        )  # fmt: skip
         self.newline = Vector(_NEWLINE, hidden)
         tower = self.vision.tower
         self.tile, self.side = tower.image_size, tower.side
@@ -148,19 +154,21 @@ class LlavaOnevision(LlavaNext):
     )
     layer: ClassVar[int] = -1
     strategy: ClassVar[str] = "full"
+    unbounded: ClassVar[str | None] = None
+    """``vision_aspect_ratio`` that makes no image smaller, where there is one."""
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         super().make_towers(context, whole)
         stated = whole.get("vision_aspect_ratio", "anyres_max_9")
         said = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(stated))
-        if said is None:
+        if said is None and stated != type(self).unbounded:
             raise UnsupportedModel(
                 f"config.json: vision_aspect_ratio = {stated!r}: must be anyres_max_ and a number of tiles"
             )
-        self.most = int(said[1]) * self.side**2
+        self.most = None if said is None else int(said[1]) * self.side**2
 
     def fitted(self, plane: Tensor) -> Tensor:
-        return reduced(plane, self.most)
+        return plane if self.most is None else reduced(plane, self.most)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -182,3 +190,17 @@ class LlavaOnevision(LlavaNext):
             torch.cat((own.flatten(0, 1), end))
             for own in torch.split(kept, [len(frames) for frames in pixels])
         ]
+
+
+class R4B(LlavaOnevision):
+    """R-4B: LLaVA-OneVision's images, behind a norm (Yang et al. 2025, arXiv:2508.21113)."""
+
+    modalities: ClassVar[Sequence[str]] = ("image",)
+    projector_eps: ClassVar[float | None] = 1e-6
+    unbounded: ClassVar[str | None] = "anyres"
+
+
+class Bee(R4B):
+    """Bee-8B: the same with a wider projector (Zhang et al. 2025, arXiv:2510.13795)."""
+
+    projector_widening: ClassVar[int] = 4
