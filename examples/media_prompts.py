@@ -144,6 +144,8 @@ ONE_ITEM: Mapping[str, Row] = {
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
     ),
+    "interns1": _by_template("internlm/Intern-S1-mini", _sizes(8192, 2, enforce_eager=True)),
+    "internvl_chat": _by_template("OpenGVLab/InternVL3-2B", _sizes(8192)),
     "lfm2_vl": _by_template("LiquidAI/LFM2-VL-1.6B", _sizes(8192)),
     "lightonocr": Row(
         "lightonai/LightOnOCR-1B",
@@ -183,6 +185,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(4096)),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
     ),
@@ -211,6 +214,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "YannQi/R-4B", "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
         _IMAGE, settings=_sizes(16384),
     ),
+    "skywork_chat": _by_template("Skywork/Skywork-R1V-38B", _sizes(4096)),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -218,6 +222,7 @@ ONE_ITEM: Mapping[str, Row] = {
 }  # fmt: skip
 """Key -> how a model is asked about one image or one video."""
 
+_FEW_TILES = {"mm_processor_kwargs": {"max_dynamic_patch": 4}}
 _QWEN_SEVERAL = _sizes(32768, 5, mm_processor_kwargs={"max_pixels": 1024 * 28 * 28})
 
 SEVERAL_IMAGES: Mapping[str, Row] = {
@@ -234,6 +239,8 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),
     ),
+    "interns1": _by_template("internlm/Intern-S1-mini", _sizes(4096)),
+    "internvl_chat": _by_template("OpenGVLab/InternVL2-2B", _sizes(4096, **_FEW_TILES)),
     "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
     # It answers, but poorly: it was not trained on several images.
     "llava": _by_template("llava-hf/llava-1.5-7b-hf", _sizes(None, 16)),
@@ -243,6 +250,7 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(8192, **_FEW_TILES)),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(8192, 2)
     ),

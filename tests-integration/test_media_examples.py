@@ -66,6 +66,8 @@ ONE_IMAGE = {
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "interns1": None,
+    "internvl_chat": None,
     "lfm2_vl": None,
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
     "<|im_start|>assistant\n",
@@ -76,6 +78,7 @@ ONE_IMAGE = {
     "mantis": "<|start_header_id|>user<|end_header_id|>\n\nWhy?\n<image><|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
+    "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
     "paligemma": "caption en",
@@ -88,6 +91,7 @@ ONE_IMAGE = {
     "qwen3_vl": QWEN_IMAGE,
     "qwen3_vl_moe": QWEN_IMAGE,
     "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "skywork_chat": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
 }
 """Key -> the prompt; None: by the checkpoint's template."""
@@ -110,11 +114,14 @@ THREE_IMAGES = {
     "glm4_5v": None,
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
+    "interns1": None,
+    "internvl_chat": None,
     "llama4": None,
     "llava": None,
     "llava-next": None,
     "llava-onevision": None,
     "mistral3": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
+    "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\nAssistant: ",

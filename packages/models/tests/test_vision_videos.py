@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import test_vision_idefics3 as idefics3
 import test_vision_internvl as internvl
+import test_vision_internvl_chat as internvl_chat
 import test_vision_language as language
 import test_vision_llava_next as llava_next
 import test_vision_qwen3_vl as qwen3
@@ -140,7 +141,7 @@ class TestLlavaNextVideo(LlavaVideos, llava_next.TestLlavaNextVideo):
     pass
 
 
-class TestInternVL(VideoConformance, internvl.TestInternVL):
+class InternVLVideos(VideoConformance):
     placeholders = (IMAGE, IMAGE)
 
     def videos(self) -> Sequence[dict[str, Tensor]]:
@@ -153,6 +154,16 @@ class TestInternVL(VideoConformance, internvl.TestInternVL):
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
         return {"pixel_values": torch.cat(tiles)}  # type: ignore[arg-type]
+
+
+class TestInternVL(InternVLVideos, internvl.TestInternVL):
+    pass
+
+
+class TestInternVLChat(InternVLVideos, internvl_chat.TestInternVLChat):
+    """As published."""
+
+    architecture = "InternVLChatModel"
 
 
 class TestSmolVLM(VideoConformance, idefics3.TestSmolVLM):
