@@ -140,6 +140,7 @@ ONE_ITEM: Mapping[str, Row] = {
     ),
     "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
     "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
+    "h2ovl_chat": _by_template("h2oai/h2ovl-mississippi-800m", _sizes(8192)),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -235,6 +236,10 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
     "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
     "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
+    "h2ovl_chat": _by_template(
+        "h2oai/h2ovl-mississippi-800m",
+        _sizes(8192, mm_processor_kwargs={"max_dynamic_patch": 4, "use_msac": False}),
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),

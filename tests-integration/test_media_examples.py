@@ -65,6 +65,7 @@ ONE_IMAGE = {
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
+    "h2ovl_chat": None,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
     "interns1": None,
     "internvl_chat": None,
@@ -112,6 +113,7 @@ THREE_IMAGES = {
     "command_a_vision": None,
     "gemma3": None,
     "glm4_5v": None,
+    "h2ovl_chat": None,
     "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
     "interns1": None,

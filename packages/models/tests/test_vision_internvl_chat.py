@@ -93,6 +93,11 @@ class TestSkyworkR1V(Renamed):
     name = "SkyworkR1VChatModel"
 
 
+class TestH2OVL(Renamed):
+    name = "H2OVLChatModel"
+    text = "mistral"
+
+
 class WideProjector(torch.nn.Module):
     """A plain reading of NVLM-D's projector, under the names of transformers' class."""
 

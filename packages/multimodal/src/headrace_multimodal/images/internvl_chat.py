@@ -80,11 +80,13 @@ class InternVLChatProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an option is of another type, or allows more tiles than the model's
         settings."""
-        x = np.stack(
-            [self._numbers(tile) for tile in self._tiles(pixels, self._grid(pixels, options))]
-        )
+        x = np.stack([self._numbers(tile) for tile in self.tiles(pixels, options)])
         tokens, runs = self._tokens(len(x))
         return ProcessedMedia({PIXEL_VALUES: packed(x)}, len(tokens), tokens, runs)
+
+    def tiles(self, pixels: Pixels, options: Mapping[str, Any]) -> list[Pixels]:
+        """[side, side, 3] each, in the order of their vectors; see :meth:`one`."""
+        return self._tiles(pixels, self._grid(pixels, options))
 
     def _tokens(self, count: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
         """Tokens of an image of so many tiles, and the runs that take vectors."""

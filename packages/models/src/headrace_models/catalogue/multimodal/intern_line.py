@@ -6,6 +6,13 @@ from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 ROWS = (
     Wrapper(
+        "H2OVLChatModel",
+        {"mistral": "MistralForCausalLM", "llama": "LlamaForCausalLM"},
+        "H2OVL Mississippi",
+        ("vision_model", "mlp1"),
+        towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
+    ),
+    Wrapper(
         "InternS1ForConditionalGeneration",
         {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"},
         "Intern-S1",
