@@ -1,4 +1,4 @@
-"""H2OVL's image processor beside a plain reading of what is published; grids that are cut once are InternVL's."""
+"""H2OVL's image processor beside a plain reading of what is published; what is cut once is InternVL's."""
 
 from __future__ import annotations
 
