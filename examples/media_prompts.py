@@ -186,6 +186,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "nemotron_vl": _by_template("nvidia/Llama-3.1-Nemotron-Nano-VL-8B-V1", _sizes(8192)),
     "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(4096)),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)

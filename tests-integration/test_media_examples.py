@@ -79,6 +79,7 @@ ONE_IMAGE = {
     "mantis": "<|start_header_id|>user<|end_header_id|>\n\nWhy?\n<image><|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
+    "nemotron_vl": None,
     "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",

@@ -35,6 +35,13 @@ class PlainWrapper(nn.Module):
         """A tensor's name in the published files."""
         return name
 
+    def stored(self) -> dict[str, Tensor]:
+        """Tensors as the published files have them."""
+        return {
+            self.published_name(name): tensor.contiguous()
+            for name, tensor in self.state_dict().items()
+        }
+
     def embeds(self, input_ids: Tensor, images: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """[1, T, size]: of tokens, and of images in place of theirs."""
         made: Tensor = self.language_model.get_input_embeddings()(input_ids).clone()
@@ -71,9 +78,5 @@ class PlainWrapper(nn.Module):
         """Write tensors and config. Needs safetensors."""
         from safetensors.torch import save_file
 
-        tensors = {
-            self.published_name(name): tensor.contiguous()
-            for name, tensor in self.state_dict().items()
-        }
-        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        save_file(self.stored(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
         (Path(folder) / "config.json").write_text(json.dumps(self.config))

@@ -50,6 +50,13 @@ ROWS = (
         ("vision_model", "mlp1"),
     ),
     Wrapper(
+        "Llama_Nemotron_Nano_VL",
+        {"llama": "LlamaForCausalLM"},
+        "Llama 3.1 Nemotron Nano VL",
+        ("vision_model", "mlp1"),
+        towers={"": "vision_language.nemotron_nano_vl:NemotronNanoVL"},
+    ),
+    Wrapper(
         "NVLM_D_Model",
         {"qwen2": "Qwen2ForCausalLM"},
         "NVLM-D",
