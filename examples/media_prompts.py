@@ -132,6 +132,7 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
     ),
+    "eagle2_5": _by_template("nvidia/Eagle2.5-8B", _sizes(8192)),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",

@@ -132,7 +132,7 @@ BY_HAND = {
     "Phi4MultimodalForCausalLM", "MiniCPMV", "Phi3VForCausalLM",
     "BeeForConditionalGeneration", "RForConditionalGeneration", "MantisForConditionalGeneration",
     "InternS1ForConditionalGeneration", "NVLM_D_Model", "SkyworkR1VChatModel",
-    "H2OVLChatModel", "Llama_Nemotron_Nano_VL",
+    "H2OVLChatModel", "Llama_Nemotron_Nano_VL", "Eagle2_5_VLForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,

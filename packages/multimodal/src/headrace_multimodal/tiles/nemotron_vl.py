@@ -64,10 +64,8 @@ class NemotronVLProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: the option is no number of tiles, or more than the settings allow."""
         most = tile_option(options, MOST, self._most, self._most)
-        columns, rows = grid_of(pixels.shape[:2], self._side, most)
-        tiles = cut(resized(pixels, rows * self._side, columns * self._side), self._side)
-        if len(tiles) > 1 and self._has_whole:
-            tiles.append(resized(pixels, self._side, self._side))
+        grid = grid_of(pixels.shape[:2], self._side, most)
+        tiles = in_tiles(pixels, grid, self._side, with_whole=self._has_whole)
         x = np.stack([self._numbers(tile) for tile in tiles])
         count = len(x) * self._per_tile
         tokens = (self._begin, *[self.placeholder_id] * count, self._end)
@@ -78,13 +76,22 @@ class NemotronVLProcessor(ImageProcessor):
         return self._side, self._side * self._most
 
 
-def grid_of(image: tuple[int, ...], side: int, most: int) -> Grid:
+def in_tiles(pixels: Pixels, grid: Grid, side: int, *, with_whole: bool) -> list[Pixels]:
+    """Tiles row by row; the whole image in small, if it is wanted and there is more than one."""
+    columns, rows = grid
+    tiles = cut(resized(pixels, rows * side, columns * side), side)
+    if len(tiles) > 1 and with_whole:
+        tiles.append(resized(pixels, side, side))
+    return tiles
+
+
+def grid_of(image: tuple[int, ...], side: int, most: int, least: int = 1) -> Grid:
     """The grid that is best by its area and shape together; the first of equals.
 
     Args:
         image: height and width.
         side: of a tile.
-        most: tiles.
+        most, least: tiles.
     """
     shape, area = image[1] / image[0], image[0] * image[1]
 
@@ -93,19 +100,19 @@ def grid_of(image: tuple[int, ...], side: int, most: int) -> Grid:
         own = columns / rows
         return min(columns * rows * side * side / area, _ENOUGH) * min(own / shape, shape / own)
 
-    return max(_grids(most), key=worth)
+    return max(_grids(least, most), key=worth)
 
 
 @lru_cache(maxsize=16)
-def _grids(most: int) -> Sequence[Grid]:
-    """All grids of so many tiles, by their number; those of one number in the order of a set, as in the
-    published code, where ties depend on it."""
+def _grids(least: int, most: int) -> Sequence[Grid]:
+    """All grids of so many tiles at least and at most, by their number; those of one number in the order of
+    a set, as in the published code, where ties depend on it."""
     found = {
         (columns, rows)
-        for number in range(1, most + 1)
+        for number in range(least, most + 1)
         for columns in range(1, number + 1)
         for rows in range(1, number + 1)
-        if columns * rows <= most
+        if least <= columns * rows <= most
     }
     return sorted(found, key=lambda grid: grid[0] * grid[1])
 

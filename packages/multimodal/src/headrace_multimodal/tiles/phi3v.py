@@ -20,7 +20,7 @@ from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed, part
 from headrace_multimodal.images.steps import BILINEAR, Float, Numbers, resized
 from headrace_multimodal.images.vocabulary import special_token_id
-from headrace_multimodal.tiles.pieces import PromptPieces
+from headrace_multimodal.tiles.pieces import PromptPieces, numbered
 from headrace_multimodal.tiles.reduced import reduced
 
 GRID, CROPS = "image_grid", "num_crops"
@@ -110,7 +110,7 @@ class Phi3VProcessor(ImageProcessor):
         if not media:
             return super().place(token_ids, media)
         texts, marks = self._pieces.around(token_ids, _MARK)
-        order = _numbered(marks, len(media))
+        order = numbered(marks, len(media))
         found, offsets = list(texts[0]), [-1] * len(media)
         for index, text in zip(order, texts[1:], strict=True):
             offsets[index] = len(found)
@@ -151,19 +151,3 @@ def columns_of(ratio: float, most: int) -> int:
     while (columns + 1) * math.ceil((columns + 1) / ratio) <= most:
         columns += 1
     return columns
-
-
-def _numbered(marks: Sequence[str | None], count: int) -> list[int]:
-    """Indices of images, by the numbers in their marks; a mark without one is the next image's.
-
-    Raises: RequestError: they are not each image once.
-    """
-    order = [at if mark is None else int(mark) - 1 for at, mark in enumerate(marks)]
-    if sorted(order) != list(range(count)):
-        found = ", ".join(str(index + 1) for index in order) or "none"
-        raise RequestError(
-            f"the prompt names the images {found} and comes with {count} media items: there must be one for "
-            "each",
-            param="multi_modal_data",
-        )
-    return order

@@ -6,6 +6,13 @@ from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 ROWS = (
     Wrapper(
+        "Eagle2_5_VLForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "Eagle 2.5",
+        ("vision_model", "mlp1"),
+        towers={"siglip_vision_model": "vision_language.eagle2_5:Eagle25"},
+    ),
+    Wrapper(
         "H2OVLChatModel",
         {"mistral": "MistralForCausalLM", "llama": "LlamaForCausalLM"},
         "H2OVL Mississippi",

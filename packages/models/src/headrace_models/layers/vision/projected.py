@@ -48,13 +48,17 @@ def feature_layer(whole: Mapping[str, Any], default: int) -> int:
     return layer
 
 
-def unread_weights(tower: ClipTower) -> Mapping[str, str]:
-    """For ``ignored_weights``: what lies behind the layer whose states are read."""
+def unread_weights(tower: ClipTower, name: str = TOWER) -> Mapping[str, str]:
+    """For ``ignored_weights``: what lies behind the layer whose states are read.
+
+    Args:
+        name: the tower's.
+    """
     why = "behind the layer of the tower that is read"
     unused = range(len(tower.layers), tower.num_layers)
-    own = {rf"{TOWER}\.encoder\.layers\.{index}\..*": why for index in unused}
+    own = {rf"{name}\.encoder\.layers\.{index}\..*": why for index in unused}
     norm = "" if tower.last_norm is not None else "post_layernorm|"
-    return {**own, rf"{TOWER}\.({norm}head)\..*": why}
+    return {**own, rf"{name}\.({norm}head)\..*": why}
 
 
 class ProjectedTower(Layer):
