@@ -222,6 +222,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
     ),
+    "video_llava": Row(  # 15 frames fit, and it was trained with 8: --num-frames 8
+        "LanguageBind/Video-LLaVA-7B-hf", "USER: {media}\n{question} ASSISTANT:",
+        {"image": "<image>", "video": "<video>"}, settings=_sizes(4096, 2),
+    ),
 }  # fmt: skip
 """Key -> how a model is asked about one image or one video."""
 

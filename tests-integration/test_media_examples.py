@@ -96,6 +96,7 @@ ONE_IMAGE = {
     "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "skywork_chat": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "video_llava": "USER: <image>\nWhy? ASSISTANT:",
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
@@ -106,6 +107,7 @@ ONE_VIDEO = {
     "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",
     "qwen3_vl": QWEN_VIDEO,
     "qwen3_vl_moe": QWEN_VIDEO,
+    "video_llava": "USER: <video>\nWhy? ASSISTANT:",
 }
 THREE_IMAGES = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>\n<fim_prefix><|img|><fim_suffix>\n"

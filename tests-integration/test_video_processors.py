@@ -371,6 +371,28 @@ class TestLlavaNextVideo(Conformance):
             self.processor(folder)
 
 
+class TestVideoLlava(TestLlavaNextVideo):
+    """A frame has a token more than patches."""
+
+    architecture = "VideoLlavaForConditionalGeneration"
+
+    def hf_processor(self, tokenizer: Any, videos: Sequence[MediaItem]) -> Any:
+        from transformers import VideoLlavaProcessor
+
+        made = VideoLlavaProcessor.__new__(VideoLlavaProcessor)
+        made.video_processor, made.video_token = Library(self, videos), "<video>"
+        made.patch_size, made.num_additional_image_tokens = 14, 1
+        made.image_token = "<image>"
+        return made
+
+    def test_frames_of_another_size_than_the_towers_are_refused(self, folder: Path) -> None:
+        (folder / "video_preprocessor_config.json").write_text('{"do_rescale": true}')
+        with pytest.raises(
+            UnsupportedModel, match=r"video processor: makes images of \(224, 224\)"
+        ):
+            self.processor(folder)
+
+
 class TestInternVL(Conformance):
     architecture = "InternVLForConditionalGeneration"
     names = ("<IMG_CONTEXT>", "<video>", "<img>", "</img>")

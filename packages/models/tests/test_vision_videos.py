@@ -117,9 +117,11 @@ class TestQwen3VL(Qwen, qwen3.TestQwen3VL):
 
 
 class LlavaVideos(VideoConformance):
+    num_frames: ClassVar[int] = 3
+
     def videos(self) -> Sequence[dict[str, Tensor]]:
         side = self.images()[0]["pixel_values"].shape[-1]
-        return [{VALUES: drawn(seed, 3, 3, side, side)} for seed in (1, 2)]
+        return [{VALUES: drawn(seed, self.num_frames, 3, side, side)} for seed in (1, 2)]
 
     def hf_config(self) -> Any:
         config = super().hf_config()
@@ -139,6 +141,10 @@ class TestLlavaOnevision(LlavaVideos, llava_next.TestLlavaOnevision):
 
 class TestLlavaNextVideo(LlavaVideos, llava_next.TestLlavaNextVideo):
     pass
+
+
+class TestVideoLlava(LlavaVideos, language.TestVideoLlava):
+    num_frames = 2
 
 
 class InternVLVideos(VideoConformance):

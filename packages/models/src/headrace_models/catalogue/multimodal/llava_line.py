@@ -172,6 +172,8 @@ ROWS = (
         {"llama": "LlamaForCausalLM"},
         "Video-LLaVA",
         ("image_tower", "video_tower", "multi_modal_projector"),
+        towers={"clip_vision_model": "vision_language.video_llava:VideoLlava"},
+        takes=VIDEOS,
     ),
     Wrapper("VipLlavaForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "ViP-LLaVA"),
 )

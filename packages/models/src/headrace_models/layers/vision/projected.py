@@ -27,10 +27,14 @@ TOWER_NAMES = (("vision_tower.vision_model.", "vision_tower."),)
 """See :attr:`~headrace_models.layers.vision.media_decoder.MediaDecoder.media_names`."""
 
 
-def projected_rules(target: str) -> tuple[WeightRule, ...]:
-    """Rules of a :class:`ProjectedTower`, by its name in the model."""
+def projected_rules(target: str, name: str = TOWER) -> tuple[WeightRule, ...]:
+    """Rules of a :class:`ProjectedTower`, by its name in the model.
+
+    Args:
+        name: the tower's, as the checkpoint spells it.
+    """
     return (
-        *tower_rules(TOWER, f"{target}.tower"),
+        *tower_rules(name, f"{target}.tower"),
         WeightRule(f"{PROJECTOR}.pre_norm", f"{target}.first_norm"),
         WeightRule(f"{PROJECTOR}.linear_1", f"{target}.projector.up"),
         WeightRule(f"{PROJECTOR}.linear_2", f"{target}.projector.down"),
@@ -71,6 +75,7 @@ class ProjectedTower(Layer):
             (``default``: all but the first; ``full``).
         norm_eps: of a norm in front of the projector; None: there is none.
         widening: the decoder's sizes between the projector's products.
+        name: the tower's, as the checkpoint spells it.
     """
 
     def __init__(
@@ -83,10 +88,11 @@ class ProjectedTower(Layer):
         strategy: str = "default",
         norm_eps: float | None = None,
         widening: int = 1,
+        name: str = TOWER,
     ) -> None:
         settings = Settings(whole)
         vision = part_of(whole, "vision_config")
-        self.tower = ClipTower(context, vision, TOWER, last=feature_layer(whole, layer))
+        self.tower = ClipTower(context, vision, name, last=feature_layer(whole, layer))
         kept = settings.choice("vision_feature_select_strategy", ("default", "full"), strategy)
         self.num_skipped = int(kept == "default")
         size = self.tower.positions.size
