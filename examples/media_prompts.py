@@ -103,6 +103,10 @@ _QWEN = {
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
 _QWEN_IMAGE = {"image": _QWEN["image"]}
+_PHI_PROMPT, _PHI_IMAGE = (
+    "<|user|>\n{media}\n{question}<|end|>\n<|assistant|>\n",
+    "<|image_{number}|>",
+)
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
@@ -150,6 +154,13 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/aya-vision-8b", COHERE, _IMAGE,
         settings=_sizes(2048, 2, mm_processor_kwargs={"crop_to_patches": True}),
     ),
+    "bee": Row(  # without a line end before the assistant's turn, as it was published
+        "Open-Bee/Bee-8B-RL",
+        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{{media}}\n{{question}}<|im_end|>"
+        "<|im_start|>assistant\n<think>\n",
+        _IMAGE, settings=_sizes(16384),
+    ),
+    "blip-2": Row("Salesforce/blip2-opt-2.7b", "Question: {question} Answer:", {"image": ""}),
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
@@ -166,6 +177,7 @@ ONE_ITEM: Mapping[str, Row] = {
         },
         settings=_sizes(4096, 5),
     ),
+    "eagle2_5": _by_template("nvidia/Eagle2.5-8B", _sizes(8192)),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
@@ -183,6 +195,7 @@ ONE_ITEM: Mapping[str, Row] = {
     "hunyuan_vl": Row(
         "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
     ),
+    "h2ovl_chat": _by_template("h2oai/h2ovl-mississippi-800m", _sizes(8192)),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -196,6 +209,9 @@ ONE_ITEM: Mapping[str, Row] = {
     "kimi_vl": Row(
         "moonshotai/Kimi-VL-A3B-Instruct", _KIMI_PROMPT, _KIMI, settings=_sizes(4096)
     ),
+    "interns1": _by_template("internlm/Intern-S1-mini", _sizes(8192, 2, enforce_eager=True)),
+    "internvl_chat": _by_template("OpenGVLab/InternVL3-2B", _sizes(8192)),
+    "lfm2_vl": _by_template("LiquidAI/LFM2-VL-1.6B", _sizes(8192)),
     "lightonocr": Row(
         "lightonai/LightOnOCR-1B",
         "<|im_start|>system<|im_end|>\n" + CHATML.format("{media}"),  # it reads, and is asked nothing
@@ -212,20 +228,39 @@ ONE_ITEM: Mapping[str, Row] = {
         "llava-hf/llava-v1.6-mistral-7b-hf", "[INST] {media}\n{question} [/INST]", _IMAGE,
         settings=_sizes(8192),
     ),
+    "llava-next-video": Row(
+        "llava-hf/LLaVA-NeXT-Video-7B-hf", "USER: {media}\n{question} ASSISTANT:",
+        {"video": "<video>"}, settings=_sizes(8192, 2),
+    ),
     "llava-onevision": Row(
         "llava-hf/llava-onevision-qwen2-7b-ov-hf",
         "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
         {"image": "<image>", "video": "<video>"}, settings=_sizes(16384),
     ),
+    "mantis": Row(
+        "TIGER-Lab/Mantis-8B-siglip-llama3",
+        "<|start_header_id|>user<|end_header_id|>\n\n{question}\n{media}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        _IMAGE, stop_token_ids=(128009,),
+        settings=_sizes(
+            4096, hf_overrides={"architectures": ["MantisForConditionalGeneration"]}
+        ),
+    ),
     "mistral3": Row(
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "nemotron_vl": _by_template("nvidia/Llama-3.1-Nemotron-Nano-VL-8B-V1", _sizes(8192)),
+    "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(4096)),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
     ),
     "paligemma": Row("google/paligemma-3b-mix-224", "caption en", {"image": ""}),
     "paligemma2": Row("google/paligemma2-3b-ft-docci-448", "caption en", {"image": ""}),
+    "phi3_v": Row(
+        "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE},
+        settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 16}),
+    ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
     ),
@@ -242,6 +277,11 @@ ONE_ITEM: Mapping[str, Row] = {
         with_metadata=True,
     ),
     "qwen3_5": _by_template("Qwen/Qwen3.5-27B", _QWEN_SIZES),
+    "rvl": Row(
+        "YannQi/R-4B", "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
+        _IMAGE, settings=_sizes(16384),
+    ),
+    "skywork_chat": _by_template("Skywork/Skywork-R1V-38B", _sizes(4096)),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -249,9 +289,14 @@ ONE_ITEM: Mapping[str, Row] = {
     "tarsier2": Row(
         "omni-research/Tarsier2-Recap-7b", _QWEN_PROMPT, _QWEN, settings=_sizes(4096, **_TARSIER2)
     ),
+    "video_llava": Row(  # 15 frames fit, and it was trained with 8: --num-frames 8
+        "LanguageBind/Video-LLaVA-7B-hf", "USER: {media}\n{question} ASSISTANT:",
+        {"image": "<image>", "video": "<video>"}, settings=_sizes(4096, 2),
+    ),
 }  # fmt: skip
 """Key -> how a model is asked about one image or one video."""
 
+_FEW_TILES = {"mm_processor_kwargs": {"max_dynamic_patch": 4}}
 _QWEN_SEVERAL = _sizes(32768, 5, mm_processor_kwargs={"max_pixels": 1024 * 28 * 28})
 
 SEVERAL_IMAGES: Mapping[str, Row] = {
@@ -260,11 +305,16 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         settings=_sizes(None, None, dtype="bfloat16"), stop_token_ids=_ARIA_STOPS,
     ),
     "aya_vision": _by_template("CohereLabs/aya-vision-8b", _sizes(None, 2)),
+    "bee": _by_template("Open-Bee/Bee-8B-RL", _sizes(16384, 16)),
     "command_a_vision": _by_template("CohereLabs/command-a-vision-07-2025", _sizes(32768)),
     "gemma3": _by_template("google/gemma-3-4b-it", _sizes(8192, 2)),
     "glm4_5v": _by_template("zai-org/GLM-4.5V", _sizes(32768, 2)),
     "hunyuan_vl": Row(
         "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
+    ),
+    "h2ovl_chat": _by_template(
+        "h2oai/h2ovl-mississippi-800m",
+        _sizes(8192, mm_processor_kwargs={"max_dynamic_patch": 4, "use_msac": False}),
     ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "\n", {"image": _NUMBERED},
@@ -273,6 +323,8 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
     "keye_vl": _by_template("Kwai-Keye/Keye-VL-8B-Preview", _sizes(8192, 5)),
     "keye_vl1_5": _by_template("Kwai-Keye/Keye-VL-1_5-8B", _sizes(32768, 5)),
     "kimi_vl": _by_template("moonshotai/Kimi-VL-A3B-Instruct", _sizes(4096, 4)),
+    "interns1": _by_template("internlm/Intern-S1-mini", _sizes(4096)),
+    "internvl_chat": _by_template("OpenGVLab/InternVL2-2B", _sizes(4096, **_FEW_TILES)),
     "llama4": _by_template("meta-llama/Llama-4-Scout-17B-16E-Instruct", _sizes(131072)),
     # It answers, but poorly: it was not trained on several images.
     "llava": _by_template("llava-hf/llava-1.5-7b-hf", _sizes(None, 16)),
@@ -282,14 +334,20 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(8192, **_FEW_TILES)),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(8192, 2)
+    ),
+    "phi3_v": Row(
+        "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE}, between="\n",
+        settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 4}),
     ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(8192, 2)
     ),
     "qwen2_vl": _by_template("Qwen/Qwen2-VL-7B-Instruct", _QWEN_SEVERAL, SYSTEM),
     "qwen2_5_vl": _by_template("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_SEVERAL, SYSTEM),
+    "rvl": _by_template("YannQi/R-4B", _sizes(16384, 16)),
     "smolvlm": Row(
         "HuggingFaceTB/SmolVLM2-2.2B-Instruct", _SMOLVLM_PROMPT % "\n", {"image": _NUMBERED},
         between="\n", settings=_sizes(8192, 16, enforce_eager=True),

@@ -15,6 +15,7 @@ from speech_checkpoints import save_tokenizer
 
 from headrace_testing.model.decoders import randomise
 from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain_phi3v import PlainPhi3V
 from headrace_testing.model.published_internvl import publish
 
 CHAT = (
@@ -350,6 +351,61 @@ def save_minicpmv(folder: Path) -> Any:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
     return finish(folder, PlainMiniCPMV(config), "<unk>", end)
+
+
+def save_phi3v(folder: Path) -> Any:
+    """Two tiles of 16 x 16 pixels and the whole in one; 4 tokens each, ends of rows, and one between."""
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<|image|>"))
+    end = ids["<|endoftext|>"]
+    tower = {
+        "name": "clip_vision_model", "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "image_dim_out": 32,
+    }  # fmt: skip
+    joins = {
+        "embedding_cls": "image", "hd_transform_order": "sub_glb", "projection_cls": "mlp",
+        "use_hd_transform": True, "with_learnable_separator": True,
+    }  # fmt: skip
+    rope = {"type": "su", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+    config = {
+        **TEXT, "architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v", "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": rope,
+        "original_max_position_embeddings": 512, "img_processor": tower, "embd_layer": joins,
+        "image_token": ids["<|image|>"], "tie_word_embeddings": False, "eos_token_id": end,
+        "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps({"num_crops": 2}))
+    torch.manual_seed(0)
+    return finish(folder, PlainPhi3V(config), "<|image|>", end)
+
+
+def save_lfm2_vl(folder: Path) -> Any:
+    """A token for every 8 x 8 pixels, up to 12, or tiles of 16 x 16; in front of a recurrent decoder."""
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    names = ["<|endoftext|>", "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    names += [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
+    ids = save_tokenizer(folder, tuple(names))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 80,
+        "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 4, "num_patches": 25,
+        "vision_use_head": False,
+    }  # fmt: skip
+    text = {
+        **TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "eos_token_id": end,
+        "bos_token_id": None, "pad_token_id": end, "block_multiple_of": 8, "vocab_size": 334,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Lfm2VlConfig(
+        vision_config=vision, text_config=text, image_token_id=ids["<image>"],
+        projector_hidden_size=40,
+    )  # fmt: skip
+    settings = {
+        "encoder_patch_size": 4, "tile_size": 16, "min_image_tokens": 4, "max_image_tokens": 12,
+        "max_tiles": 4,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return finish(folder, Lfm2VlForConditionalGeneration(config), "<image>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

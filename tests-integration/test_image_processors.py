@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import MediaItem, ProcessedMedia
 from headrace_multimodal import content_hash, processor_for
 
@@ -124,6 +125,18 @@ class TestLlava(ProcessorConformance):
     def num_tokens(self, made: Mapping[str, Any]) -> int:
         height, width = made["pixel_values"].shape[-2:]
         return (height // 14) * (width // 14)
+
+
+class TestVideoLlava(TestLlava):
+    """Images of the class that takes videos as well; all must be of the tower's size."""
+
+    architecture = "VideoLlavaForConditionalGeneration"
+    settings = ({}, {"resample": 2}, {"size": {"shortest_edge": 250}, "do_normalize": False})
+
+    def test_images_of_another_size_than_the_towers_are_refused(self, tmp_path: Path) -> None:
+        self.library(crop_size={"height": 56, "width": 56}).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match=r"image processor: makes images of \(56, 56\)"):
+            processor_for(self.architecture, self.config, tmp_path)
 
 
 class TestLlavaOfSiglip(ProcessorConformance):

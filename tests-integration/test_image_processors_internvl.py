@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from speech_checkpoints import save_tokenizer
 from test_image_processors import ProcessorConformance, array, item, picture
 from test_image_processors_pixtral import tokenizer
 from transformers import GotOcr2ImageProcessorPil
@@ -107,3 +108,20 @@ class TestInternVL(ProcessorConformance):
             (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
             with pytest.raises(UnsupportedModel, match=named):
                 processor_for(self.architecture, self.config, tmp_path)
+
+
+def test_those_of_intern_s1_are_the_same(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, ("<img>", "</img>", "<IMG_CONTEXT>", "<video>"))
+    size = {"size": {"height": 56, "width": 56}}
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (tmp_path / name).write_text(json.dumps(size))
+    config = {
+        "image_token_id": 302, "vision_config": {"image_size": [56, 56], "patch_size": [14, 14]},
+    }  # fmt: skip
+    own, other = (
+        processor_for(name, config, tmp_path)
+        for name in ("InternS1ForConditionalGeneration", "InternVLForConditionalGeneration")
+    )
+    images = [item(picture(37, 161))]
+    assert own.process(images, {}) == other.process(images, {})
+    assert list(own.modalities()) == ["image", "video"]

@@ -92,6 +92,12 @@ class TestLlavaNext(Anyres):
         return processor
 
 
+class TestLlavaNextVideo(TestLlavaNext):
+    """Images of the class that takes videos as well."""
+
+    architecture = "LlavaNextVideoForConditionalGeneration"
+
+
 class TestLlavaOnevision(Anyres):
     architecture = "LlavaOnevisionForConditionalGeneration"
     tile = 384
@@ -128,3 +134,39 @@ class TestLlavaOnevision(Anyres):
         (own,) = processor.process([item(image)], {})
         assert own.num_tokens == self.num_tokens(library(images=image, return_tensors="pt"))
         assert own.num_tokens <= processor.largest("image", {}).num_tokens
+
+
+class TestKinOfLlavaOnevision:
+    """R-4B and Bee-8B, whose images are the same."""
+
+    config: ClassVar = TestLlavaOnevision.config
+
+    @pytest.mark.parametrize("name", ["RForConditionalGeneration", "BeeForConditionalGeneration"])
+    def test_numbers_are_those_of_llava_onevision(self, name: str, tmp_path: Path) -> None:
+        kind = {"image_processor_type": "LlavaOnevisionImageProcessorFast"}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(kind))
+        base = processor_for(TestLlavaOnevision.architecture, self.config, tmp_path)
+        (own,), (other,) = (
+            processor.process([item(picture(500, 410))], {})
+            for processor in (processor_for(name, self.config, tmp_path), base)
+        )
+        assert own == other
+
+    def test_other_processors_are_refused(self, tmp_path: Path) -> None:
+        kind = {"image_processor_type": "OtherProcessor"}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(kind))
+        with pytest.raises(UnsupportedModel, match="OtherProcessor"):
+            processor_for("RForConditionalGeneration", self.config, tmp_path)
+
+    @pytest.mark.parametrize("size", [(2304, 2304), (1900, 801), (3000, 930)])
+    def test_no_image_is_made_smaller(self, size: tuple[int, int], tmp_path: Path) -> None:
+        """As the published formula counts, which is the library's without its last step."""
+        own, other = (
+            processor_for("RForConditionalGeneration", {**self.config, **ratio}, tmp_path)
+            for ratio in (
+                {"vision_aspect_ratio": "anyres"},
+                {"vision_aspect_ratio": "anyres_max_1000"},
+            )
+        )
+        assert own.num_tokens(size) == other.num_tokens(size)  # type: ignore[attr-defined]
+        assert own.num_tokens(size) <= own.largest("image", {}).num_tokens  # type: ignore[attr-defined]

@@ -20,9 +20,11 @@ from image_checkpoints import (
     pixtral_images,
     save_gemma3,
     save_internvl_chat,
+    save_lfm2_vl,
     save_llama4,
     save_llava,
     save_minicpmv,
+    save_phi3v,
     save_pixtral,
     save_qwen2_vl,
     save_qwen3_5,
@@ -156,6 +158,30 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"images": found, "items": items}
 
 
+def of_phi3v(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_phi3v import Plain
+
+    library = Plain(num_crops=2, side=16)
+    found, items = [], []
+    [mark] = token_ids(folder, "<|image|>")
+    for image in images:
+        made = {name: value[0] for name, value in library(image).items()}
+        rows, columns = made["image_grid"].tolist()
+        found.append(made)
+        items.append([mark] * ((rows * columns + 1) * 4 + 1 + (rows + 1) * 2))
+    return {"images": found, "items": items}
+
+
+def of_lfm2_vl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from test_image_processors_lfm2_vl import library, text_of
+
+    own = library(**json.loads((folder / "preprocessor_config.json").read_text()))
+    made = [own(image) for image in images]
+    items = [token_ids(folder, text_of(one, own)) for one in made]
+    names = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+    return {**{name: torch.cat([one[name] for one in made]) for name in names}, "items": items}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -168,12 +194,19 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "internvl_chat",
         "llama4",
         "minicpmv",
+        "phi3v",
+        "lfm2_vl",
     ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "minicpmv":
         return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
+    if request.param == "lfm2_vl":
+        saved = save_lfm2_vl(folder)
+        return Seer(folder, saved, "<image>", "<image>", of_lfm2_vl, cache_groups=2)
+    if request.param == "phi3v":
+        return Seer(folder, save_phi3v(folder), "<|image|>", "<|image|>", of_phi3v)
     if request.param == "llama4":
         mark = "<|image|>"
         return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)

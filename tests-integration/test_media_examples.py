@@ -65,11 +65,15 @@ ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "bee": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<image>\nWhy?"
+    "<|im_end|><|im_start|>assistant\n<think>\n",
+    "blip-2": "Question: Why? Answer:",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "dots_ocr": "<|img|><|imgpad|><|endofimg|>Why?",
     "ernie45_vl": "<|begin_of_sentence|>User: Picture 1:<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>Why?"
     "\nAssistant: <think></think>",
+    "eagle2_5": None,
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "gemma3n": GEMMA_3N % "<image_soft_token>",
     "glm4_1v": GLM,
@@ -80,17 +84,27 @@ ONE_IMAGE = {
     "keye_vl1_5": KEYE,
     "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
     "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+    "h2ovl_chat": None,
+    "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "interns1": None,
+    "internvl_chat": None,
+    "lfm2_vl": None,
     "lightonocr": "<|im_start|>system<|im_end|>\n<|im_start|>user\n<|image_pad|><|im_end|>\n"
     "<|im_start|>assistant\n",
     "llama4": None,
     "llava": "USER: <image>\nWhy?\nASSISTANT:",
     "llava-next": "[INST] <image>\nWhy? [/INST]",
     "llava-onevision": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "mantis": "<|start_header_id|>user<|end_header_id|>\n\nWhy?\n<image><|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
+    "nemotron_vl": None,
+    "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
     "paligemma": "caption en",
     "paligemma2": "caption en",
+    "phi3_v": "<|user|>\n<|image_1|>\nWhy?<|end|>\n<|assistant|>\n",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
@@ -107,6 +121,14 @@ ONE_VIDEO = {
     "\nAssistant: <think></think>",
     "glm4_1v": GLM_VIDEO,
     "glm4_5v": GLM_VIDEO,
+    "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "skywork_chat": None,
+    "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "video_llava": "USER: <image>\nWhy? ASSISTANT:",
+}
+"""Key -> the prompt; None: by the checkpoint's template."""
+ONE_VIDEO = {
+    "llava-next-video": "USER: <video>\nWhy? ASSISTANT:",
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,
@@ -114,11 +136,13 @@ ONE_VIDEO = {
     "qwen3_vl": QWEN_VIDEO,
     "qwen3_vl_moe": QWEN_VIDEO,
     "tarsier2": QWEN_VIDEO,
+    "video_llava": "USER: <video>\nWhy? ASSISTANT:",
 }
 THREE_IMAGES = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>\n<fim_prefix><|img|><fim_suffix>\n"
     "<fim_prefix><|img|><fim_suffix>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": None,
+    "bee": None,
     "command_a_vision": None,
     "gemma3": None,
     "glm4_5v": None,
@@ -128,17 +152,25 @@ THREE_IMAGES = {
     "keye_vl": None,
     "keye_vl1_5": None,
     "kimi_vl": None,
+    "h2ovl_chat": None,
+    "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
+    "Why?<end_of_utterance>\nAssistant:",
+    "interns1": None,
+    "internvl_chat": None,
     "llama4": None,
     "llava": None,
     "llava-next": None,
     "llava-onevision": None,
     "mistral3": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
+    "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\nAssistant: ",
+    "phi3_v": "<|user|>\n<|image_1|>\n<|image_2|>\n<|image_3|>\nWhy?<|end|>\n<|assistant|>\n",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
     "qwen2_vl": None,
     "qwen2_5_vl": None,
+    "rvl": None,
     "smolvlm": "<|im_start|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
     "Why?<end_of_utterance>\nAssistant:",
     "tarsier2": QWEN_IMAGE.replace("<|image_pad|>", "<|image_pad|>" * 3),

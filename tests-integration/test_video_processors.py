@@ -337,6 +337,62 @@ class TestLlavaOnevision(Conformance):
         return made
 
 
+class TestLlavaNextVideo(Conformance):
+    architecture = "LlavaNextVideoForConditionalGeneration"
+    names = ("<image>", "<video>")
+    text = "the <video> water\n<video>runs"
+    settings: ClassVar = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+    of_images: ClassVar = settings
+    vision: ClassVar = {"image_size": 56, "patch_size": 14}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {**super().config, "image_grid_pinpoints": [[56, 56], [56, 112]]}
+
+    def theirs(self, frames: Array) -> tuple[Array, None]:
+        from transformers import CLIPImageProcessor
+
+        library = CLIPImageProcessor(**self.settings)
+        pictures = [Image.fromarray(frame) for frame in frames]
+        return np.asarray(library(images=pictures, return_tensors="np")["pixel_values"]), None
+
+    def hf_processor(self, tokenizer: Any, videos: Sequence[MediaItem]) -> Any:
+        from transformers import LlavaNextVideoProcessor
+
+        made = LlavaNextVideoProcessor.__new__(LlavaNextVideoProcessor)
+        made.video_processor, made.video_token = Library(self, videos), "<video>"
+        made.patch_size, made.image_token = 14, "<image>"
+        return made
+
+    def test_frames_of_another_size_than_the_towers_are_refused(self, folder: Path) -> None:
+        """Which is what settings mean that do not say."""
+        (folder / "video_preprocessor_config.json").write_text('{"do_rescale": true}')
+        with pytest.raises(UnsupportedModel, match=r"frames of \(224, 224\)"):
+            self.processor(folder)
+
+
+class TestVideoLlava(TestLlavaNextVideo):
+    """A frame has a token more than patches."""
+
+    architecture = "VideoLlavaForConditionalGeneration"
+
+    def hf_processor(self, tokenizer: Any, videos: Sequence[MediaItem]) -> Any:
+        from transformers import VideoLlavaProcessor
+
+        made = VideoLlavaProcessor.__new__(VideoLlavaProcessor)
+        made.video_processor, made.video_token = Library(self, videos), "<video>"
+        made.patch_size, made.num_additional_image_tokens = 14, 1
+        made.image_token = "<image>"
+        return made
+
+    def test_frames_of_another_size_than_the_towers_are_refused(self, folder: Path) -> None:
+        (folder / "video_preprocessor_config.json").write_text('{"do_rescale": true}')
+        with pytest.raises(
+            UnsupportedModel, match=r"video processor: makes images of \(224, 224\)"
+        ):
+            self.processor(folder)
+
+
 class TestInternVL(Conformance):
     architecture = "InternVLForConditionalGeneration"
     names = ("<IMG_CONTEXT>", "<video>", "<img>", "</img>")

@@ -26,6 +26,7 @@ def choose(architecture: str, *, sentence_transformer: bool = False, **settings:
         ("LlamaForCausalLM", Run("generate", "none")),
         ("WhisperForConditionalGeneration", Run("generate", "none")),
         ("SomeChatModel", Run("generate", "none")),
+        ("NVLM_D_Model", Run("generate", "none")),
         ("GPT2LMHeadModel", Run("generate", "none")),
         ("SomethingElse", Run("generate", "none")),
         ("LlamaModel", Run("pooling", "embed")),

@@ -143,6 +143,42 @@ def test_images_and_no_tower_without_them(name: str, tmp_path: Path) -> None:
     assert not hasattr(load_model(info, build_context(info)), "tower")
 
 
+def test_siglip_2_of_any_resolution(tmp_path: Path) -> None:
+    """Images of two shapes, and texts."""
+    from transformers import Siglip2Config, Siglip2Model
+
+    text = {**TEXT, "projection_size": 48, "pad_token_id": 7}
+    tower = {**TOWER, "patch_size": 4, "num_patches": 25}
+    del tower["image_size"]
+    config = Siglip2Config(text_config=text, vision_config=tower)
+    oracle = save(Siglip2Model(config), tmp_path)
+    info = replace(resolved(tmp_path), processor="Siglip2Model")
+    assert (info.runner, info.tasks) == ("pooling", ("embed",))
+    model: Any = load_model(info, build_context(info))
+    grids = torch.tensor([[3, 7], [6, 2]])
+    patches = [torch.randn(int(rows * columns), 48) for rows, columns in grids]
+    mask = (torch.arange(21)[None] < grids.prod(1)[:, None]).int()
+    values = torch.nn.utils.rnn.pad_sequence(patches, batch_first=True)
+    with torch.inference_mode():
+        found = model.embed_media(
+            "image",
+            [
+                {"pixel_values": own, "spatial_shapes": grid[None]}
+                for own, grid in zip(patches, grids, strict=True)
+            ],
+        )
+        wanted = oracle.get_image_features(
+            pixel_values=values, pixel_attention_mask=mask, spatial_shapes=grids
+        ).pooler_output
+    torch.testing.assert_close(torch.cat(list(found)), wanted, atol=1e-5, rtol=0)
+    own = embedded(tmp_path, PROMPTS[:2], limit_mm_per_prompt={"image": 0})
+    for vector, prompt in zip(own, PROMPTS, strict=False):
+        ids = torch.tensor([[*prompt, *[7] * (24 - len(prompt))]])
+        with torch.inference_mode():
+            made = oracle.get_text_features(ids).pooler_output[0]
+        torch.testing.assert_close(vector, made, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_siglip_fills_texts_up(alone: bool, tmp_path: Path) -> None:
     """With the config's token, as there is no tokenizer."""

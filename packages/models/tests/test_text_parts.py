@@ -131,7 +131,10 @@ BY_HAND = {
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM", "MiniCPMV", "UltravoxModel", "DotsOCRForCausalLM",
     "OpenCUAForConditionalGeneration", "Tarsier2ForConditionalGeneration", "KeyeForConditionalGeneration",
-    "KeyeVL1_5ForConditionalGeneration",
+    "KeyeVL1_5ForConditionalGeneration", "Phi3VForCausalLM",
+    "BeeForConditionalGeneration", "RForConditionalGeneration", "MantisForConditionalGeneration",
+    "InternS1ForConditionalGeneration", "NVLM_D_Model", "SkyworkR1VChatModel",
+    "H2OVLChatModel", "Llama_Nemotron_Nano_VL", "Eagle2_5_VLForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
@@ -422,6 +425,8 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
         ("FuyuForCausalLM", "persimmon", "text_config", "vision_embed_tokens", {}),
         ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
+        ("MantisForConditionalGeneration", "llama", "text_config", "vision_tower", {}),
+        ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "vision_tower", {}),
     ],
 )
 def test_names_and_configs_of_remote_code(

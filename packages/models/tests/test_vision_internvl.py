@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
@@ -101,3 +103,36 @@ class TestInternVLInner(InternVLConformance):
     settings: ClassVar = {
         "vision_feature_layer": -2, "downsample_ratio": 0.25, "projector_hidden_act": "relu",
     }  # fmt: skip
+
+
+class TestInternS1(InternVLConformance):
+    """The same model under other names, of which the library's draft and the published files have two."""
+
+    text = "qwen3"
+    blocks: ClassVar[str] = "layer"
+
+    def save(self, reference: Any, folder: Path) -> None:
+        super().save(reference, folder)
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        config |= {"architectures": ["InternS1ForConditionalGeneration"], "model_type": "interns1"}
+        config["vision_config"] |= {"model_type": "interns1_vision", "drop_path_rate": 0.1}
+        file.write_text(json.dumps(config))
+        renamed = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            name = re.sub(r"^language_model\.model\.", "model.language_model.", name)
+            name = re.sub(r"^language_model\.lm_head", "lm_head", name)
+            name = re.sub(r"^(vision_tower|multi_modal_projector)", r"model.\1", name)
+            renamed[name.replace("encoder.layer.", f"encoder.{self.blocks}.")] = tensor
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def test_videos_come_too(self, model: Any) -> None:
+        frames = self.images()[0]["pixel_values"]
+        with torch.inference_mode():
+            (own,) = model.embed_media("video", [{"pixel_values_videos": frames}])
+        (other,) = self.embed(model, [{"pixel_values": frames}])
+        torch.testing.assert_close(own, other)
+
+
+class TestInternS1Draft(TestInternS1):
+    blocks: ClassVar[str] = "layers"

@@ -77,6 +77,63 @@ class TestInternVLChat(Published):
         assert not hasattr(model, "embed_media")
 
 
+class Renamed(Published):
+    """The same tower in a class of another name."""
+
+    name: ClassVar[str]
+
+    def save(self, reference: Any, folder: Path) -> None:
+        super().save(reference, folder)
+        file = folder / "config.json"
+        own = {"architectures": [self.name], "model_type": "remote"}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+
+
+class TestSkyworkR1V(Renamed):
+    name = "SkyworkR1VChatModel"
+
+
+class TestH2OVL(Renamed):
+    name = "H2OVLChatModel"
+    text = "mistral"
+
+
+class WideProjector(torch.nn.Module):
+    """A plain reading of NVLM-D's projector, under the names of transformers' class."""
+
+    def __init__(self, before: int, between: int, after: int) -> None:
+        super().__init__()
+        self.layer_norm = torch.nn.LayerNorm(before)
+        self.linear_1 = torch.nn.Linear(before, between, bias=False)
+        self.linear_2 = torch.nn.Linear(between, after, bias=False)
+
+    def forward(self, units: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.gelu(self.linear_1(self.layer_norm(units)))
+        found: torch.Tensor = self.linear_2(x)
+        return found
+
+
+class TestNVLMD(Renamed):
+    name = "NVLM_D_Model"
+    tower: ClassVar = {
+        **TOWER,
+        "use_mean_pooling": True,
+        "use_qk_norm": True,
+        "norm_type": "rms_norm",
+    }
+
+    def hf_class(self) -> Any:
+        def made(config: Any) -> Any:
+            model = super(TestNVLMD, self).hf_class()(config)
+            text = config.text_config
+            model.model.multi_modal_projector = WideProjector(
+                4 * config.vision_config.hidden_size, text.intermediate_size, text.hidden_size
+            )
+            return model
+
+        return made
+
+
 class TestInternVLChatOf6B(Published):
     """RMS norms, norms of queries and keys, an inner layer: the settings that configs may leave out."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
+from vision_names import NESTED, OtherNames
 
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -22,6 +24,10 @@ TOWER: dict[str, Any] = {
 
 def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+_TOWERS_BEFORE_5 = ((r"^(image|video)_tower\.", r"\1_tower.vision_model."),)
+"""Names of Video-LLaVA's as published."""
 
 
 class Llava(VisionConformance):
@@ -65,6 +71,41 @@ class TestLlavaSiglip(Llava):
     tower: ClassVar = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
     text = "mistral"
     settings: ClassVar = {"vision_feature_select_strategy": "full"}
+
+
+class TestMantis(TestLlavaSiglip):
+    """The same model under a name that is given by hand."""
+
+    text = "llama"
+
+    def load(self, folder: Path, **settings: Any) -> Any:
+        name = {"architectures": ["MantisForConditionalGeneration"]}
+        return super().load(folder, hf_overrides=name, **settings)
+
+
+class TestVideoLlava(OtherNames, Llava):
+    """Images of the class that takes videos as well, whose towers are two."""
+
+    spellings = (
+        _TOWERS_BEFORE_5,
+        (*_TOWERS_BEFORE_5, *NESTED, (r"^(image|video)_t", r"model.\1_t")),
+    )
+
+    tower: ClassVar = {**TOWER, "model_type": "clip_vision_model"}
+
+    def hf_class(self) -> Any:
+        from transformers import VideoLlavaForConditionalGeneration
+
+        return VideoLlavaForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import VideoLlavaConfig
+
+        text = {**TEXT, "model_type": self.text}
+        return VideoLlavaConfig(
+            vision_config=self.tower, text_config=text, image_token_index=IMAGE,
+            video_token_index=121,
+        )  # fmt: skip
 
 
 class QwenVL(VisionConformance):

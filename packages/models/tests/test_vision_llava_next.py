@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,3 +125,91 @@ class TestLlavaOnevision(LlavaNext):
         self.hf_class()(config).save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModel, match="vision_aspect_ratio = 'pad'"):
             self.load(tmp_path)
+
+
+class TestLlavaNextVideo(LlavaNext):
+    """Images of the class that takes videos as well."""
+
+    def hf_class(self) -> Any:
+        from transformers import LlavaNextVideoForConditionalGeneration
+
+        return LlavaNextVideoForConditionalGeneration
+
+    def hf_config(self) -> Any:
+        from transformers import LlavaNextVideoConfig
+
+        return LlavaNextVideoConfig(
+            vision_config=self.tower, text_config={**TEXT, "model_type": self.text},
+            image_token_index=IMAGE, video_token_index=121, image_grid_pinpoints=PINPOINTS,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("spatial_pool_mode", "max"), ("spatial_pool_stride", 4)]
+    )
+    def test_other_pooling_is_refused(self, key: str, value: Any, tmp_path: Path) -> None:
+        config = self.hf_config()
+        setattr(config, key, value)
+        self.hf_class()(config).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match=f"{key} = {value!r}"):
+            self.load(tmp_path)
+
+
+class NormedProjector(torch.nn.Module):
+    """A plain reading of what R-4B and Bee-8B have in place of LLaVA-OneVision's."""
+
+    def __init__(self, before: int, between: int, after: int) -> None:
+        super().__init__()
+        self.pre_norm = torch.nn.LayerNorm(before, eps=1e-6)
+        self.linear_1 = torch.nn.Linear(before, between)
+        self.linear_2 = torch.nn.Linear(between, after)
+
+    def forward(self, states: Tensor) -> Tensor:
+        x = torch.nn.functional.gelu(self.linear_1(self.pre_norm(states)))
+        found: Tensor = self.linear_2(x)
+        return found
+
+
+class TestR4B(TestLlavaOnevision):
+    """No image is interpolated."""
+
+    text = "qwen3"
+    settings: ClassVar = {"vision_aspect_ratio": "anyres_max_1000"}
+    stated: ClassVar[str] = "anyres"
+    """The same in the saved config, where transformers' class reads a number."""
+    name: ClassVar[str] = "RForConditionalGeneration"
+    widening: ClassVar[int] = 1
+
+    def hf_class(self) -> Any:
+        def made(config: Any) -> Any:
+            model = super(TestR4B, self).hf_class()(config)
+            before, after = config.vision_config.hidden_size, config.text_config.hidden_size
+            model.model.multi_modal_projector = NormedProjector(
+                before, self.widening * after, after
+            )
+            return model
+
+        return made
+
+    def save(self, reference: Any, folder: Path) -> None:
+        super().save(reference, folder)
+        file = folder / "config.json"
+        own = {"architectures": [self.name], "vision_aspect_ratio": self.stated}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+
+    test_other_ratios_are_refused = None  # type: ignore[assignment]
+
+    def test_only_the_first_is_interpolated(self, model: Any) -> None:
+        """Here none is; nor do videos come."""
+        counts = [len(vectors) for vectors in self.embed(model, self.images())]
+        assert counts == [16 + 8 * (6 + 1), 16 + 12 * (2 + 1)]
+        assert model.modalities == ("image",)
+
+
+class TestBee(TestR4B):
+    settings: ClassVar = {"vision_aspect_ratio": "anyres_max_2"}
+    stated: ClassVar[str] = "anyres_max_2"
+    name: ClassVar[str] = "BeeForConditionalGeneration"
+    widening: ClassVar[int] = 4
+
+    def test_only_the_first_is_interpolated(self, model: Any) -> None:
+        TestLlavaOnevision.test_only_the_first_is_interpolated(self, model)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import test_vision_idefics3 as idefics3
 import test_vision_internvl as internvl
+import test_vision_internvl_chat as internvl_chat
 import test_vision_language as language
 import test_vision_llava_next as llava_next
 import test_vision_qwen3_vl as qwen3
@@ -115,10 +116,12 @@ class TestQwen3VL(Qwen, qwen3.TestQwen3VL):
         return int(video[GRID][0])
 
 
-class TestLlavaOnevision(VideoConformance, llava_next.TestLlavaOnevision):
+class LlavaVideos(VideoConformance):
+    num_frames: ClassVar[int] = 3
+
     def videos(self) -> Sequence[dict[str, Tensor]]:
         side = self.images()[0]["pixel_values"].shape[-1]
-        return [{VALUES: drawn(seed, 3, 3, side, side)} for seed in (1, 2)]
+        return [{VALUES: drawn(seed, self.num_frames, 3, side, side)} for seed in (1, 2)]
 
     def hf_config(self) -> Any:
         config = super().hf_config()
@@ -132,7 +135,19 @@ class TestLlavaOnevision(VideoConformance, llava_next.TestLlavaOnevision):
         return found | ({VALUES: torch.stack(videos)} if videos else {})
 
 
-class TestInternVL(VideoConformance, internvl.TestInternVL):
+class TestLlavaOnevision(LlavaVideos, llava_next.TestLlavaOnevision):
+    pass
+
+
+class TestLlavaNextVideo(LlavaVideos, llava_next.TestLlavaNextVideo):
+    pass
+
+
+class TestVideoLlava(LlavaVideos, language.TestVideoLlava):
+    num_frames = 2
+
+
+class InternVLVideos(VideoConformance):
     placeholders = (IMAGE, IMAGE)
 
     def videos(self) -> Sequence[dict[str, Tensor]]:
@@ -145,6 +160,16 @@ class TestInternVL(VideoConformance, internvl.TestInternVL):
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
         return {"pixel_values": torch.cat(tiles)}  # type: ignore[arg-type]
+
+
+class TestInternVL(InternVLVideos, internvl.TestInternVL):
+    pass
+
+
+class TestInternVLChat(InternVLVideos, internvl_chat.TestInternVLChat):
+    """As published."""
+
+    architecture = "InternVLChatModel"
 
 
 class TestSmolVLM(VideoConformance, idefics3.TestSmolVLM):

@@ -41,6 +41,8 @@ class VideoConformance(VisionConformance):
     order of a prompt."""
 
     placeholders: tuple[int, int] = (IMAGE, VIDEO)
+    architecture: str = ""
+    """Name of the saved class; "": that of transformers'."""
 
     def videos(self) -> Sequence[dict[str, Tensor]]:
         raise NotImplementedError
@@ -141,7 +143,7 @@ class VideoConformance(VisionConformance):
     ) -> None:
         """A processor that takes both is as if installed."""
         installed, group = plugins.installed, "headrace.multimodal_processors"
-        own = dict.fromkeys([self.hf_class().__name__])
+        own = dict.fromkeys([self.architecture or self.hf_class().__name__])
         monkeypatch.setattr(
             plugins, "installed", lambda name: own if name == group else installed(name)
         )

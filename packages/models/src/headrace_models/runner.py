@@ -29,6 +29,7 @@ _SUFFIXES = {
     "LMHeadModel": Run("generate", "none"),
     "OmniModel": Run("generate", "none"),  # a thinker, which writes, and a talker
     "UltravoxModel": Run("generate", "none"),
+    "D_Model": Run("generate", "none"),  # NVLM's
     "ForTextEncoding": Run("pooling", "embed"),
     "EmbeddingModel": Run("pooling", "embed"),
     "ForRewardModeling": Run("pooling", "embed"),

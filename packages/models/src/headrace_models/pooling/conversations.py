@@ -58,6 +58,7 @@ PAGE_FORMS: Mapping[str, PageForm] = {
 _TEMPLATES: Mapping[str, str] = {
     "CLIPModel": "{{ bos_token }}" + _PLAIN,
     "CLIPTextModelWithProjection": "{{ bos_token }}" + _PLAIN,
+    "Siglip2Model": _PLAIN,
     "SiglipModel": _PLAIN,
     "SiglipTextModel": _PLAIN,
 }

@@ -98,6 +98,7 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
     "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
+    "Siglip2Model": _SIGLIP,
     "SiglipModel": _SIGLIP,
     "SiglipTextModel": _SIGLIP,
     "RobertaSpladeSparseEmbeddingModel": dataclasses.replace(
@@ -110,6 +111,7 @@ TRAITS: Mapping[str, PoolingTraits] = {
 SIZE_KEYS: Mapping[str, str] = {
     "CLIPModel": "projection_dim",
     "CLIPTextModelWithProjection": "projection_dim",
+    "Siglip2Model": "projection_size",
     "SiglipModel": "projection_size",
     "SiglipTextModel": "projection_size",
 }

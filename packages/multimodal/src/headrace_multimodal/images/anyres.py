@@ -132,15 +132,17 @@ class OnevisionProcessor(AnyresProcessor):
         itertools.product(range(384, 2305, 384), range(384, 2305, 384))
     )
     tile_size: ClassVar[int] = 384
+    unbounded: ClassVar[str | None] = None
+    """``vision_aspect_ratio`` that makes no image smaller, where there is one."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         stated = config.get("vision_aspect_ratio", "anyres_max_9")
         said = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(stated))
-        if said is None:
+        if said is None and stated != type(self).unbounded:
             raise UnsupportedModel(
                 f"config.json: vision_aspect_ratio = {stated!r}: must be anyres_max_ and a number of tiles"
             )
-        self._most = int(said[1])
+        self._most = None if said is None else int(said[1])
         super().__init__(config, path)
 
     def tile_shape(self) -> OneSize:
@@ -149,6 +151,8 @@ class OnevisionProcessor(AnyresProcessor):
 
     def fitted(self, grid: Size) -> Size:
         rows, columns = grid
+        if self._most is None:
+            return grid
         ratio = math.sqrt(rows * columns / (self._most * self.side**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else grid
 

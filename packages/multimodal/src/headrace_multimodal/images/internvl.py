@@ -5,7 +5,7 @@ Chen et al. 2024, arXiv:2404.16821.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -112,17 +112,24 @@ def _grids(least: int, most: int) -> tuple[Grid, ...]:
     return tuple(sorted(found, key=lambda grid: (grid[0] * grid[1], grid[0])))
 
 
-def grid_of(size: tuple[int, ...], tile: tuple[int, int], least: int, most: int) -> Grid:
+def grid_of(
+    size: tuple[int, ...],
+    tile: tuple[int, int],
+    least: int,
+    most: int,
+    accepted: Callable[[Grid], bool] | None = None,
+) -> Grid:
     """The grid whose shape is nearest to an image's; of several the one with the most tiles that does not
     have twice the image's pixels.
 
     Args:
         size, tile: height and width, of the image and of a tile.
         least, most: tiles.
+        accepted: grids that are looked at; None: all. Where there is none, the image is one tile.
     """
     shape, pixels = size[1] / size[0], size[0] * size[1]
     best, nearest = (1, 1), float("inf")
-    for grid in _grids(least, most):
+    for grid in filter(accepted, _grids(least, most)):
         columns, rows = grid
         away = abs(shape - columns / rows)
         fills = pixels > 0.5 * tile[0] * tile[1] * columns * rows

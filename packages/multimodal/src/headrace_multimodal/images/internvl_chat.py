@@ -60,8 +60,15 @@ class InternVLChatProcessor(ImageProcessor):
         self._least, self._most = _number(config, LEAST, 1), _number(config, MOST, 6)
         self._cuts, self._has_whole = _flag(config, CUTS), _flag(config, WHOLE)
         self._numbers = Numbers.of(self.stated, _MEAN, _STD)
-        self._begin, self._end = (special_token_id(path, name) for name in ("<img>", "</img>"))
         self._words = Words(path)
+        self._check_words()
+
+    def _check_words(self) -> None:
+        """Read the tokens that stand around an image.
+
+        Raises: UnsupportedModel: the tokenizer has none.
+        """
+        self._begin, self._end = (special_token_id(self.path, name) for name in ("<img>", "</img>"))
 
     def find_placeholder(self) -> int:
         """The token of a vector; configs do not say it."""
@@ -73,12 +80,18 @@ class InternVLChatProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an option is of another type, or allows more tiles than the model's
         settings."""
-        x = np.stack(
-            [self._numbers(tile) for tile in self._tiles(pixels, self._grid(pixels, options))]
-        )
-        count = len(x) * self._per_tile
-        tokens = (self._begin, *[self.placeholder_id] * count, self._end)
-        return ProcessedMedia({PIXEL_VALUES: packed(x)}, count + 2, tokens, ((1, count),))
+        x = np.stack([self._numbers(tile) for tile in self.tiles(pixels, options)])
+        tokens, runs = self._tokens(len(x))
+        return ProcessedMedia({PIXEL_VALUES: packed(x)}, len(tokens), tokens, runs)
+
+    def tiles(self, pixels: Pixels, options: Mapping[str, Any]) -> list[Pixels]:
+        """[side, side, 3] each, in the order of their vectors; see :meth:`one`."""
+        return self._tiles(pixels, self._grid(pixels, options))
+
+    def _tokens(self, count: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Tokens of an image of so many tiles, and the runs that take vectors."""
+        vectors = [self.placeholder_id] * count * self._per_tile
+        return (self._begin, *vectors, self._end), ((1, len(vectors)),)
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """See :func:`headrace_multimodal.placeholders.expanded`."""

@@ -99,6 +99,7 @@ class Numbers:
         x: npt.NDArray[Any] = pixels.transpose(2, 0, 1)
         if self.factor is not None:
             x = (x.astype(np.float64) * self.factor).astype(np.float32)
+        x = x.astype(np.float32, copy=False)
         if self.mean is not None:
             shape = (3, 1, 1)
             x = (x - np.array(self.mean, x.dtype).reshape(shape)) / np.array(

@@ -40,6 +40,13 @@ def named_token(path: Path, key: str, default: str) -> str:
     return default
 
 
+def begins_texts(path: Path) -> bool | None:
+    """``add_bos_token`` of ``tokenizer_config.json``; None: the file does not say it, and ``tokenizer.json``
+    decides."""
+    stated = _read(path / "tokenizer_config.json").get("add_bos_token")
+    return stated if isinstance(stated, bool) else None
+
+
 def _decoder_tokens(path: Path) -> Iterator[tuple[Any, Any]]:
     found = _read(path / "tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in found.items() if isinstance(found, dict) else ():

@@ -71,6 +71,22 @@ class Words:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones among them."""
+        found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return found
+
+    @cached_property
+    def first(self) -> list[int]:
+        """What the file puts in front of a text."""
+        found: list[int] = self._tokenizer.encode("").ids
+        return found
+
+    @cached_property
+    def added(self) -> frozenset[int]:
+        """Ids of tokens that are found in a text before all else."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
     @cached_property
     def special(self) -> frozenset[int]:
         """Ids of special tokens, which stand around a text."""

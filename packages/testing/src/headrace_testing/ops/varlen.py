@@ -221,7 +221,9 @@ class VarlenConformance(OpSuite):
     ) -> None:
         """Kernels may cut a long sequence into parts."""
         for options in ({}, {"sliding_window": 300, "distance_bias": self.bias(2, 1100)}):
-            case = self.varlen(list(self.LONG_SEQUENCES), dtype, num_heads=2, num_kv_heads=1, **options)
+            case = self.varlen(
+                list(self.LONG_SEQUENCES), dtype, num_heads=2, num_kv_heads=1, **options
+            )
             self.check(case.run(op("varlen_attention")), case.expected(), dtype)
 
     def test_varlen_attention_keeps_infinities_to_their_sequence(

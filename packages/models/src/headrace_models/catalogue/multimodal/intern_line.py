@@ -6,6 +6,28 @@ from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 ROWS = (
     Wrapper(
+        "Eagle2_5_VLForConditionalGeneration",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "Eagle 2.5",
+        ("vision_model", "mlp1"),
+        towers={"siglip_vision_model": "vision_language.eagle2_5:Eagle25"},
+    ),
+    Wrapper(
+        "H2OVLChatModel",
+        {"mistral": "MistralForCausalLM", "llama": "LlamaForCausalLM"},
+        "H2OVL Mississippi",
+        ("vision_model", "mlp1"),
+        towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
+    ),
+    Wrapper(
+        "InternS1ForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"},
+        "Intern-S1",
+        renames=((r"\bvision_tower\.encoder\.layers\.", "vision_tower.encoder.layer."),),
+        towers={"interns1_vision": "vision_language.internvl:InternVL"},
+        takes=VIDEOS,
+    ),
+    Wrapper(
         "InternVLChatModel",
         {
             "qwen2": "Qwen2ForCausalLM",
@@ -19,6 +41,7 @@ ROWS = (
         "InternVL 2 to 3.5",
         ("vision_model", "mlp1"),
         towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "InternVLForConditionalGeneration",
@@ -34,10 +57,31 @@ ROWS = (
         ("vision_model", "mlp1"),
     ),
     Wrapper(
+        "Llama_Nemotron_Nano_VL",
+        {"llama": "LlamaForCausalLM"},
+        "Llama 3.1 Nemotron Nano VL",
+        ("vision_model", "mlp1"),
+        towers={"": "vision_language.nemotron_nano_vl:NemotronNanoVL"},
+    ),
+    Wrapper(
+        "NVLM_D_Model",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "NVLM-D",
+        ("vision_model", "mlp1"),
+        towers={"intern_vit_6b": "vision_language.internvl_chat:NVLMD"},
+    ),
+    Wrapper(
         "QianfanOCRForConditionalGeneration",
         {"qwen3": "Qwen3ForCausalLM"},
         "Qianfan-OCR",
         ("vision_tower", "multi_modal_projector", "vision_model", "mlp1"),
         renames=((r"^language_model\.model\.encoder\.layers\.", "language_model.model.layers."),),
+    ),
+    Wrapper(
+        "SkyworkR1VChatModel",
+        {"qwen2": "Qwen2ForCausalLM"},
+        "Skywork-R1V",
+        ("vision_model", "mlp1"),
+        towers={"intern_vit_6b": "vision_language.internvl_chat:InternVLChat"},
     ),
 )

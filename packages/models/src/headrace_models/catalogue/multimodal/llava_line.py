@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 _IDEFICS = ("vision_model", "connector")
+_WITH_NEWLINE = ("vision_tower", "multi_modal_projector", "image_newline")
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -21,6 +22,21 @@ ROWS = (
         {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
         "Aya Vision",
         towers={"siglip_vision_model": "vision_language.cohere_vision:AyaVision"},
+    ),
+    Wrapper(
+        "BeeForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Bee-8B",
+        _WITH_NEWLINE,
+        towers={"siglip_vision_model": "vision_language.llava_next:Bee"},
+    ),
+    Wrapper(
+        "Blip2ForConditionalGeneration",
+        {"opt": "OPTForCausalLM"},
+        "BLIP-2 with OPT",
+        ("vision_model", "qformer", "query_tokens", "language_projection"),
+        towers={"": "vision_language.blip2:Blip2"},
+        needs_media="its prompts begin with an image",
     ),
     Wrapper(
         "Cohere2VisionForConditionalGeneration",
@@ -60,7 +76,12 @@ ROWS = (
         _IDEFICS,
         towers={"": "vision_language.idefics3:Idefics3"},
     ),
-    Wrapper("Lfm2VlForConditionalGeneration", {"lfm2": "Lfm2ForCausalLM"}, "LFM2-VL"),
+    Wrapper(
+        "Lfm2VlForConditionalGeneration",
+        {"lfm2": "Lfm2ForCausalLM"},
+        "LFM2-VL",
+        towers={"siglip2_vision_model": "vision_language.lfm2_vl:Lfm2Vl"},
+    ),
     Wrapper("Lfm3VlForConditionalGeneration", {"lfm3": "Lfm3ForCausalLM"}, "LFM3-VL"),
     Wrapper(
         "LightOnOcrForConditionalGeneration",
@@ -82,7 +103,7 @@ ROWS = (
         "LlavaNextForConditionalGeneration",
         _LLAVA,
         "LLaVA-NeXT",
-        ("vision_tower", "multi_modal_projector", "image_newline"),
+        _WITH_NEWLINE,
         towers=_one_size("vision_language.llava_next:LlavaNext"),
     ),
     Wrapper(
@@ -90,14 +111,22 @@ ROWS = (
         _LLAVA,
         "LLaVA-NeXT-Video",
         ("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"),
+        towers=_one_size("vision_language.llava_next:LlavaNextVideo"),
+        takes=VIDEOS,
     ),
     Wrapper(
         "LlavaOnevisionForConditionalGeneration",
         _LLAVA,
         "LLaVA-OneVision",
-        ("vision_tower", "multi_modal_projector", "image_newline"),
+        _WITH_NEWLINE,
         towers=_one_size("vision_language.llava_next:LlavaOnevision"),
         takes=VIDEOS,
+    ),
+    Wrapper(
+        "MantisForConditionalGeneration",
+        _LLAVA,
+        "Mantis",
+        towers=_one_size("vision_language.llava:Llava"),
     ),
     Wrapper(
         "Mistral3ForConditionalGeneration",
@@ -115,6 +144,22 @@ ROWS = (
     ),
     Wrapper("PerceptionLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Perception LM"),
     Wrapper(
+        "Phi3VForCausalLM",
+        {"phi3_v": "Phi3ForCausalLM"},
+        "Phi-3-vision, Phi-3.5-vision",
+        ("vision_embed_tokens",),
+        renames=((r"^model\.vision_embed_tokens\.wte\.", "model.embed_tokens."),),
+        towers={"": "vision_language.phi3v:Phi3V"},
+        takes={"img_processor": ("image",)},
+    ),
+    Wrapper(
+        "RForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "R-4B",
+        _WITH_NEWLINE,
+        towers={"siglip_vision_model": "vision_language.llava_next:R4B"},
+    ),
+    Wrapper(
         "SmolVLMForConditionalGeneration",
         {"llama": "LlamaForCausalLM"},
         "SmolVLM",
@@ -127,6 +172,8 @@ ROWS = (
         {"llama": "LlamaForCausalLM"},
         "Video-LLaVA",
         ("image_tower", "video_tower", "multi_modal_projector"),
+        towers={"clip_vision_model": "vision_language.video_llava:VideoLlava"},
+        takes=VIDEOS,
     ),
     Wrapper("VipLlavaForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "ViP-LLaVA"),
 )

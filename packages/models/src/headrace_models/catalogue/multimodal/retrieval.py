@@ -37,4 +37,13 @@ ROWS = (
         defaults=_SIGLIP_TEXT,
         task="pool",
     ),
+    Wrapper(
+        "Siglip2Model",
+        {"siglip2_text_model": "SiglipTextModel"},
+        "SigLIP 2 NaFlex",
+        ("vision_model", "logit_scale", "logit_bias"),
+        towers={"": "vision_language.siglip:Siglip2"},
+        defaults=_SIGLIP_TEXT,
+        task="pool",
+    ),
 )

@@ -26,7 +26,6 @@ _NEEDS_IMAGE = (
     "its class takes no prompt without an image, and headrace does not serve its images yet"
 )
 REFUSED: Mapping[str, str] = {
-    "Blip2ForConditionalGeneration": _NEEDS_IMAGE,
     "InstructBlipForConditionalGeneration": _NEEDS_IMAGE,
     "InstructBlipVideoForConditionalGeneration": _NEEDS_IMAGE,
 }

@@ -35,8 +35,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class InternVLChat(MediaDecoder):
-    """Four patches of a tile are a vector."""
+    """Four patches of a tile are a vector; a video's frame is a tile."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower", PUBLISHED),
         WeightRule(f"{_PROJECTOR}.0", "projector_norm"),
@@ -54,11 +55,17 @@ class InternVLChat(MediaDecoder):
         self.tower = InternVLTower(context, stated, _TOWER, last=last, layout=PUBLISHED)
         self.by_columns = settings.choice("ps_version", ("v1", "v2"), "v1") == "v1"
         self.merge = self._merge(settings.positive("downsample_ratio", 0.5))
-        unit, hidden = self.tower.size * self.merge**2, self.hidden_size()
+        unit = self.tower.size * self.merge**2
         self.projector_norm = LayerNorm(context, f"{_PROJECTOR}.0", unit, _EPS)
-        self.projector = Projector(
-            context, f"{_PROJECTOR}.1", f"{_PROJECTOR}.3", (unit, hidden, hidden), "gelu"
-        )
+        self.projector = self.make_projector(context, unit)
+
+    def make_projector(self, context: BuildContext, unit: int) -> Projector:
+        """
+        Args:
+            unit: size of joined patches.
+        """
+        sizes = unit, self.hidden_size(), self.hidden_size()
+        return Projector(context, f"{_PROJECTOR}.1", f"{_PROJECTOR}.3", sizes, "gelu")
 
     def unread_weights(self) -> Mapping[str, str]:
         """Tensors of the tower behind the states that are taken."""
@@ -70,9 +77,10 @@ class InternVLChat(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [tiles, 3, height, width] each.
+            inputs: ``pixel_values`` [tiles, 3, height, width] each; of videos ``pixel_values_videos``.
         """
-        tiles = [item["pixel_values"] for item in inputs]
+        name = "pixel_values_videos" if modality == "video" else "pixel_values"
+        tiles = [item[name] for item in inputs]
         states, side = self.tower(torch.cat(tiles)), self.tower.side
         units = joined(states.flatten(1, 2), side, self.merge)
         if self.by_columns:  # the first checkpoints have their vectors column by column
@@ -93,6 +101,17 @@ class InternVLChat(MediaDecoder):
                 "many whole vectors"
             )
         return merge
+
+
+class NVLMD(InternVLChat):
+    """NVLM-D: the same tower, whose projector is as wide as the decoder's feed-forward layers (Dai et al.
+    2024, arXiv:2409.11402)."""
+
+    modalities: ClassVar[Sequence[str]] = ("image",)
+
+    def make_projector(self, context: BuildContext, unit: int) -> Projector:
+        sizes = unit, self.settings.integer("intermediate_size"), self.hidden_size()
+        return Projector(context, f"{_PROJECTOR}.1", f"{_PROJECTOR}.3", sizes, "gelu", bias=False)
 
 
 def _as_transformers(stated: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,8 @@
-"""LLaVA-NeXT and LLaVA-OneVision: images in tiles, with a vector at the end of each row.
+"""LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision: images in tiles, with a vector at the end of each row;
+frames of videos in one tile, a quarter of whose vectors are kept.
 
-Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, arXiv:2408.03326.
+Liu et al. 2024, "LLaVA-NeXT"; Zhang et al. 2024, "LLaVA-NeXT: A Strong Zero-shot Video Understanding Model";
+Li et al. 2024, arXiv:2408.03326.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.anyres import (
     Size,
     best_canvas,
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _NEWLINE = "image_newline"
+_STRIDE = 2
+"""Patches of a side of the square whose mean is kept."""
 
 
 class LlavaNext(MediaDecoder):
@@ -55,10 +60,16 @@ class LlavaNext(MediaDecoder):
     layer: ClassVar[int] = -2
     strategy: ClassVar[str] = "default"
     """Values that configs may leave out."""
+    projector_eps: ClassVar[float | None] = None
+    projector_widening: ClassVar[int] = 1
+    """``norm_eps`` and ``widening`` of :class:`ProjectedTower`."""
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         own, hidden = type(self), self.hidden_size()
-        self.vision = ProjectedTower(context, whole, hidden, layer=own.layer, strategy=own.strategy)
+        self.vision = ProjectedTower(
+            context, whole, hidden, layer=own.layer, strategy=own.strategy, norm_eps=own.projector_eps,
+            widening=own.projector_widening,
+        )  # fmt: skip
         self.newline = Vector(_NEWLINE, hidden)
         tower = self.vision.tower
         self.tile, self.side = tower.image_size, tower.side
@@ -103,6 +114,36 @@ class LlavaNext(MediaDecoder):
         return plane
 
 
+class LlavaNextVideo(LlavaNext):
+    """The states of four patches of a frame become their mean before they are projected."""
+
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        super().make_towers(context, whole)
+        settings = Settings(whole)
+        settings.refuse("spatial_pool_mode", "average")
+        settings.refuse("spatial_pool_stride", _STRIDE)
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: of images as :class:`LlavaNext`'s; of videos ``pixel_values_videos`` [frames, 3, height,
+                width] each.
+        """
+        if modality != "video":
+            return super().embed_media(modality, inputs)
+        frames = [item["pixel_values_videos"] for item in inputs]
+        states = self.vision.tower(torch.cat(frames))[:, self.vision.num_skipped :]
+        planes = states.view(len(states), self.side, self.side, -1).permute(0, 3, 1, 2)
+        means = torch.nn.functional.avg_pool2d(planes, _STRIDE).flatten(2).transpose(1, 2)
+        vectors = self.vision.projector(means.flatten(0, 1))
+        return torch.split(vectors, [len(own) * means.shape[1] for own in frames])
+
+
 class LlavaOnevision(LlavaNext):
     """More canvases; an image of many tiles is made smaller after the tower, and so is each frame of a
     video, which is one tile."""
@@ -113,19 +154,21 @@ class LlavaOnevision(LlavaNext):
     )
     layer: ClassVar[int] = -1
     strategy: ClassVar[str] = "full"
+    unbounded: ClassVar[str | None] = None
+    """``vision_aspect_ratio`` that makes no image smaller, where there is one."""
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         super().make_towers(context, whole)
         stated = whole.get("vision_aspect_ratio", "anyres_max_9")
         said = re.fullmatch(r"anyres_max_([1-9]\d{0,3})", str(stated))
-        if said is None:
+        if said is None and stated != type(self).unbounded:
             raise UnsupportedModel(
                 f"config.json: vision_aspect_ratio = {stated!r}: must be anyres_max_ and a number of tiles"
             )
-        self.most = int(said[1]) * self.side**2
+        self.most = None if said is None else int(said[1]) * self.side**2
 
     def fitted(self, plane: Tensor) -> Tensor:
-        return reduced(plane, self.most)
+        return plane if self.most is None else reduced(plane, self.most)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -147,3 +190,17 @@ class LlavaOnevision(LlavaNext):
             torch.cat((own.flatten(0, 1), end))
             for own in torch.split(kept, [len(frames) for frames in pixels])
         ]
+
+
+class R4B(LlavaOnevision):
+    """R-4B: LLaVA-OneVision's images, behind a norm (Yang et al. 2025, arXiv:2508.21113)."""
+
+    modalities: ClassVar[Sequence[str]] = ("image",)
+    projector_eps: ClassVar[float | None] = 1e-6
+    unbounded: ClassVar[str | None] = "anyres"
+
+
+class Bee(R4B):
+    """Bee-8B: the same with a wider projector (Zhang et al. 2025, arXiv:2510.13795)."""
+
+    projector_widening: ClassVar[int] = 4

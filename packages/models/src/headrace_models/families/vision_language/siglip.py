@@ -1,6 +1,7 @@
-"""SigLIP, and SigLIP 2 of one resolution: texts and images as vectors of one space.
+"""SigLIP and SigLIP 2, of one resolution and of any (NaFlex): texts and images as vectors of one space.
 
-Zhai et al. 2023, arXiv:2303.15343. ``families/encoder/siglip.py`` has the text encoder.
+Zhai et al. 2023, arXiv:2303.15343; Tschannen et al. 2025, arXiv:2502.14786.
+``families/encoder/siglip.py`` has the text encoder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.clip import TOWERS, ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import vision_mlp
+from headrace_models.layers.vision.naflex import NaflexTower
 from headrace_models.layers.vision.shared_space import SharedSpace
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class Siglip(SharedSpace):
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         kind = {"model_type": "siglip_vision_model"}
         vision = {**kind, **part_of(whole, "vision_config")}
-        self.tower = ClipTower(context, vision, _TOWER, final_norm=True)
+        self.make_tower(context, vision)
         settings = Settings({**TOWERS["siglip_vision_model"], **vision})
         if not settings.flag("vision_use_head", True):
             raise UnsupportedModel(
@@ -88,6 +90,13 @@ class Siglip(SharedSpace):
             )
         self._check_size(context, settings.integer("hidden_size"))
         self.media_pooling = AttentionPooling(context, settings)
+
+    def make_tower(self, context: BuildContext, vision: Mapping[str, Any]) -> None:
+        """
+        Args:
+            vision: its part of the config.
+        """
+        self.tower = ClipTower(context, vision, _TOWER, final_norm=True)
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -108,3 +117,26 @@ class Siglip(SharedSpace):
                 f"config.json: vision_config.hidden_size = {size}: must be {context.pooling.embedding_size}, "
                 "the size of a text's vector (text_config.projection_size)"
             )
+
+
+class Siglip2(Siglip):
+    """SigLIP 2 NaFlex: images keep their shape."""
+
+    tower: NaflexTower
+
+    def make_tower(self, context: BuildContext, vision: Mapping[str, Any]) -> None:
+        self.tower = NaflexTower(context, vision, _TOWER)
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [patches, patch * patch * 3] each, and ``spatial_shapes`` [1, 2]: rows
+                and columns of patches.
+        """
+        grids = [(rows, columns) for x in inputs for rows, columns in x["spatial_shapes"].tolist()]
+        states = self.tower.packed(torch.cat([x["pixel_values"] for x in inputs]), grids)
+        images = torch.split(states, [rows * columns for rows, columns in grids])
+        return [self.media_pooling(own[None]) for own in images]

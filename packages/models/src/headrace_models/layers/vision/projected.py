@@ -12,6 +12,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer
+from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
@@ -26,10 +27,15 @@ TOWER_NAMES = (("vision_tower.vision_model.", "vision_tower."),)
 """See :attr:`~headrace_models.layers.vision.media_decoder.MediaDecoder.media_names`."""
 
 
-def projected_rules(target: str) -> tuple[WeightRule, ...]:
-    """Rules of a :class:`ProjectedTower`, by its name in the model."""
+def projected_rules(target: str, name: str = TOWER) -> tuple[WeightRule, ...]:
+    """Rules of a :class:`ProjectedTower`, by its name in the model.
+
+    Args:
+        name: the tower's, as the checkpoint spells it.
+    """
     return (
-        *tower_rules(TOWER, f"{target}.tower"),
+        *tower_rules(name, f"{target}.tower"),
+        WeightRule(f"{PROJECTOR}.pre_norm", f"{target}.first_norm"),
         WeightRule(f"{PROJECTOR}.linear_1", f"{target}.projector.up"),
         WeightRule(f"{PROJECTOR}.linear_2", f"{target}.projector.down"),
     )
@@ -46,13 +52,17 @@ def feature_layer(whole: Mapping[str, Any], default: int) -> int:
     return layer
 
 
-def unread_weights(tower: ClipTower) -> Mapping[str, str]:
-    """For ``ignored_weights``: what lies behind the layer whose states are read."""
+def unread_weights(tower: ClipTower, name: str = TOWER) -> Mapping[str, str]:
+    """For ``ignored_weights``: what lies behind the layer whose states are read.
+
+    Args:
+        name: the tower's.
+    """
     why = "behind the layer of the tower that is read"
     unused = range(len(tower.layers), tower.num_layers)
-    own = {rf"{TOWER}\.encoder\.layers\.{index}\..*": why for index in unused}
+    own = {rf"{name}\.encoder\.layers\.{index}\..*": why for index in unused}
     norm = "" if tower.last_norm is not None else "post_layernorm|"
-    return {**own, rf"{TOWER}\.({norm}head)\..*": why}
+    return {**own, rf"{name}\.({norm}head)\..*": why}
 
 
 class ProjectedTower(Layer):
@@ -63,6 +73,9 @@ class ProjectedTower(Layer):
         hidden_size: the decoder's.
         layer, strategy: what configs leave out: the layer that is read, and which of its states
             (``default``: all but the first; ``full``).
+        norm_eps: of a norm in front of the projector; None: there is none.
+        widening: the decoder's sizes between the projector's products.
+        name: the tower's, as the checkpoint spells it.
     """
 
     def __init__(
@@ -73,17 +86,24 @@ class ProjectedTower(Layer):
         *,
         layer: int = -2,
         strategy: str = "default",
+        norm_eps: float | None = None,
+        widening: int = 1,
+        name: str = TOWER,
     ) -> None:
         settings = Settings(whole)
         vision = part_of(whole, "vision_config")
-        self.tower = ClipTower(context, vision, TOWER, last=feature_layer(whole, layer))
+        self.tower = ClipTower(context, vision, name, last=feature_layer(whole, layer))
         kept = settings.choice("vision_feature_select_strategy", ("default", "full"), strategy)
         self.num_skipped = int(kept == "default")
+        size = self.tower.positions.size
+        self.first_norm: LayerNorm | None = None
+        if norm_eps is not None:
+            self.first_norm = LayerNorm(context, f"{PROJECTOR}.pre_norm", size, norm_eps)
         self.projector = Projector(
             context,
             f"{PROJECTOR}.linear_1",
             f"{PROJECTOR}.linear_2",
-            (self.tower.positions.size, hidden_size, hidden_size),
+            (size, widening * hidden_size, hidden_size),
             settings.activation("projector_hidden_act", default="gelu"),
             bias=settings.flag("multimodal_projector_bias", True),
         )
@@ -97,4 +117,7 @@ class ProjectedTower(Layer):
         """images [I, 3, height, width] -> [I, num_vectors, hidden_size]."""
         kept = self.tower(images)[:, self.num_skipped :].contiguous()
         count, number, _ = kept.shape
-        return self.projector(kept.flatten(0, 1)).view(count, number, -1)
+        flat = kept.flatten(0, 1)
+        if self.first_norm is not None:
+            flat = self.first_norm(flat)
+        return self.projector(flat).view(count, number, -1)

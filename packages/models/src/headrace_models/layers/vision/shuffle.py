@@ -16,3 +16,11 @@ def joined(states: Tensor, side: int, factor: int) -> Tensor:
     short = side // factor
     blocks = states.reshape(count, short, factor, short, factor, size).transpose(2, 3)
     return blocks.reshape(count, short * short, factor * factor * size)
+
+
+def joined_grid(states: Tensor, rows: int, columns: int, factor: int) -> Tensor:
+    """states [rows * columns, H] of one image -> [rows * columns / factor ** 2, factor ** 2 * H], in the
+    order of :func:`joined`."""
+    size = states.shape[-1]
+    blocks = states.reshape(rows // factor, factor, columns // factor, factor, size)
+    return blocks.transpose(1, 2).reshape(-1, factor * factor * size)

@@ -1,0 +1,75 @@
+"""Llama 3.1 Nemotron Nano VL: tiles of an image through RADIO, four patches a vector, in front of Llama.
+
+NVIDIA 2025, "Llama-3.1-Nemotron-Nano-VL-8B-V1"; the projector is InternVL's (Chen et al. 2024,
+arXiv:2404.16821).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.config.settings import Settings
+from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.radio import RadioTower, radio_rules
+from headrace_models.layers.vision.shuffle import joined
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+_TOWER, _PROJECTOR = "vision_model.radio_model", "mlp1"
+_EPS = 1e-5
+
+
+class NemotronNanoVL(MediaDecoder):
+    """Four patches of a tile are a vector."""
+
+    media_rules: ClassVar[Sequence[WeightRule]] = (
+        *radio_rules(_TOWER, "tower"),
+        WeightRule(f"{_PROJECTOR}.0", "projector_norm"),
+        WeightRule(f"{_PROJECTOR}.1", "projector.up"),
+        WeightRule(f"{_PROJECTOR}.3", "projector.down"),
+    )
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        settings = Settings(whole)
+        settings.refuse("ps_version", "v2")
+        self.tower = RadioTower(context, part_of(whole, "vision_config"), _TOWER)
+        settings.refuse("vit_hidden_size", self.tower.size)
+        self.side = settings.integer("force_image_size") // self.tower.patch
+        ratio = settings.positive("downsample_ratio", 0.5)
+        self.merge = round(1 / ratio)
+        if self.merge * ratio != 1 or self.side % self.merge:
+            raise UnsupportedModel(
+                f"config.json: downsample_ratio = {ratio}: {self.side} rows of patches are not so many whole "
+                "vectors"
+            )
+        unit = self.tower.size * self.merge**2
+        sizes = unit, settings.integer("projector_hidden_size"), self.hidden_size()
+        self.projector_norm = LayerNorm(context, f"{_PROJECTOR}.0", unit, _EPS)
+        self.projector = Projector(context, f"{_PROJECTOR}.1", f"{_PROJECTOR}.3", sizes, "gelu")
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """What the tower says of a whole image."""
+        return {r"vision_model\.radio_model\.summary_idxs": "of the summary, which is not taken"}
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [tiles, 3, side, side] each, in numbers from 0 to 1.
+        """
+        tiles = [item["pixel_values"] for item in inputs]
+        units = joined(self.tower(torch.cat(tiles)), self.side, self.merge)
+        vectors = self.projector(self.projector_norm(units.flatten(0, 1)))
+        return torch.split(vectors, [len(own) * units.shape[1] for own in tiles])

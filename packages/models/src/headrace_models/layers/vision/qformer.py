@@ -1,0 +1,169 @@
+"""A Q-Former: learned queries that attend to each other and to the states of an image, by BERT's blocks.
+
+Li et al. 2023, arXiv:2301.12597, section 3.1. Letters: I images, Q queries, H their size, S states of an
+image, V their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.config.settings import MAX_LAYERS, Settings
+from headrace_models.layers.base import Layer, Part
+from headrace_models.layers.linear import Linear
+from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.vision.clip import Vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+QFORMER, QUERIES = "qformer", "query_tokens"
+_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+    "hidden_act": "gelu", "layer_norm_eps": 1e-12, "cross_attention_frequency": 2,
+}  # fmt: skip
+"""Values that configs may leave out."""
+
+
+def qformer_rules(target: str) -> tuple[WeightRule, ...]:
+    """Rules of a :class:`QFormer`, by its name in the model."""
+    source, own = f"{QFORMER}.encoder.layer.{{}}", f"{target}.layers.{{}}"
+    attentions = (
+        WeightRule(f"{source}.{theirs}.{a}", f"{own}.{mine}.{b}")
+        for theirs, mine in (("attention", "among"), ("crossattention", "across"))
+        for a, b in (
+            ("attention.query", "query"),
+            ("attention.key", "key"),
+            ("attention.value", "value"),
+            ("output.dense", "out"),
+            ("output.LayerNorm", "norm"),
+        )
+    )
+    return (
+        WeightRule(QUERIES, f"{target}.queries.vector"),
+        WeightRule(f"{QFORMER}.layernorm", f"{target}.first_norm"),
+        *attentions,
+        WeightRule(f"{source}.intermediate_query.dense", f"{own}.up"),
+        WeightRule(f"{source}.output_query.dense", f"{own}.down"),
+        WeightRule(f"{source}.output_query.LayerNorm", f"{own}.norm"),
+    )
+
+
+class QFormer(Layer):
+    """States of images -> Q vectors for each.
+
+    Args:
+        stated: the part of the config.
+        number: queries.
+        state_size: V.
+    """
+
+    def __init__(
+        self, context: BuildContext, stated: Mapping[str, Any], number: int, state_size: int
+    ) -> None:
+        settings = Settings({**_DEFAULTS, **stated})
+        self.size = settings.integer("hidden_size")
+        heads = settings.integer("num_attention_heads")
+        if self.size % heads:
+            raise UnsupportedModel(
+                f"config.json: qformer_config.hidden_size = {self.size}: must be so many whole heads as "
+                f"num_attention_heads = {heads}"
+            )
+        every = settings.integer("cross_attention_frequency")
+        self.queries = Vector(QUERIES, 1, number, self.size)
+        eps = settings.number("layer_norm_eps")
+        self.first_norm = LayerNorm(context, f"{QFORMER}.layernorm", self.size, eps)
+        self.layers = [
+            QFormerBlock(
+                context,
+                settings,
+                f"{QFORMER}.encoder.layer.{index}",
+                None if index % every else state_size,
+            )
+            for index in range(settings.integer("num_hidden_layers", maximum=MAX_LAYERS))
+        ]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """states [I, S, V] -> [I, Q, H]."""
+        x = self.first_norm(self.queries.vector).expand(len(states), -1, -1)
+        for layer in self.layers:
+            x = layer(x, states)
+        return x
+
+
+class QFormerBlock(Layer):
+    """``norm(x + attention(x))`` among the queries, the same across to the image, and ``norm(x + mlp(x))``.
+
+    Args:
+        name: as the checkpoint spells it.
+        state_size: V; None: this block does not see the image.
+    """
+
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, state_size: int | None
+    ) -> None:
+        size, eps = settings.integer("hidden_size"), settings.number("layer_norm_eps")
+        heads = settings.integer("num_attention_heads")
+        self.among = NormedAttention(context, f"{name}.attention", (size, size), heads, eps)
+        self.across: NormedAttention | None = None
+        if state_size is not None:
+            self.across = NormedAttention(
+                context, f"{name}.crossattention", (size, state_size), heads, eps
+            )
+        inner = settings.integer("intermediate_size")
+        self.activation = settings.activation("hidden_act")
+        self.up = Linear(
+            context, f"{name}.intermediate_query.dense", size, [Part(inner)], bias=True
+        )
+        self.down = Linear(context, f"{name}.output_query.dense", inner, [Part(size)], bias=True)
+        self.norm = LayerNorm(context, f"{name}.output_query.LayerNorm", size, eps)
+
+    def __call__(self, x: Tensor, states: Tensor) -> Tensor:
+        """x [I, Q, H], states [I, S, V] -> [I, Q, H]."""
+        x = self.among(x, x)
+        if self.across is not None:
+            x = self.across(x, states)
+        flat = x.flatten(0, 1)
+        return self.norm(flat + self.down(self.up.activated(flat, self.activation))).view(x.shape)
+
+
+class NormedAttention(Layer):
+    """``norm(x + attention(x, states))``. The ops' attention has as many keys as queries, so this is torch's.
+
+    Args:
+        sizes: of the queries' vectors and of the states.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, sizes: tuple[int, int], heads: int, eps: float
+    ) -> None:
+        size, state_size = sizes
+        self.num_heads = heads
+        self.query, self.key, self.value = (
+            Linear(context, f"{name}.attention.{which}", width, [Part(size)], bias=True)
+            for which, width in (("query", size), ("key", state_size), ("value", state_size))
+        )
+        self.out = Linear(context, f"{name}.output.dense", size, [Part(size)], bias=True)
+        self.norm = LayerNorm(context, f"{name}.output.LayerNorm", size, eps)
+
+    def __call__(self, x: Tensor, states: Tensor) -> Tensor:
+        """x [I, Q, H], states [I, S, V] -> [I, Q, H]."""
+        found = functional.scaled_dot_product_attention(
+            self._by_head(self.query, x),
+            self._by_head(self.key, states),
+            self._by_head(self.value, states),
+        )
+        flat = found.transpose(1, 2).flatten(2).flatten(0, 1)
+        return self.norm(self.out(flat) + x.flatten(0, 1)).view(x.shape)
+
+    def _by_head(self, layer: Linear, x: Tensor) -> Tensor:
+        """x [I, N, ...] -> [I, heads, N, H / heads]."""
+        made = layer(x.flatten(0, 1))
+        return made.view(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
