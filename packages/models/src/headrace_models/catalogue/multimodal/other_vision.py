@@ -102,6 +102,15 @@ ROWS = (
         ("vision_model", "multi_modal_projector"),
     ),
     Wrapper(
+        "MolmoForCausalLM",
+        {"molmo": "MolmoTextForCausalLM"},
+        "Molmo 7B and 72B",
+        ("vision_backbone",),
+        towers={"": "vision_language.molmo:Molmo"},
+        takes={"vision_backbone": ("image",)},
+        more_tokens=128,
+    ),
+    Wrapper(
         "Ovis2ForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
         "Ovis2",

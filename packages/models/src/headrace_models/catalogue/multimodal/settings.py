@@ -99,7 +99,15 @@ def joined_settings(
     if wrapper is None:
         return dict(text)
     shared = {key: whole[key] for key in wrapper.shared if whole.get(key) is not None}
-    return {**wrapper.defaults, **text, **shared}
+    return _with_more_tokens({**wrapper.defaults, **text, **shared}, wrapper.more_tokens)
+
+
+def _with_more_tokens(text: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """With ``vocab_size`` of all tokens, and ``embedding_size`` of the head's (:attr:`Wrapper.more_tokens`)."""
+    answers = text.get("embedding_size") or text.get("vocab_size")
+    if not number or type(answers) is not int:
+        return dict(text)
+    return {**text, "embedding_size": answers, "vocab_size": answers + number}
 
 
 def ties_by_tensors(

@@ -65,6 +65,9 @@ class Wrapper:
     """Settings of the language model that configs may leave out."""
     shared: tuple[str, ...] = ()
     """Settings of the whole's config that hold for the language model, whatever its own part says."""
+    more_tokens: int = 0
+    """Tokens behind the head's that prompts may have and answers may not (they mark media), where
+    ``vocab_size`` leaves them out."""
     task: str = "generate"
     """``generate`` or ``pool``, as in :class:`~headrace_models.catalogue.row.Architecture`."""
 
