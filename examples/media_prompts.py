@@ -158,6 +158,11 @@ ONE_ITEM: Mapping[str, Row] = {
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
+    "molmo": Row(  # its images stand in front of the prompt, whatever that says
+        "allenai/Molmo-7B-D-0924",
+        "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n", _IMAGE,
+        settings=_sizes(None, dtype="bfloat16"),
+    ),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
     ),

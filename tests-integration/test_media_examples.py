@@ -70,6 +70,7 @@ ONE_IMAGE = {
     "llava-next": "[INST] <image>\nWhy? [/INST]",
     "llava-onevision": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
+    "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
     "paligemma": "caption en",

@@ -129,12 +129,12 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV",
+    "Phi4MultimodalForCausalLM", "MiniCPMV", "MolmoForCausalLM",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
-(:func:`test_phi_4_multimodal`)."""
+(:func:`test_phi_4_multimodal`); Molmo has a file of its own (``test_vision_molmo.py``)."""
 REMOTE_KINDS = {"kimi_k2"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [

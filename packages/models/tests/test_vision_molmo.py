@@ -21,7 +21,8 @@ from headrace_core.errors import UnsupportedModel
 ANSWERS, MORE, PATCH, SIDE, SIZE = 100, 128, 7, 3, 36
 LAYERS, BETWEEN = 10, 50
 NAMES = {
-    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
     "self_attn.out_proj": "attention.wo", "layer_norm1": "attention_norm", "layer_norm2": "ffn_norm",
     "mlp.fc1": "feed_forward.w1", "mlp.fc2": "feed_forward.w2",
 }  # fmt: skip
@@ -180,9 +181,7 @@ class TestMolmo(VisionConformance):
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         return {"images": images}
 
-    def test_too_few_layers_are_refused(
-        self, reference: Any, folder: Path, tmp_path: Path
-    ) -> None:
+    def test_too_few_layers_are_refused(self, reference: Any, folder: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         config["vision_backbone"]["image_num_layers"] = 8
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -103,7 +103,8 @@ def joined_settings(
 
 
 def _with_more_tokens(text: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """With ``vocab_size`` of all tokens, and ``embedding_size`` of the head's (:attr:`Wrapper.more_tokens`)."""
+    """With ``vocab_size`` of all tokens, and ``embedding_size`` of the head's; see
+    :attr:`Wrapper.more_tokens`."""
     answers = text.get("embedding_size") or text.get("vocab_size")
     if not number or type(answers) is not int:
         return dict(text)

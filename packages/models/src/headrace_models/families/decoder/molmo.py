@@ -95,9 +95,15 @@ class MolmoTextForCausalLM(LlamaDecoder):
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         both = self.settings.integer("intermediate_size", minimum=2)
-        names = {"fused_name": "ff_proj", "down_name": "ff_out"}
         return GatedMLP(
-            context, name, self.hidden_size(), both // 2, "silu", stored_fused=True, **names
+            context,
+            name,
+            self.hidden_size(),
+            both // 2,
+            "silu",
+            stored_fused=True,
+            fused_name="ff_proj",
+            down_name="ff_out",
         )
 
     def _tokens(self) -> tuple[int, int]:

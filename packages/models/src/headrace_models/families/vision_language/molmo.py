@@ -111,7 +111,8 @@ class Molmo(MediaDecoder):
         is_empty = (masks == 0)[..., None].to(states)
         is_partial = ((masks < 1) & (masks != 0))[..., None].to(states)
         empty, partial = self.padding.vector
-        return states + empty * is_empty + partial * is_partial
+        marked: Tensor = states + empty * is_empty + partial * is_partial
+        return marked
 
 
 class _Tower(Layer):
@@ -168,8 +169,9 @@ class _Tower(Layer):
         rows, columns = self.grid
         x = states.view(len(states), rows, columns, -1)
         x = functional.pad(x, (0, 0, 0, columns % _POOLED, 0, rows % _POOLED))
-        x = x.unflatten(2, (-1, _POOLED)).unflatten(1, (-1, _POOLED)).transpose(2, 3)
-        return x.flatten(3, 4).flatten(0, 2)
+        count, height, width, size = x.shape
+        cut = x.reshape(count, height // _POOLED, _POOLED, width // _POOLED, _POOLED, size)
+        return cut.transpose(2, 3).reshape(-1, _POOLED**2, size)
 
 
 class _Pool(Layer):
@@ -191,8 +193,9 @@ class _Pool(Layer):
         count = len(squares)
         flat = squares.flatten(0, 1)
         found = (self.q(squares.mean(dim=1)), self.k(flat), self.v(flat))
-        q, k, v = (x.view(count, -1, self.num_heads, x.shape[-1] // self.num_heads) for x in found)
-        seen = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        size = found[0].shape[-1] // self.num_heads
+        q, k, v = (x.view(count, -1, self.num_heads, size).transpose(1, 2) for x in found)
+        seen = functional.scaled_dot_product_attention(q, k, v)
         return self.o(seen.transpose(1, 2).reshape(count, -1))
 
 

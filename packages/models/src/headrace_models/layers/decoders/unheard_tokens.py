@@ -28,9 +28,7 @@ class EmbeddingInTwo(Embedding):
         rows: of each.
     """
 
-    def __init__(
-        self, context: BuildContext, name: str, rows: tuple[int, int], size: int
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, rows: tuple[int, int], size: int) -> None:
         super().__init__(context, name, sum(rows), size)
         self.rows = rows
 
@@ -52,9 +50,7 @@ class ShortHead(WeightLayer):
         rows: that are stored, and all of the vocabulary.
     """
 
-    def __init__(
-        self, context: BuildContext, name: str, rows: tuple[int, int], size: int
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, rows: tuple[int, int], size: int) -> None:
         self.name, self.ops, self.rows, self.size = name, context.ops, rows, size
         self.packed: PackedLinear | None = None
         self.bias: Tensor | None = None
