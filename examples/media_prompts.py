@@ -163,6 +163,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n", _IMAGE,
         settings=_sizes(None, dtype="bfloat16"),
     ),
+    "ovis": Row(
+        "AIDC-AI/Ovis2-1B", CHATML_WITH_SYSTEM.format("{media}\n{question}"), _IMAGE,
+        settings=_sizes(4096, 2, dtype="half"),
+    ),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
     ),

@@ -71,6 +71,8 @@ ONE_IMAGE = {
     "llava-onevision": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "ovis": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    "<image>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
     "paligemma": "caption en",

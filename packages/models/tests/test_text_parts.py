@@ -122,6 +122,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "use_spatial_sampling": False,
     },
     "LlavaOnevisionForConditionalGeneration": {"image_grid_pinpoints": [[28, 56]]},
+    "Ovis2ForConditionalGeneration": {"hidden_size": 64},
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
 OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl"}
@@ -130,11 +131,12 @@ BY_HAND = {
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM", "MiniCPMV", "MolmoForCausalLM",
+    "Ovis",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
-(:func:`test_phi_4_multimodal`); Molmo has a file of its own (``test_vision_molmo.py``)."""
+(:func:`test_phi_4_multimodal`); Molmo and Ovis have files of their own (``test_vision_*.py``)."""
 REMOTE_KINDS = {"kimi_k2"}
 """Kinds of configs that only checkpoints' own code knows."""
 CASES = [

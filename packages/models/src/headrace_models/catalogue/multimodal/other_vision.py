@@ -111,10 +111,20 @@ ROWS = (
         more_tokens=128,
     ),
     Wrapper(
+        "Ovis",
+        {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
+        "Ovis 1.6 and 2",
+        ("visual_tokenizer", "vte"),
+        renames=((r"^llm\.", ""),),
+        towers={"": "vision_language.ovis:Ovis"},
+        takes={"visual_tokenizer_config": ("image",)},
+    ),
+    Wrapper(
         "Ovis2ForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
         "Ovis2",
         ("vision_tower", "visual_embeddings_table"),
+        towers={"ovis2_vision": "vision_language.ovis:Ovis2"},
     ),
     Wrapper(
         "VideoLlama3ForConditionalGeneration",
