@@ -109,8 +109,8 @@ class Ovis2Processor(_OvisProcessor):
         number = processor_settings(path).get("image_seq_length", 256)
         if number != self.words:
             raise UnsupportedModel(
-                f"processor_config.json: image_seq_length = {number!r}: the tower makes {self.words} words of "
-                "a tile"
+                f"processor_config.json: image_seq_length = {number!r}: the tower makes {self.words} words "
+                "of a tile"
             )
         self._cuts = _flag(self.stated, "crop_to_patches", False)
         self._covers = _flag(self.stated, "use_covering_area_grid", True)
