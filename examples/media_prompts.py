@@ -121,6 +121,9 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
     ),
+    "fuyu": Row(
+        "adept/fuyu-8b", "{question}\n", {"image": ""}, settings=_sizes(2048, 2), most=1
+    ),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",

@@ -59,6 +59,7 @@ ONE_IMAGE = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "fuyu": "Why?\n",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4_1v": GLM,
     "glm4_5v": GLM,

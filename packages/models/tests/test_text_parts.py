@@ -137,8 +137,8 @@ BY_HAND = {
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
 (:func:`test_phi_4_multimodal`); Molmo and Ovis have files of their own (``test_vision_*.py``)."""
-REMOTE_KINDS = {"kimi_k2"}
-"""Kinds of configs that only checkpoints' own code knows."""
+REMOTE_KINDS = {"fuyu", "kimi_k2"}
+"""Kinds of configs that only checkpoints' own code knows, or of a flat one that a file of its own tests."""
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
@@ -412,7 +412,6 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
-        ("FuyuForCausalLM", "persimmon", "text_config", "vision_embed_tokens", {}),
         ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
     ],
 )

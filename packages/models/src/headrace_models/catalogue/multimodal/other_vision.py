@@ -33,9 +33,11 @@ ROWS = (
     ),
     Wrapper(
         "FuyuForCausalLM",
-        {"persimmon": "PersimmonForCausalLM"},
+        {"persimmon": "PersimmonForCausalLM", "fuyu": "PersimmonForCausalLM"},
         "Fuyu 8B",
         ("vision_embed_tokens",),
+        towers={"": "vision_language.fuyu:Fuyu"},
+        takes={"patch_size": ("image",)},
     ),
     Wrapper(
         "GotOcr2ForConditionalGeneration",
