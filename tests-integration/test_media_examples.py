@@ -432,7 +432,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
+        ("vision_language", ["-m", "nobody"], "invalid choice: 'nobody' (choose from"),
         ("audio_language", ["-m", "ultravox"],
          "choose from 'audioflamingo3', 'qwen2_audio', 'qwen2_5_omni', 'whisper'"),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
