@@ -117,6 +117,9 @@ ONE_ITEM: Mapping[str, Row] = {
         "CohereLabs/aya-vision-8b", COHERE, _IMAGE,
         settings=_sizes(2048, 2, mm_processor_kwargs={"crop_to_patches": True}),
     ),
+    "chameleon": Row(
+        "facebook/chameleon-7b", "{question}{media}", _IMAGE, settings=_sizes(4096, 2)
+    ),
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),

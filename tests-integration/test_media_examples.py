@@ -57,6 +57,7 @@ ONE_IMAGE = {
     "aria": "<|im_start|>user\n<fim_prefix><|img|><fim_suffix>Why?<|im_end|>\n<|im_start|>assistant\n",
     "aya_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><image>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "chameleon": "Why?<image>",
     "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "fuyu": "Why?\n",

@@ -131,12 +131,12 @@ BY_HAND = {
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
     "Phi4MultimodalForCausalLM", "MiniCPMV", "MolmoForCausalLM",
-    "Ovis",
+    "Ovis", "ChameleonForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
-(:func:`test_phi_4_multimodal`); Molmo and Ovis have files of their own (``test_vision_*.py``)."""
+(:func:`test_phi_4_multimodal`); Molmo, Ovis and Chameleon have files of their own (``test_vision_*.py``)."""
 REMOTE_KINDS = {"fuyu", "kimi_k2"}
 """Kinds of configs that only checkpoints' own code knows, or of a flat one that a file of its own tests."""
 CASES = [

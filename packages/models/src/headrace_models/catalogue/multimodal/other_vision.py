@@ -7,6 +7,14 @@ from headrace_models.catalogue.multimodal.wrapper import Wrapper
 ROWS = (
     Wrapper("AriaForConditionalGeneration", {"aria_text": "AriaTextForCausalLM"}, "Aria"),
     Wrapper(
+        "ChameleonForConditionalGeneration",
+        {"chameleon": "ChameleonTextForCausalLM"},
+        "Chameleon 7B and 34B",
+        ("vqmodel",),
+        towers={"": "vision_language.chameleon:Chameleon"},
+        takes={"vq_config": ("image",)},
+    ),
+    Wrapper(
         "DeepseekVLForConditionalGeneration",
         {"llama": "LlamaForCausalLM"},
         "DeepSeek-VL",
@@ -78,8 +86,8 @@ ROWS = (
     ),
     Wrapper(
         "MiniCPMV",
-        {"2.6": "Qwen2ForCausalLM"},
-        "MiniCPM-V 2.6",
+        {"2.6": "Qwen2ForCausalLM", "4.0": "LlamaForCausalLM", "4.5": "Qwen3ForCausalLM"},
+        "MiniCPM-V 2.6, 4.0 and 4.5",
         ("vpm", "resampler"),
         renames=((r"^llm\.", ""),),
         text_key="version",

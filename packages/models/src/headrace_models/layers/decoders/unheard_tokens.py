@@ -1,9 +1,8 @@
-"""A vocabulary whose last tokens have vectors and no logits: they mark media in prompts, and are never
-answers."""
+"""A vocabulary some of whose tokens are never answers: they stand for media, or mark them in prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,14 +43,23 @@ class EmbeddingInTwo(Embedding):
 
 
 class ShortHead(WeightLayer):
-    """A head that has no rows for the last tokens, whose logits are as low as any.
+    """A head some of whose tokens' logits are as low as any.
 
     Args:
-        rows: that are stored, and all of the vocabulary.
+        rows: that are stored, and all of the vocabulary: it has no rows for the last tokens.
+        silent: further tokens that are never answers.
     """
 
-    def __init__(self, context: BuildContext, name: str, rows: tuple[int, int], size: int) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        rows: tuple[int, int],
+        size: int,
+        silent: Sequence[int] = (),
+    ) -> None:
         self.name, self.ops, self.rows, self.size = name, context.ops, rows, size
+        self.silent = list(silent)
         self.packed: PackedLinear | None = None
         self.bias: Tensor | None = None
 
@@ -61,10 +69,14 @@ class ShortHead(WeightLayer):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         weight = tensors["weight"]
         stored, every = self.rows
-        whole = torch.cat((weight, weight.new_zeros(every - stored, self.size)))
-        self.packed = self.ops.linear.pack(whole)
+        if every > stored:
+            weight = torch.cat((weight, weight.new_zeros(every - stored, self.size)))
+        if self.silent:
+            weight = weight.index_fill(0, torch.tensor(self.silent, device=weight.device), 0.0)
+        self.packed = self.ops.linear.pack(weight)
         self.bias = weight.new_zeros(every)
         self.bias[stored:] = _LEAST
+        self.bias[self.silent] = _LEAST
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, tokens]."""
