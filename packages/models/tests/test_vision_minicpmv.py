@@ -1,11 +1,11 @@
-"""MiniCPM-V 2.6 beside a plain reading of it."""
+"""MiniCPM-V 2.6, 4.0 and 4.5 beside a plain reading of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,16 +23,20 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
-class TestMiniCPMV(VisionConformance):
+class MiniCPMV(VisionConformance):
+    version: ClassVar[float]
+    more: ClassVar[dict[str, Any]] = {}
+
     def hf_class(self) -> Any:
         return PlainMiniCPMV
 
     def hf_config(self) -> Any:
         return {
-            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
+            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": self.version,
             "vision_config": {**VISION, "model_type": "siglip"}, "query_num": QUERIES,
             "drop_vision_last_layer": False, "slice_config": {"max_slice_nums": 9},
             "image_token": IMAGE, **TEXT, "hidden_size": SIZE, "tie_word_embeddings": False,
+            **self.more,
         }  # fmt: skip
 
     def images(self) -> Sequence[dict[str, Tensor]]:
@@ -56,6 +60,10 @@ class TestMiniCPMV(VisionConformance):
         own, other = self.embed(model, [first, {**first, "pixel_values": pixels}])
         differs = (own - other).abs().amax(dim=1) > 1e-4
         assert differs.tolist() == [True] * QUERIES + [False] * 2 * QUERIES
+
+
+class TestMiniCPMV(MiniCPMV):
+    version = 2.6
 
     @pytest.mark.parametrize(
         ("change", "named"),
@@ -87,3 +95,12 @@ class TestMiniCPMV(VisionConformance):
             self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
+
+
+class TestMiniCPMV4(MiniCPMV):
+    version = 4.0
+
+
+class TestMiniCPMV45(MiniCPMV):
+    version = 4.5
+    more: ClassVar = {"head_dim": 64}

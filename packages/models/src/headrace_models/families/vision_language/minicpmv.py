@@ -1,4 +1,5 @@
-"""MiniCPM-V 2.6: SigLIP's tower on slices of any shape, and a resampler that makes as many vectors of each.
+"""MiniCPM-V 2.6, 4.0 and 4.5: SigLIP's tower on slices of any shape, and a resampler that makes as
+many vectors of each.
 
 Yao et al. 2024, arXiv:2408.01800.
 """
