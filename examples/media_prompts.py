@@ -160,6 +160,10 @@ ONE_ITEM: Mapping[str, Row] = {
         "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n",
         {"image": "<image>", "video": "<video>"}, settings=_sizes(16384),
     ),
+    "minicpmv": Row(
+        "openbmb/MiniCPM-V-2_6", None, {"image": "", "video": ""}, settings=_sizes(4096, 2),
+        stop_token_ids=(151645, 151643),
+    ),
     "mistral3": Row(
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),

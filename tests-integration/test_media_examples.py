@@ -71,6 +71,7 @@ ONE_IMAGE = {
     "llava": "USER: <image>\nWhy?\nASSISTANT:",
     "llava-next": "[INST] <image>\nWhy? [/INST]",
     "llava-onevision": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "minicpmv": None,
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "ovis": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
@@ -90,6 +91,7 @@ ONE_IMAGE = {
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "minicpmv": None,
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,
     "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",

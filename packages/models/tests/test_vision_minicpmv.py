@@ -11,7 +11,8 @@ import pytest
 import torch
 from test_vision_language import TEXT, drawn
 from torch import Tensor
-from vision_conformance import IMAGE, VisionConformance
+from video_conformance import VALUES, VideoConformance
+from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
 from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
@@ -23,7 +24,8 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
-class MiniCPMV(VisionConformance):
+class MiniCPMV(VideoConformance):
+    placeholders = (IMAGE, IMAGE)
     version: ClassVar[float]
     more: ClassVar[dict[str, Any]] = {}
 
@@ -51,7 +53,29 @@ class MiniCPMV(VisionConformance):
         ]
 
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-        return {"images": images}
+        found = [{"pixel_values": x.get("pixel_values", x.get(VALUES)), **x} for x in images]
+        return {"images": found}
+
+    def videos(self) -> Sequence[dict[str, Tensor]]:
+        """Of two frames and of one."""
+        grids = [[(3, 4), (3, 4)], [(4, 2)]]
+        return [
+            {
+                VALUES: drawn(9 + len(own), sum(r * c for r, c in own), 3 * PATCH**2),
+                "tgt_sizes": torch.tensor(own),
+            }
+            for own in grids
+        ]
+
+    def times(self, video: dict[str, Tensor]) -> int:
+        return len(video["tgt_sizes"])
+
+    def test_without_media_no_tower_is_loaded(
+        self, reference: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The processor has another name than the reference's class."""
+        monkeypatch.setattr(type(self), "hf_class", lambda _: type("MiniCPMV", (), {}))
+        super().test_without_media_no_tower_is_loaded(reference, folder, monkeypatch)
 
     def test_other_pixels_are_another_image(self, model: Any) -> None:
         """A slice of an image changes its own vectors, and no others."""

@@ -1,6 +1,6 @@
 """A plain reading of MiniCPM-V 2.6 and later, which transformers does not have: its tower and its language
-model are transformers' (Idefics 2's tower has the same places), its resampler is written with torch's attention, by
-the paper (arXiv:2408.01800) and the names in the published files."""
+model are transformers' (Idefics 2's tower has the same places), its resampler is written with torch's
+attention, by the paper (arXiv:2408.01800) and the names in the published files."""
 
 from __future__ import annotations
 

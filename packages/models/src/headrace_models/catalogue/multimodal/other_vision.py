@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_models.catalogue.multimodal.wrapper import Wrapper
+from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 ROWS = (
     Wrapper("AriaForConditionalGeneration", {"aria_text": "AriaTextForCausalLM"}, "Aria"),
@@ -92,6 +92,7 @@ ROWS = (
         renames=((r"^llm\.", ""),),
         text_key="version",
         towers={"": "vision_language.minicpmv:MiniCPMV"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "MiniCPMV4_6ForConditionalGeneration",
