@@ -314,6 +314,32 @@ def save_minicpmv(folder: Path) -> Any:
     return finish(folder, PlainMiniCPMV(config), "<unk>", end)
 
 
+def save_ovis2(folder: Path) -> Any:
+    """Tiles of 16 x 16 pixels, 4 words each, between marks that take vectors as well."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<image>", "<IMG_ATOM>", *marks))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4, "hidden_stride": 2, "vocab_size": 40,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = Ovis2Config(
+        vision_config=vision, text_config=text, vocab_size=TEXT["vocab_size"],
+        hidden_size=TEXT["hidden_size"], image_token_id=ids["<IMG_ATOM>"],
+        visual_indicator_token_ids=[ids[mark] for mark in marks], tie_word_embeddings=False,
+    )  # fmt: skip
+    Ovis2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4
+    ).save_pretrained(folder)
+    (folder / "processor_config.json").write_text('{"image_seq_length": 4}')
+    return finish(folder, Ovis2ForConditionalGeneration(config), "<image>", end)
+
+
 def pixtral_images(**settings: Any) -> Any:
     """The library's image processor on Pillow."""
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil

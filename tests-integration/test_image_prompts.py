@@ -23,6 +23,7 @@ from image_checkpoints import (
     save_llama4,
     save_llava,
     save_minicpmv,
+    save_ovis2,
     save_pixtral,
     save_qwen2_vl,
     save_qwen3_vl,
@@ -155,6 +156,20 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {"images": found, "items": items}
 
 
+def of_ovis2(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    made = Ovis2ImageProcessorPil.from_pretrained(folder)(images=list(images), return_tensors="pt")
+    texts = []
+    for rows, columns in made["grids"].tolist():
+        tile = "<IMG_ATOM>" * 4
+        cut = "<IMG_ROW>".join(["<IMG_COL>".join([tile] * columns)] * rows)
+        cut = cut if rows * columns > 1 else ""
+        texts.append(f"<IMG_START>{tile}<IMG_GRID>{cut}<IMG_END>")
+    items = [token_ids(folder, text) for text in texts]
+    return {"pixel_values": made["pixel_values"], "items": items}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -166,12 +181,15 @@ def of_minicpmv(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "internvl_chat",
         "llama4",
         "minicpmv",
+        "ovis2",
     ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "minicpmv":
         return Seer(folder, save_minicpmv(folder), "<unk>", "<unk>", of_minicpmv)
+    if request.param == "ovis2":
+        return Seer(folder, save_ovis2(folder), "<image>", "<image>", of_ovis2)
     if request.param == "llama4":
         mark = "<|image|>"
         return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)
