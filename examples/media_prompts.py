@@ -133,6 +133,15 @@ ONE_ITEM: Mapping[str, Row] = {
         {"image": "<start_of_image>"},
         settings=_sizes(2048, 2, mm_processor_kwargs={"do_pan_and_scan": True}),
     ),
+    "glm4v": Row(
+        "zai-org/glm-4v-9b", "<|user|>\n{media}{question}<|assistant|>",
+        {"image": "<|begin_of_image|><|endoftext|><|end_of_image|>"},
+        settings=_sizes(
+            2048, 2, enforce_eager=True,
+            hf_overrides={"architectures": ["GLM4VForCausalLM"]},
+        ),
+        stop_token_ids=(151329, 151336, 151338), most=1,
+    ),
     "glm4_1v": Row("zai-org/GLM-4.1V-9B-Thinking", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
     "glm4_5v": Row("zai-org/GLM-4.5V", GLM, _GLM_IMAGE, settings=_GLM_SIZES),
     "idefics3": Row(

@@ -62,6 +62,7 @@ ONE_IMAGE = {
     "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "fuyu": "Why?\n",
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
+    "glm4v": "<|user|>\n<|begin_of_image|><|endoftext|><|end_of_image|>Why?<|assistant|>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",

@@ -48,6 +48,13 @@ ROWS = (
         takes={"patch_size": ("image",)},
     ),
     Wrapper(
+        "GLM4VForCausalLM",
+        {"chatglm": "ChatGLMModel"},
+        "GLM-4V 9B",
+        ("transformer.vision",),
+        towers={"": "vision_language.glm_4v_9b:Glm4V9B"},
+    ),
+    Wrapper(
         "GotOcr2ForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM"},
         "GOT-OCR 2",

@@ -9,6 +9,7 @@ from headrace_models.catalogue.multimodal.rows import WRAPPERS
 from headrace_models.catalogue.multimodal.wrapper import PREFIXES, nested_settings
 
 _HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
+          "transformer.output_layer.",
           "thinker.lm_head.", "llm.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""
 
