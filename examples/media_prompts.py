@@ -194,6 +194,12 @@ ONE_ITEM: Mapping[str, Row] = {
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
     ),
+    "qwen_vl": Row(
+        "Qwen/Qwen-VL", "{question}{media}", {"image": "Picture {number}: <img></img>\n"},
+        settings=_sizes(
+            1024, 2, hf_overrides={"architectures": ["QwenVLForConditionalGeneration"]}
+        ),
+    ),
     "qwen2_vl": Row("Qwen/Qwen2-VL-7B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
     "qwen2_5_vl": Row("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
     "qwen2_5_omni": Row(

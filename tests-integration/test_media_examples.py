@@ -82,6 +82,7 @@ ONE_IMAGE = {
     "paligemma": "caption en",
     "paligemma2": "caption en",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
+    "qwen_vl": "Why?Picture 1: <img></img>\n",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
     "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",

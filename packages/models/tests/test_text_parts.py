@@ -137,7 +137,7 @@ BY_HAND = {
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), or the config is flat
 (:func:`test_phi_4_multimodal`); Molmo, Ovis and Chameleon have files of their own (``test_vision_*.py``)."""
-REMOTE_KINDS = {"chatglm", "fuyu", "kimi_k2"}
+REMOTE_KINDS = {"chatglm", "fuyu", "kimi_k2", "qwen"}
 """Kinds of configs that only checkpoints' own code knows, or of a flat one that a file of its own tests."""
 CASES = [
     (name, kind)

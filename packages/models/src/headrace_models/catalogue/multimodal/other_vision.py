@@ -145,6 +145,14 @@ ROWS = (
         towers={"ovis2_vision": "vision_language.ovis:Ovis2"},
     ),
     Wrapper(
+        "QwenVLForConditionalGeneration",
+        {"qwen": "QWenLMHeadModel"},
+        "Qwen-VL, Qwen-VL-Chat",
+        ("transformer.visual",),
+        towers={"": "vision_language.qwen_vl_1:QwenVL1"},
+        takes={"visual": ("image",)},
+    ),
+    Wrapper(
         "VideoLlama3ForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM"},
         "VideoLLaMA 3",
