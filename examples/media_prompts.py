@@ -161,6 +161,9 @@ ONE_ITEM: Mapping[str, Row] = {
         _IMAGE, settings=_sizes(16384),
     ),
     "blip-2": Row("Salesforce/blip2-opt-2.7b", "Question: {question} Answer:", {"image": ""}),
+    "chameleon": Row(
+        "facebook/chameleon-7b", "{question}{media}", _IMAGE, settings=_sizes(4096, 2)
+    ),
     "command_a_vision": Row(
         "CohereLabs/command-a-vision-07-2025", COHERE, {"image": "<|IMG_PATCH|>"},
         settings=_sizes(32768),
@@ -178,6 +181,9 @@ ONE_ITEM: Mapping[str, Row] = {
         settings=_sizes(4096, 5),
     ),
     "eagle2_5": _by_template("nvidia/Eagle2.5-8B", _sizes(8192)),
+    "fuyu": Row(
+        "adept/fuyu-8b", "{question}\n", {"image": ""}, settings=_sizes(2048, 2), most=1
+    ),
     "gemma3": Row(
         "google/gemma-3-4b-it",
         "<bos><start_of_turn>user\n{media}{question}<end_of_turn>\n<start_of_turn>model\n",
@@ -196,6 +202,15 @@ ONE_ITEM: Mapping[str, Row] = {
         "tencent/HunyuanOCR", _HUNYUAN_PROMPT, {"image": _HUNYUAN}, settings=_sizes(8192)
     ),
     "h2ovl_chat": _by_template("h2oai/h2ovl-mississippi-800m", _sizes(8192)),
+    "glm4v": Row(
+        "zai-org/glm-4v-9b", "<|user|>\n{media}{question}<|assistant|>",
+        {"image": "<|begin_of_image|><|endoftext|><|end_of_image|>"},
+        settings=_sizes(
+            2048, 2, enforce_eager=True,
+            hf_overrides={"architectures": ["GLM4VForCausalLM"]},
+        ),
+        stop_token_ids=(151329, 151336, 151338), most=1,
+    ),
     "idefics3": Row(
         "HuggingFaceM4/Idefics3-8B-Llama3", _IDEFICS_PROMPT % "", _IMAGE,
         settings=_sizes(8192, 2, enforce_eager=True),
@@ -246,12 +261,25 @@ ONE_ITEM: Mapping[str, Row] = {
             4096, hf_overrides={"architectures": ["MantisForConditionalGeneration"]}
         ),
     ),
+    "minicpmv": Row(
+        "openbmb/MiniCPM-V-2_6", None, {"image": "", "video": ""}, settings=_sizes(4096, 2),
+        stop_token_ids=(151645, 151643),
+    ),
     "mistral3": Row(
         "mistralai/Mistral-Small-3.1-24B-Instruct-2503", MISTRAL, {"image": "[IMG]"},
         settings=_sizes(8192, 2),
     ),
     "nemotron_vl": _by_template("nvidia/Llama-3.1-Nemotron-Nano-VL-8B-V1", _sizes(8192)),
     "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(4096)),
+    "molmo": Row(  # its images stand in front of the prompt, whatever that says
+        "allenai/Molmo-7B-D-0924",
+        "<|im_start|>user {media}\n{question}<|im_end|><|im_start|>assistant\n", _IMAGE,
+        settings=_sizes(None, dtype="bfloat16"),
+    ),
+    "ovis": Row(
+        "AIDC-AI/Ovis2-1B", CHATML_WITH_SYSTEM.format("{media}\n{question}"), _IMAGE,
+        settings=_sizes(4096, 2, dtype="half"),
+    ),
     "paddleocr_vl": Row(
         "PaddlePaddle/PaddleOCR-VL", _PADDLE_PROMPT, {"image": _PADDLE}, settings=_sizes(4096, 2)
     ),
@@ -263,6 +291,12 @@ ONE_ITEM: Mapping[str, Row] = {
     ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
+    ),
+    "qwen_vl": Row(
+        "Qwen/Qwen-VL", "{question}{media}", {"image": "Picture {number}: <img></img>\n"},
+        settings=_sizes(
+            1024, 2, hf_overrides={"architectures": ["QwenVLForConditionalGeneration"]}
+        ),
     ),
     "qwen2_vl": Row("Qwen/Qwen2-VL-7B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),
     "qwen2_5_vl": Row("Qwen/Qwen2.5-VL-3B-Instruct", _QWEN_PROMPT, _QWEN, settings=_QWEN_SIZES),

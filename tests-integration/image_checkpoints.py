@@ -246,6 +246,38 @@ def save_gemma3(folder: Path) -> Any:
     return finish(folder, Gemma3ForConditionalGeneration(config), names[1], end)
 
 
+def save_gemma4(folder: Path, *, whole: bool = False) -> Any:
+    """Images of up to 70 tokens. ``whole``: which in windows see each other; else layers have own inputs."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    names = ("<|endoftext|>", "<|image|>", "<|video|>", "<|image>", "<image|>", "<|audio|>")
+    ids = save_tokenizer(folder, names)
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "num_key_value_heads": 3, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
+        "position_embedding_size": 160,
+    }  # fmt: skip
+    kind = {"use_bidirectional_attention": "vision"} if whole else {"num_kv_shared_layers": 2}
+    text = {
+        **TEXT, "num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 80,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "eos_token_id": end,
+        "vocab_size_per_layer_input": TEXT["vocab_size"], "bos_token_id": None, "pad_token_id": end,
+        "hidden_size_per_layer_input": 0 if whole else 8, "tie_word_embeddings": False, **kind,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma4Config(
+        vision_config=vision, text_config=text, audio_config=None, image_token_id=ids["<|image|>"],
+        video_token_id=ids["<|video|>"], boi_token_id=ids["<|image>"], eoi_token_id=ids["<image|>"],
+        audio_token_id=ids["<|audio|>"], tie_word_embeddings=False,
+    )  # fmt: skip
+    Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ).save_pretrained(folder)
+    return finish(folder, Gemma4ForConditionalGeneration(config), "<|image|>", end)
+
+
 def save_paligemma(folder: Path) -> Any:
     """Images of 16 tokens in front of a text; all of a prompt sees all of it."""
     from transformers import (
@@ -406,6 +438,32 @@ def save_lfm2_vl(folder: Path) -> Any:
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return finish(folder, Lfm2VlForConditionalGeneration(config), "<image>", end)
+
+
+def save_ovis2(folder: Path) -> Any:
+    """Tiles of 16 x 16 pixels, 4 words each, between marks that take vectors as well."""
+    from transformers import Ovis2Config, Ovis2ForConditionalGeneration
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<image>", "<IMG_ATOM>", *marks))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4, "hidden_stride": 2, "vocab_size": 40,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2", "eos_token_id": end, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = Ovis2Config(
+        vision_config=vision, text_config=text, vocab_size=TEXT["vocab_size"],
+        hidden_size=TEXT["hidden_size"], image_token_id=ids["<IMG_ATOM>"],
+        visual_indicator_token_ids=[ids[mark] for mark in marks], tie_word_embeddings=False,
+    )  # fmt: skip
+    Ovis2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4
+    ).save_pretrained(folder)
+    (folder / "processor_config.json").write_text('{"image_seq_length": 4}')
+    return finish(folder, Ovis2ForConditionalGeneration(config), "<image>", end)
 
 
 def pixtral_images(**settings: Any) -> Any:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from PIL import Image
 from test_image_processors import ProcessorConformance, array, item, picture
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_multimodal import processor_for
+from headrace_core.multimodal import MediaItem
+from headrace_multimodal import content_hash, processor_for
 
 SPECIAL = (
     "<unk>",
@@ -219,3 +221,54 @@ class TestMiniCPMV(ProcessorConformance):
         library(**settings).save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModel, match=named):
             processor_for(self.architecture, self.config, tmp_path)
+
+
+class TestVideos:
+    """A frame is a picture that is not cut."""
+
+    config: ClassVar = TestMiniCPMV.config
+
+    @pytest.fixture
+    def processor(self, tmp_path: Path) -> Any:
+        library().save_pretrained(tmp_path)
+        return processor_for("MiniCPMV", self.config, tmp_path)
+
+    def film(self, count: int, height: int, width: int) -> MediaItem:
+        frames = np.stack(
+            [np.asarray(picture(height + i, width)) for i in range(count)][:1] * count
+        )
+        frames[1:] = frames[1:, ::-1]
+        return MediaItem("video", frames, content_hash("video", frames), {})
+
+    @pytest.mark.parametrize("size", [(64, 90), (700, 500)])
+    def test_numbers(self, size: tuple[int, int], processor: Any) -> None:
+        film = self.film(3, *size)
+        (own,) = processor.process([film], {})
+        made = library()(
+            images=[Image.fromarray(frame) for frame in film.data],
+            max_slice_nums=1,
+            return_tensors="np",
+        )
+        values = np.asarray(made["pixel_values"])[0]
+        values = values.reshape(3, 14, -1, 14).transpose(2, 0, 1, 3).reshape(-1, 3 * 14 * 14)
+        np.testing.assert_allclose(array(own, "pixel_values_videos"), values, atol=1e-5)
+        assert array(own, "tgt_sizes").tolist() == np.asarray(made["target_sizes"]).tolist()
+        assert list(own.token_ids) == ids(f"<image>{'<unk>' * 64}</image>") * 3
+
+    def test_prompts(self, processor: Any) -> None:
+        media = processor.process([self.film(2, 50, 60), item(picture(50, 60))], {})
+        frame = f"<image>{'<unk>' * 64}</image>"
+        image = f"<image_id>0</image_id>{frame}"
+        placed = processor.place(ids(f"the (<video>./</video>)\nof {MARK}in"), media)
+        assert placed.token_ids == [
+            *ids("the "), *ids(frame * 2), *ids("\nof "), *ids(image), *ids("in"),
+        ]  # fmt: skip
+        (film,) = media[:1]
+        placed = processor.place(ids("(<video>./</video>)"), [film])
+        assert placed.token_ids == ids(frame * 2)
+        with pytest.raises(RequestError, match="must be one for each"):
+            processor.place(ids("the of"), [film])
+
+    def test_the_largest(self, processor: Any) -> None:
+        found = processor.largest("video", {"num_frames": 8, "num_tokens": 200})
+        assert found.num_tokens == 3 * 66

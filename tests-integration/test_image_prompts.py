@@ -19,11 +19,13 @@ from image_checkpoints import (
     picture,
     pixtral_images,
     save_gemma3,
+    save_gemma4,
     save_internvl_chat,
     save_lfm2_vl,
     save_llama4,
     save_llava,
     save_minicpmv,
+    save_ovis2,
     save_phi3v,
     save_pixtral,
     save_qwen2_vl,
@@ -70,6 +72,8 @@ class Seer(NamedTuple):
     token: str
     inputs: Callable[[Path, Sequence[Any]], dict[str, Any]]
     cache_groups: int = 1
+    step: int = 8
+    """Tokens of the least step."""
 
 
 def of_llava(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
@@ -113,6 +117,16 @@ def of_gemma3(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     begin, mark, end = token_ids(folder, "<start_of_image><image_soft_token><end_of_image>")
     item = [*lines, begin, *[mark] * 4, end, *lines]
     return {"pixel_values": made["pixel_values"], "items": [item] * len(images)}
+
+
+def of_gemma4(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    library = Gemma4ImageProcessorPil.from_pretrained(folder)
+    made = library(images=list(images), return_tensors="pt")
+    begin, mark, end = token_ids(folder, "<|image><|image|><image|>")
+    items = [[begin, *[mark] * count, end] for count in made.pop("num_soft_tokens_per_image")]
+    return {**made, "items": items}
 
 
 def of_internvl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
@@ -182,6 +196,20 @@ def of_lfm2_vl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
     return {**{name: torch.cat([one[name] for one in made]) for name in names}, "items": items}
 
 
+def of_ovis2(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
+    from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+
+    made = Ovis2ImageProcessorPil.from_pretrained(folder)(images=list(images), return_tensors="pt")
+    texts = []
+    for rows, columns in made["grids"].tolist():
+        tile = "<IMG_ATOM>" * 4
+        cut = "<IMG_ROW>".join(["<IMG_COL>".join([tile] * columns)] * rows)
+        cut = cut if rows * columns > 1 else ""
+        texts.append(f"<IMG_START>{tile}<IMG_GRID>{cut}<IMG_END>")
+    items = [token_ids(folder, text) for text in texts]
+    return {"pixel_values": made["pixel_values"], "items": items}
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -191,11 +219,14 @@ def of_lfm2_vl(folder: Path, images: Sequence[Any]) -> dict[str, Any]:
         "qwen3_5",
         "pixtral",
         "gemma3",
+        "gemma4",
+        "gemma4_whole",
         "internvl_chat",
         "llama4",
         "minicpmv",
         "phi3v",
         "lfm2_vl",
+        "ovis2",
     ],
 )
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
@@ -207,6 +238,8 @@ def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return Seer(folder, saved, "<image>", "<image>", of_lfm2_vl, cache_groups=2)
     if request.param == "phi3v":
         return Seer(folder, save_phi3v(folder), "<|image|>", "<|image|>", of_phi3v)
+    if request.param == "ovis2":
+        return Seer(folder, save_ovis2(folder), "<image>", "<image>", of_ovis2)
     if request.param == "llama4":
         mark = "<|image|>"
         return Seer(folder, save_llama4(folder), mark, mark, of_llama4, cache_groups=2)
@@ -218,6 +251,10 @@ def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "gemma3":
         mark = "<start_of_image>"
         return Seer(folder, save_gemma3(folder), mark, mark, of_gemma3, cache_groups=2)
+    if request.param.startswith("gemma4"):
+        mark, whole = "<|image|>", request.param == "gemma4_whole"
+        oracle = save_gemma4(folder, whole=whole)
+        return Seer(folder, oracle, mark, mark, of_gemma4, 2, step=72 if whole else 8)
     if request.param == "pixtral":
         return Seer(folder, save_pixtral(folder), "[IMG]", "[IMG]", of_pixtral)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -255,7 +292,7 @@ def wanted(seer: Seer, text: str, names: str) -> list[int]:
     if seer.token == "<start_of_image>":
         [soft] = token_ids(seer.folder, "<image_soft_token>")
         given["token_type_ids"] = (tokens == soft).int()
-    if seer.token == "<|image_pad|>":
+    if seer.token == "<|image_pad|>" or "image_position_ids" in given:
         given["mm_token_type_ids"] = (tokens == pad).int()
     out = seer.oracle.generate(
         input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
@@ -275,6 +312,8 @@ def test_it_equals_transformers_in_every_mode(
     seer: Seer, expected: list[list[int]], mode: str
 ) -> None:
     settings = {**SETTINGS, **MODES[mode]}
+    if mode == "chunked":
+        settings["max_num_batched_tokens"] = seer.step
     if "num_gpu_blocks_override" in settings:
         settings["num_gpu_blocks_override"] *= seer.cache_groups
     with LLM(str(seer.folder), **settings) as model:

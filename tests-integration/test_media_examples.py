@@ -76,6 +76,12 @@ ONE_IMAGE = {
     "eagle2_5": None,
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "gemma3n": GEMMA_3N % "<image_soft_token>",
+    "chameleon": "Why?<image>",
+    "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    "fuyu": "Why?\n",
+    "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
+    "glm4v": "<|user|>\n<|begin_of_image|><|endoftext|><|end_of_image|>Why?<|assistant|>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
     "hunyuan_vl": HUNYUAN_PROMPT % HUNYUAN,
@@ -100,12 +106,18 @@ ONE_IMAGE = {
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "nemotron_vl": None,
     "NVLM_D": None,
+    "minicpmv": None,
+    "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
+    "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "ovis": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    "<image>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
     "paligemma": "caption en",
     "paligemma2": "caption en",
     "phi3_v": "<|user|>\n<|image_1|>\nWhy?<|end|>\n<|assistant|>\n",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
+    "qwen_vl": "Why?Picture 1: <img></img>\n",
     "qwen2_vl": QWEN_IMAGE,
     "qwen2_5_vl": QWEN_IMAGE,
     "qwen2_5_omni": OMNI % "<|vision_bos|><|IMAGE|><|vision_eos|>Why?",
@@ -130,6 +142,7 @@ ONE_VIDEO = {
 ONE_VIDEO = {
     "llava-next-video": "USER: <video>\nWhy? ASSISTANT:",
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "minicpmv": None,
     "qwen2_vl": QWEN_VIDEO,
     "qwen2_5_vl": QWEN_VIDEO,
     "qwen2_5_omni": OMNI % "<|vision_bos|><|VIDEO|><|vision_eos|>Why?",
@@ -517,7 +530,7 @@ def test_whisper_hears_one_recording(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("vision_language", ["-m", "fuyu"], "invalid choice: 'fuyu' (choose from"),
+        ("vision_language", ["-m", "nobody"], "invalid choice: 'nobody' (choose from"),
         ("audio_language", ["-m", "moshi"], "choose from 'audioflamingo3', 'fun_asr_nano', "),
         ("vision_language", ["-tp", "0"], "--tensor-parallel-size: 0: must be at least 1"),
         ("vision_language_multi_image", ["-tp", "0"], "--tensor-parallel-size: 0: must be at"),

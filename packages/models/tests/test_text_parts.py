@@ -122,6 +122,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[0, 1]], "downsample_rate": "1/2", "use_spatial_sampling": False,
     },
     "LlavaOnevisionForConditionalGeneration": {"image_grid_pinpoints": [[28, 56]]},
+    "Ovis2ForConditionalGeneration": {"hidden_size": 64},
 }  # fmt: skip
 """Further values of a whole's config, by its class."""
 OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl", "paddleocr_vl", "ernie4_5_moe_vl", "hunyuan_vl"}
@@ -135,13 +136,14 @@ BY_HAND = {
     "BeeForConditionalGeneration", "RForConditionalGeneration", "MantisForConditionalGeneration",
     "InternS1ForConditionalGeneration", "NVLM_D_Model", "SkyworkR1VChatModel",
     "H2OVLChatModel", "Llama_Nemotron_Nano_VL", "Eagle2_5_VLForConditionalGeneration",
+    "MolmoForCausalLM", "Ovis", "ChameleonForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
 :func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`), the config is flat
 (:func:`test_phi_4_multimodal`), or text alone is among the tests of their towers (``test_vision_*.py``)."""
-REMOTE_KINDS = {"kimi_k2", "qwen3_asr_text"}
-"""Kinds of configs that only checkpoints' own code knows."""
+REMOTE_KINDS = {"chatglm", "fuyu", "kimi_k2", "qwen", "qwen3_asr_text"}
+"""Kinds of configs that only checkpoints' own code knows, or of a flat one that a file of its own tests."""
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
@@ -423,7 +425,6 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
         ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
-        ("FuyuForCausalLM", "persimmon", "text_config", "vision_embed_tokens", {}),
         ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
         ("MantisForConditionalGeneration", "llama", "text_config", "vision_tower", {}),
         ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "vision_tower", {}),

@@ -1,17 +1,18 @@
-"""MiniCPM-V 2.6 beside a plain reading of it."""
+"""MiniCPM-V 2.6, 4.0 and 4.5 beside a plain reading of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from test_vision_language import TEXT, drawn
 from torch import Tensor
-from vision_conformance import IMAGE, VisionConformance
+from video_conformance import VALUES, VideoConformance
+from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
 from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
@@ -23,16 +24,21 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 
 
-class TestMiniCPMV(VisionConformance):
+class MiniCPMV(VideoConformance):
+    placeholders = (IMAGE, IMAGE)
+    version: ClassVar[float]
+    more: ClassVar[dict[str, Any]] = {}
+
     def hf_class(self) -> Any:
         return PlainMiniCPMV
 
     def hf_config(self) -> Any:
         return {
-            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 2.6,
+            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": self.version,
             "vision_config": {**VISION, "model_type": "siglip"}, "query_num": QUERIES,
             "drop_vision_last_layer": False, "slice_config": {"max_slice_nums": 9},
             "image_token": IMAGE, **TEXT, "hidden_size": SIZE, "tie_word_embeddings": False,
+            **self.more,
         }  # fmt: skip
 
     def images(self) -> Sequence[dict[str, Tensor]]:
@@ -47,7 +53,29 @@ class TestMiniCPMV(VisionConformance):
         ]
 
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-        return {"images": images}
+        found = [{"pixel_values": x.get("pixel_values", x.get(VALUES)), **x} for x in images]
+        return {"images": found}
+
+    def videos(self) -> Sequence[dict[str, Tensor]]:
+        """Of two frames and of one."""
+        grids = [[(3, 4), (3, 4)], [(4, 2)]]
+        return [
+            {
+                VALUES: drawn(9 + len(own), sum(r * c for r, c in own), 3 * PATCH**2),
+                "tgt_sizes": torch.tensor(own),
+            }
+            for own in grids
+        ]
+
+    def times(self, video: dict[str, Tensor]) -> int:
+        return len(video["tgt_sizes"])
+
+    def test_without_media_no_tower_is_loaded(
+        self, reference: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The processor has another name than the reference's class."""
+        monkeypatch.setattr(type(self), "hf_class", lambda _: type("MiniCPMV", (), {}))
+        super().test_without_media_no_tower_is_loaded(reference, folder, monkeypatch)
 
     def test_other_pixels_are_another_image(self, model: Any) -> None:
         """A slice of an image changes its own vectors, and no others."""
@@ -56,6 +84,10 @@ class TestMiniCPMV(VisionConformance):
         own, other = self.embed(model, [first, {**first, "pixel_values": pixels}])
         differs = (own - other).abs().amax(dim=1) > 1e-4
         assert differs.tolist() == [True] * QUERIES + [False] * 2 * QUERIES
+
+
+class TestMiniCPMV(MiniCPMV):
+    version = 2.6
 
     @pytest.mark.parametrize(
         ("change", "named"),
@@ -87,3 +119,12 @@ class TestMiniCPMV(VisionConformance):
             self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
+
+
+class TestMiniCPMV4(MiniCPMV):
+    version = 4.0
+
+
+class TestMiniCPMV45(MiniCPMV):
+    version = 4.5
+    more: ClassVar = {"head_dim": 64}

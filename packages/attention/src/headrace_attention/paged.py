@@ -103,8 +103,8 @@ class PagedBackend(AttentionBackend):
         store(self.ops, layer, key, value, caches, metadata.slot_mapping)
         window = layer.sliding_window
         extras = dict(layer.extras)
-        if metadata.last_keys is not None:
-            extras[LAST_KEYS] = metadata.last_keys
+        if metadata.last_keys is not None:  # layers that see nothing later say so in theirs
+            extras.setdefault(LAST_KEYS, metadata.last_keys)
         return self.ops.paged_attention(
             query,
             caches.key_cache,

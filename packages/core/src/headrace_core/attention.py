@@ -112,7 +112,7 @@ class AttentionLayerSpec:
     its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
     latent_dim: int = 0
     """MLA: R, the first of the ``head_dim`` entries, which are the value."""
-    extras: Mapping[str, Tensor | float] = field(default_factory=dict)
+    extras: Mapping[str, Tensor | float | None] = field(default_factory=dict)
     """Options of the op that few models have (:class:`headrace_core.ops.PagedAttentionOp` lists
     those that are known). Backends hand them on unread, and the op checks them; a layer with extras
     asks for the features that they belong to."""

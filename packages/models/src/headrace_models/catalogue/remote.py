@@ -58,6 +58,10 @@ ROWS = (
     Architecture(
         "MiniCPMForCausalLM", "decoder.minicpm:MiniCPMForCausalLM", "MiniCPM 1, 2, 4 and 4.1"
     ),
+    Architecture(
+        "ChameleonTextForCausalLM", "decoder.chameleon:ChameleonTextForCausalLM", "Chameleon, text"
+    ),
+    Architecture("MolmoTextForCausalLM", "decoder.molmo:MolmoTextForCausalLM", "Molmo, text"),
     Architecture("OrionForCausalLM", "decoder.orion:OrionForCausalLM", "Orion"),
     Architecture("OuroForCausalLM", "decoder.ouro:OuroForCausalLM", "Ouro"),
     Architecture(

@@ -15,6 +15,7 @@ from headrace_models.architectures import is_bidirectional
 from headrace_models.config.settings import MAX_LAYERS, Settings, Spelling
 from headrace_models.layers.attention.self_attention import Attention, CachedLayer
 from headrace_models.layers.base import Layer, Part, walk
+from headrace_models.layers.decoders.unheard_tokens import ShortHead
 from headrace_models.layers.embedding import (
     Embedding,
     PackedEmbedding,
@@ -138,7 +139,7 @@ class Decoder(Layer, ABC):
     def make_head(self, context: BuildContext, prefix: str) -> None:
         """Make what stands behind the final norm: ``head``, from hidden states to logits."""
         spec, table = self.head_spec(prefix), self.embed
-        self.head: Linear | TiedLinear | QuantizedTiedLinear | QuantizedTableHead
+        self.head: Linear | TiedLinear | QuantizedTiedLinear | QuantizedTableHead | ShortHead
         if isinstance(table, PackedEmbedding):
             self.head = TiedLinear(context, spec, table.weight)
         elif isinstance(table, QuantizedEmbedding) and self.is_tied():

@@ -102,9 +102,13 @@ class MiniCPMVProcessor(ImageProcessor):
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Each item behind its number."""
-        if media and self.placeholder_id not in token_ids:
+        return super().place(self._marked(token_ids) if media else token_ids, media)
+
+    def _marked(self, token_ids: Sequence[int]) -> list[int]:
+        """A prompt with a token for each image, and its number in front."""
+        if self.placeholder_id not in token_ids:
             token_ids = self._words.replaced(token_ids, self.written, self.placeholder_id)
-        return super().place(self._counted(token_ids) if media else token_ids, media)
+        return self._counted(token_ids)
 
     def largest_size(self) -> tuple[int, int]:
         """As many slices as are cut, one below the other."""

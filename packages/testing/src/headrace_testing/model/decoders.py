@@ -111,8 +111,10 @@ class ReferenceAttention(AttentionBackend):
             sliding_window=layer.sliding_window,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
-            **layer.extras,
-            **({} if batch.last_keys is None else {LAST_KEYS: batch.last_keys}),
+            **{
+                **({} if batch.last_keys is None else {LAST_KEYS: batch.last_keys}),
+                **layer.extras,
+            },
         )
 
 

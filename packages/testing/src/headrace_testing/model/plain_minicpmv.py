@@ -1,6 +1,6 @@
-"""A plain reading of MiniCPM-V 2.6, which transformers does not have: its tower and its language model are
-transformers' (Idefics 2's tower has the same places), its resampler is written with torch's attention, by
-the paper (arXiv:2408.01800) and the names in the published files."""
+"""A plain reading of MiniCPM-V 2.6 and later, which transformers does not have: its tower and its language
+model are transformers' (Idefics 2's tower has the same places), its resampler is written with torch's
+attention, by the paper (arXiv:2408.01800) and the names in the published files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 _EPS = 1e-6
 _OF_THE_WHOLE = ("architectures", "model_type")
+_TEXTS = {"2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
+"""Version -> the language model's class in transformers."""
 
 
 def waves(size: int, positions: Tensor) -> Tensor:
@@ -55,15 +57,17 @@ class PlainMiniCPMV(nn.Module):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        import transformers
         from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
         from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
-        known = Qwen2Config().to_dict()
+        kind = _TEXTS[str(config["version"])]
+        config_class = getattr(transformers, f"{kind}Config")
+        known = config_class().to_dict()
         own = {key: value for key, value in config.items() if key in known}
         own = {key: value for key, value in own.items() if key not in _OF_THE_WHOLE}
         self.config, self.image = config, config["image_token"]
-        self.llm: Any = Qwen2ForCausalLM(Qwen2Config(**own))
+        self.llm: Any = getattr(transformers, f"{kind}ForCausalLM")(config_class(**own))
         vision = {**config["vision_config"]}
         vision.pop("model_type", None)
         self.patch = vision["patch_size"]

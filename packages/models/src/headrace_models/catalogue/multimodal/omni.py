@@ -39,6 +39,8 @@ ROWS = (
         {"gemma4_text": "Gemma4ForCausalLM"},
         "Gemma 4",
         ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        towers={"gemma4_vision": "vision_language.gemma4:Gemma4"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Gemma4UnifiedForConditionalGeneration",

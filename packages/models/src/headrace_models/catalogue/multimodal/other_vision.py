@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from headrace_models.catalogue.multimodal.wrapper import Wrapper
+from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
 
 ROWS = (
     Wrapper("AriaForConditionalGeneration", {"aria_text": "AriaTextForCausalLM"}, "Aria"),
+    Wrapper(
+        "ChameleonForConditionalGeneration",
+        {"chameleon": "ChameleonTextForCausalLM"},
+        "Chameleon 7B and 34B",
+        ("vqmodel",),
+        towers={"": "vision_language.chameleon:Chameleon"},
+        takes={"vq_config": ("image",)},
+    ),
     Wrapper(
         "DeepseekVLForConditionalGeneration",
         {"llama": "LlamaForCausalLM"},
@@ -33,9 +41,18 @@ ROWS = (
     ),
     Wrapper(
         "FuyuForCausalLM",
-        {"persimmon": "PersimmonForCausalLM"},
+        {"persimmon": "PersimmonForCausalLM", "fuyu": "PersimmonForCausalLM"},
         "Fuyu 8B",
         ("vision_embed_tokens",),
+        towers={"": "vision_language.fuyu:Fuyu"},
+        takes={"patch_size": ("image",)},
+    ),
+    Wrapper(
+        "GLM4VForCausalLM",
+        {"chatglm": "ChatGLMModel"},
+        "GLM-4V 9B",
+        ("transformer.vision",),
+        towers={"": "vision_language.glm_4v_9b:Glm4V9B"},
     ),
     Wrapper(
         "GotOcr2ForConditionalGeneration",
@@ -76,12 +93,13 @@ ROWS = (
     ),
     Wrapper(
         "MiniCPMV",
-        {"2.6": "Qwen2ForCausalLM"},
-        "MiniCPM-V 2.6",
+        {"2.6": "Qwen2ForCausalLM", "4.0": "LlamaForCausalLM", "4.5": "Qwen3ForCausalLM"},
+        "MiniCPM-V 2.6, 4.0 and 4.5",
         ("vpm", "resampler"),
         renames=((r"^llm\.", ""),),
         text_key="version",
         towers={"": "vision_language.minicpmv:MiniCPMV"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "MiniCPMV4_6ForConditionalGeneration",
@@ -102,10 +120,37 @@ ROWS = (
         ("vision_model", "multi_modal_projector"),
     ),
     Wrapper(
+        "MolmoForCausalLM",
+        {"molmo": "MolmoTextForCausalLM"},
+        "Molmo 7B and 72B",
+        ("vision_backbone",),
+        towers={"": "vision_language.molmo:Molmo"},
+        takes={"vision_backbone": ("image",)},
+        more_tokens=128,
+    ),
+    Wrapper(
+        "Ovis",
+        {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
+        "Ovis 1.6 and 2",
+        ("visual_tokenizer", "vte"),
+        renames=((r"^llm\.", ""),),
+        towers={"": "vision_language.ovis:Ovis"},
+        takes={"visual_tokenizer_config": ("image",)},
+    ),
+    Wrapper(
         "Ovis2ForConditionalGeneration",
         {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
         "Ovis2",
         ("vision_tower", "visual_embeddings_table"),
+        towers={"ovis2_vision": "vision_language.ovis:Ovis2"},
+    ),
+    Wrapper(
+        "QwenVLForConditionalGeneration",
+        {"qwen": "QWenLMHeadModel"},
+        "Qwen-VL, Qwen-VL-Chat",
+        ("transformer.visual",),
+        towers={"": "vision_language.qwen_vl_1:QwenVL1"},
+        takes={"visual": ("image",)},
     ),
     Wrapper(
         "VideoLlama3ForConditionalGeneration",

@@ -9,6 +9,7 @@ from headrace_models.catalogue.multimodal.rows import WRAPPERS
 from headrace_models.catalogue.multimodal.wrapper import PREFIXES, nested_settings
 
 _HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
+          "transformer.output_layer.",
           "thinker.lm_head.", "llm.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""
 
@@ -99,7 +100,16 @@ def joined_settings(
     if wrapper is None:
         return dict(text)
     shared = {key: whole[key] for key in wrapper.shared if whole.get(key) is not None}
-    return {**wrapper.defaults, **text, **shared}
+    return _with_more_tokens({**wrapper.defaults, **text, **shared}, wrapper.more_tokens)
+
+
+def _with_more_tokens(text: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """With ``vocab_size`` of all tokens, and ``embedding_size`` of the head's; see
+    :attr:`Wrapper.more_tokens`."""
+    answers = text.get("embedding_size") or text.get("vocab_size")
+    if not number or type(answers) is not int:
+        return dict(text)
+    return {**text, "embedding_size": answers, "vocab_size": answers + number}
 
 
 def ties_by_tensors(

@@ -68,6 +68,9 @@ class Wrapper:
     companions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Key of the config that names another checkpoint, which has a part -> the part's key, and what its
     tensors' names begin with in the whole."""
+    more_tokens: int = 0
+    """Tokens behind the head's that prompts may have and answers may not (they mark media), where
+    ``vocab_size`` leaves them out."""
     task: str = "generate"
     """``generate`` or ``pool``, as in :class:`~headrace_models.catalogue.row.Architecture`."""
 

@@ -1,4 +1,5 @@
-"""MiniCPM-V 2.6: SigLIP's tower on slices of any shape, and a resampler that makes as many vectors of each.
+"""MiniCPM-V 2.6, 4.0 and 4.5: SigLIP's tower on slices of any shape, and a resampler that makes as
+many vectors of each.
 
 Yao et al. 2024, arXiv:2408.01800.
 """
@@ -30,9 +31,15 @@ _VISION: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
-class MiniCPMV(MediaDecoder):
-    """An image is a small picture of the whole, and slices of it; each is as many vectors."""
+_PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+"""Modality -> name of the model's input."""
 
+
+class MiniCPMV(MediaDecoder):
+    """An image is a small picture of the whole, and slices of it, a video is frames; each is as many
+    vectors."""
+
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
         *resampler_rules(_RESAMPLER, "resampler"),
@@ -55,11 +62,12 @@ class MiniCPMV(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [patches, 3 * patch * patch] of an image's slices, and ``tgt_sizes``
-                [slices, 2]: rows and columns of their patches.
+            inputs: ``pixel_values`` [patches, 3 * patch * patch] of an image's slices, of videos
+                ``pixel_values_videos`` of the frames, and ``tgt_sizes`` [slices, 2]: rows and columns of
+                their patches.
         """
         sizes = [[(rows, columns) for rows, columns in own["tgt_sizes"].tolist()] for own in inputs]
         grids = [grid for own in sizes for grid in own]
-        states = self.tower.packed(torch.cat([own["pixel_values"] for own in inputs]), grids)
+        states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), grids)
         vectors = self.resampler(states, grids)
         return torch.split(vectors, [len(own) * self.resampler.number for own in sizes])

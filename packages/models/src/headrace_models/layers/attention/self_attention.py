@@ -250,7 +250,7 @@ class Attention(ProjectedAttention, CachedAttention):
         alibi_slopes: Tensor | None = None,
         sinks: bool = False,
         query_temperature: Tensor | None = None,
-        extras: Mapping[str, Tensor | float] | None = None,
+        extras: Mapping[str, Tensor | float | None] | None = None,
         features: Collection[str] = (),
         **arguments: Any,
     ) -> None:

@@ -83,11 +83,11 @@ class Resampler(Layer):
             grids: rows and columns of each image's patches.
         """
         x = self.state_norm(states if self.narrow is None else self.narrow(states))
-        placed = torch.cat([waves(self.size, *grid) for grid in grids]).to(x)
+        placed = torch.cat([self.placed(*grid) for grid in grids]).to(x)
         to_query, to_key, to_value = zip(
             self.weights.vector.chunk(3), self.biases.vector.chunk(3), strict=True
         )
-        query = functional.linear(self.query_norm(self.queries.vector), *to_query)
+        query = functional.linear(self.asked(), *to_query)
         key, value = functional.linear(x + placed, *to_key), functional.linear(x, *to_value)
         lengths = [rows * columns for rows, columns in grids]
         seen = [
@@ -95,6 +95,14 @@ class Resampler(Layer):
             for own in zip(torch.split(key, lengths), torch.split(value, lengths), strict=True)
         ]
         return self.last_norm(self.out(torch.cat(seen))) @ self.projection.vector
+
+    def asked(self) -> Tensor:
+        """[Q, E]: the queries."""
+        return self.query_norm(self.queries.vector)
+
+    def placed(self, rows: int, columns: int) -> Tensor:
+        """[rows * columns, E]: what tells the places of an image's patches."""
+        return waves(self.size, rows, columns)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [Q, E], key and value [patches, E] of an image -> [Q, E]. The ops' attention has as many
