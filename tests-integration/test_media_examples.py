@@ -77,10 +77,7 @@ ONE_IMAGE = {
     "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "gemma3n": GEMMA_3N % "<image_soft_token>",
     "chameleon": "Why?<image>",
-    "command_a_vision": "<|START_OF_TURN_TOKEN|><|USER_TOKEN|><|IMG_PATCH|>Why?<|END_OF_TURN_TOKEN|>"
-    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     "fuyu": "Why?\n",
-    "gemma3": "<bos><start_of_turn>user\n<start_of_image>Why?<end_of_turn>\n<start_of_turn>model\n",
     "glm4v": "<|user|>\n<|begin_of_image|><|endoftext|><|end_of_image|>Why?<|assistant|>",
     "glm4_1v": GLM,
     "glm4_5v": GLM,
@@ -91,7 +88,6 @@ ONE_IMAGE = {
     "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
     "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
     "h2ovl_chat": None,
-    "idefics3": "<|begin_of_text|>User:<image>Why?<end_of_utterance>\nAssistant:",
     "interns1": None,
     "internvl_chat": None,
     "lfm2_vl": None,
@@ -107,7 +103,6 @@ ONE_IMAGE = {
     "nemotron_vl": None,
     "NVLM_D": None,
     "minicpmv": None,
-    "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
     "ovis": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "<image>\nWhy?<|im_end|>\n<|im_start|>assistant\n",
@@ -166,8 +161,6 @@ THREE_IMAGES = {
     "keye_vl1_5": None,
     "kimi_vl": None,
     "h2ovl_chat": None,
-    "idefics3": "<|begin_of_text|>User:Image-1: <image>\n\nImage-2: <image>\n\nImage-3: <image>\n\n"
-    "Why?<end_of_utterance>\nAssistant:",
     "interns1": None,
     "internvl_chat": None,
     "llama4": None,
