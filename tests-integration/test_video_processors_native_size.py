@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,8 +132,9 @@ class TestErnie4_5VL(videos.Qwen):
         return folder
 
     @pytest.fixture(autouse=True)
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """The library's module, with the two functions of torchvision that its drawing needs."""
+        before = set(sys.modules)
 
         def put(name: str, **functions: Any) -> None:
             made = types.ModuleType(f"torchvision{name}")
@@ -151,6 +152,10 @@ class TestErnie4_5VL(videos.Qwen):
         name = "transformers.models.ernie4_5_vl_moe.video_processing_ernie4_5_vl_moe"
         library = importlib.import_module(name).Ernie4_5_VLMoeVideoProcessor
         self.library = library.__new__(library)
+        yield
+        for name in set(sys.modules) - before:
+            if "ernie4_5_vl_moe" in name:
+                del sys.modules[name]
 
     def theirs(
         self, frames: Array, known: VideoMetadata | None = None
