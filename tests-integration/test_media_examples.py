@@ -81,6 +81,7 @@ ONE_IMAGE = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "nemotron_vl": None,
+    "nemotron_vl_v2": None,
     "NVLM_D": None,
     "paddleocr_vl": "<|begin_of_sentence|>User: Why?<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\n"
     "Assistant: ",
