@@ -270,6 +270,7 @@ ONE_ITEM: Mapping[str, Row] = {
         settings=_sizes(8192, 2),
     ),
     "nemotron_vl": _by_template("nvidia/Llama-3.1-Nemotron-Nano-VL-8B-V1", _sizes(8192)),
+    "nemotron_vl_v2": _by_template("nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16", _sizes(8192)),
     "NVLM_D": _by_template("nvidia/NVLM-D-72B", _sizes(4096)),
     "molmo": Row(  # its images stand in front of the prompt, whatever that says
         "allenai/Molmo-7B-D-0924",

@@ -1,4 +1,5 @@
-"""The image processor of Llama 3.1 Nemotron Nano VL beside a plain reading of what is published."""
+"""The image processors of Llama 3.1 Nemotron Nano VL and Nemotron Nano V2 VL beside plain readings of what is
+published."""
 
 from __future__ import annotations
 
@@ -55,10 +56,8 @@ def test_grids(height: int, width: int, most: int) -> None:
     assert grid_of((height, width), 512, most) == published(width, height, 512, most)
 
 
-@pytest.mark.parametrize("size", [(37, 61), (64, 64), (90, 31), (300, 211), (20, 20)])
-def test_numbers_and_tokens(size: tuple[int, int], processor: Any, tmp_path: Path) -> None:
-    image = picture(*size)
-    columns, rows = published(image.width, image.height, SIDE, 12)
+def tiles_of(image: Any, columns: int, rows: int) -> np.ndarray[Any, Any]:
+    """In numbers from 0 to 1."""
     large = image.resize((columns * SIDE, rows * SIDE), Image.Resampling.BICUBIC)
     tiles = [
         large.crop((c * SIDE, r * SIDE, (c + 1) * SIDE, (r + 1) * SIDE))
@@ -67,10 +66,22 @@ def test_numbers_and_tokens(size: tuple[int, int], processor: Any, tmp_path: Pat
     ]
     if len(tiles) > 1:
         tiles.append(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
-    expected = np.stack([np.asarray(x).transpose(2, 0, 1) for x in tiles]).astype(np.float32) / 255
+    found: np.ndarray[Any, Any] = np.stack([np.asarray(x).transpose(2, 0, 1) for x in tiles])
+    return found.astype(np.float32) / 255
+
+
+OF_IMAGES = pytest.mark.parametrize(
+    "size", [(37, 61), (64, 64), (90, 31), (300, 211), (20, 20), (61, 122)]
+)
+
+
+@OF_IMAGES
+def test_numbers_and_tokens(size: tuple[int, int], processor: Any, tmp_path: Path) -> None:
+    image = picture(*size)
+    expected = tiles_of(image, *published(image.width, image.height, SIDE, 12))
     (own,) = processor.process([item(image)], {})
     np.testing.assert_allclose(array(own, "pixel_values"), expected, atol=1e-5)
-    inner = "<image>" * PER_TILE * len(tiles)
+    inner = "<image>" * PER_TILE * len(expected)
     placed = processor.place(token_ids(tmp_path, "the <image>\nwater"), [own])
     assert placed.token_ids == token_ids(tmp_path, f"the <img>{inner}</img>\nwater")
     (one,) = processor.process([item(image)], {"max_num_tiles": 1})
@@ -91,3 +102,39 @@ def test_what_is_refused(processor: Any, tmp_path: Path) -> None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
         with pytest.raises(UnsupportedModel, match=named):
             processor_for("Llama_Nemotron_Nano_VL", config, tmp_path)
+
+
+def of_internvl(width: int, height: int, side: int, most: int) -> tuple[int, int]:
+    """The rule of InternVL, which the second model's published code has: of several grids that are nearest
+    the last that is not twice as large."""
+    ratios = sorted(
+        ((c, r) for c in range(1, most + 1) for r in range(1, most // c + 1)),
+        key=lambda ratio: ratio[0] * ratio[1],
+    )
+    best, nearest = (1, 1), float("inf")
+    for columns, rows in ratios:
+        away = abs(width / height - columns / rows)
+        if away < nearest or (
+            away == nearest and width * height > 0.5 * side * side * columns * rows
+        ):
+            best, nearest = (columns, rows), away
+    return best
+
+
+@OF_IMAGES
+def test_the_second_model(size: tuple[int, int], processor: Any, tmp_path: Path) -> None:
+    mean, std = [0.48, 0.45, 0.4], [0.26, 0.27, 0.28]
+    stated = {"norm_mean": mean, "max_num_tiles": 9, "image_size": SIDE}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
+    second = processor_for("NemotronH_Nano_VL_V2", {**CONFIG, "norm_std": std}, tmp_path)
+    image = picture(*size)
+    expected = tiles_of(image, *of_internvl(image.width, image.height, SIDE, 9))
+    normed = (expected - np.reshape(mean, (3, 1, 1))) / np.reshape(std, (3, 1, 1))
+    (own,) = second.process([item(image)], {})
+    np.testing.assert_allclose(array(own, "pixel_values"), normed, atol=1e-5)
+    inner = "<image>" * PER_TILE * len(expected)
+    placed = second.place(token_ids(tmp_path, "the <image>\nwater"), [own])
+    assert placed.token_ids == token_ids(tmp_path, f"the <img>{inner}</img>\nwater")
+    assert second.largest("image", {}).num_tokens == 10 * PER_TILE + 2 >= own.num_tokens
+    with pytest.raises(UnsupportedModel, match="norm_std = None"):
+        processor_for("NemotronH_Nano_VL_V2", CONFIG, tmp_path)

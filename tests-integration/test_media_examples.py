@@ -101,6 +101,7 @@ ONE_IMAGE = {
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral3": "<s>[INST]Why?\n[IMG][/INST]",
     "nemotron_vl": None,
+    "nemotron_vl_v2": None,
     "NVLM_D": None,
     "minicpmv": None,
     "molmo": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",

@@ -424,7 +424,6 @@ def language_model(kind: str, folder: Path, **settings: Any) -> Any:
         ("InternVLChatModel", "gpt_oss", "llm_config", "vision_model", {}),
         ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
         ("KimiK25ForConditionalGeneration", "deepseek_v3", "text_config", "mm_projector", DEEPSEEK),
-        ("NemotronH_Nano_VL_V2", "nemotron_h", "llm_config", "mlp1.0", {}),
         ("QianfanOCRForConditionalGeneration", "qwen3", "llm_config", "mlp1.0", {}),
         ("MantisForConditionalGeneration", "llama", "text_config", "vision_tower", {}),
         ("InternS1ForConditionalGeneration", "qwen3_moe", "text_config", "vision_tower", {}),

@@ -1,4 +1,5 @@
-"""Llama 3.1 Nemotron Nano VL beside a plain reading of it: RADIO's tower is transformers'."""
+"""Llama 3.1 Nemotron Nano VL and Nemotron Nano V2 VL beside plain readings of them: RADIO's tower is
+transformers'."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_nemotron_vl import PlainNemotronVL
+from headrace_testing.model.plain_nemotron_vl import PlainNemotronVL, PlainNemotronVL2
 
 SIDE, PATCH = 16, 4
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -31,13 +32,13 @@ class NemotronVL(VisionConformance):
     """Vectors of teachers, and those behind them."""
 
     def hf_class(self) -> Any:
-        def made(config: Any) -> Any:
+        def made(config: Any, plain: Any = PlainNemotronVL) -> Any:
             radio = {
                 **SIZES, "mlp_ratio": 4.0, "patch_size": PATCH, "max_img_size": self.args["cpe_max_size"],
                 "num_cls_tokens": self.first[0], "num_registers": self.first[1],
                 "summary_idxs": [0],
             }  # fmt: skip
-            return PlainNemotronVL(config, radio)
+            return plain(config, radio)
 
         return made
 
@@ -103,3 +104,49 @@ class TestNemotronVLWithOneVector(NemotronVL):
 
     args: ClassVar = {"model": "tiny", "cpe_max_size": 12, "cpe_num_registers": 4}
     first = (1, 4)
+
+
+class TestNemotronVL2(NemotronVL):
+    """In front of a recurrent decoder."""
+
+    first = (2, 3)
+
+    def hf_class(self) -> Any:
+        made = super().hf_class()
+        return lambda config: made(config, PlainNemotronVL2)
+
+    def hf_config(self) -> Any:
+        text = {
+            "model_type": "nemotron_h", **TEXT, "num_hidden_layers": 3, "head_dim": 12,
+            "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4,
+            "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8,
+        }  # fmt: skip
+        own = {"architectures": ["NemotronH_Nano_VL_V2"], "model_type": "NemotronH_Nano_VL_V2"}
+        return {**super().hf_config(), **own, "llm_config": text}
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"ps_version": "v1"}, "ps_version = 'v1'"),
+            ({"ps_version": None}, "ps_version"),
+            ({"sound_config": {"model_type": "parakeet"}}, "sound_config"),
+            ({"args": {"min_num_patches": 1024}}, "min_num_patches = 1024"),
+            ({"args": {"max_num_patches": 13312}}, "max_num_patches = 13312"),
+            (
+                {"vision_config": {"separate_video_embedder": True}},
+                "separate_video_embedder = True",
+            ),
+        ],
+    )
+    def test_refused(
+        self, reference: Any, folder: Path, tmp_path: Path, change: dict[str, Any], named: str
+    ) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["vision_config"]["args"] |= change.pop("args", {})
+        config["vision_config"] |= change.pop("vision_config", {})
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        with pytest.raises(UnsupportedModel, match=named):
+            self.load(tmp_path)
+        text = self.load(tmp_path, limit_mm_per_prompt={"image": 0})
+        assert not hasattr(text, "tower")

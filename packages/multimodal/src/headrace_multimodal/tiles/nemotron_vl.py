@@ -1,7 +1,7 @@
 """Images of Llama 3.1 Nemotron Nano VL: cut into tiles as InternVL's are, by another rule of which grid is
-best, with the whole in small behind them.
+best, with the whole in small behind them; and of Nemotron Nano V2 VL, by InternVL's own rule.
 
-NVIDIA 2025, "Llama-3.1-Nemotron-Nano-VL-8B-V1".
+NVIDIA 2025, "Llama-3.1-Nemotron-Nano-VL-8B-V1" and arXiv:2511.03929.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import ProcessedMedia
+from headrace_multimodal.images import internvl
 from headrace_multimodal.images.internvl import tile_option
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed
@@ -51,7 +52,7 @@ class NemotronVLProcessor(ImageProcessor):
         self._per_tile = int((self._side // patch) ** 2 * ratio**2)
         self._most = _number(self.stated, MOST, 12)
         self._has_whole = bool(self.stated.get("use_thumbnail", True))
-        self._numbers = Numbers(mean=None, std=None)
+        self._numbers = self.numbers()
         self._begin, self._end = (special_token_id(path, name) for name in ("<img>", "</img>"))
 
     def find_placeholder(self) -> int:
@@ -64,16 +65,46 @@ class NemotronVLProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: the option is no number of tiles, or more than the settings allow."""
         most = tile_option(options, MOST, self._most, self._most)
-        grid = grid_of(pixels.shape[:2], self._side, most)
-        tiles = in_tiles(pixels, grid, self._side, with_whole=self._has_whole)
+        tiles = in_tiles(
+            pixels,
+            self.grid(pixels.shape[:2], self._side, most),
+            self._side,
+            with_whole=self._has_whole,
+        )
         x = np.stack([self._numbers(tile) for tile in tiles])
         count = len(x) * self._per_tile
         tokens = (self._begin, *[self.placeholder_id] * count, self._end)
         return ProcessedMedia({PIXEL_VALUES: packed(x)}, count + 2, tokens, ((1, count),))
 
+    def numbers(self) -> Numbers:
+        """From bytes to what the tower takes."""
+        return Numbers(mean=None, std=None)
+
+    def grid(self, image: tuple[int, ...], side: int, most: int) -> Grid:
+        """See :func:`grid_of`."""
+        return grid_of(image, side, most)
+
     def largest_size(self) -> tuple[int, int]:
         """The size of as many tiles as are cut, side by side."""
         return self._side, self._side * self._most
+
+
+class NemotronVL2Processor(NemotronVLProcessor):
+    """The same, with normalised numbers, of which settings or the config say the mean."""
+
+    def numbers(self) -> Numbers:
+        stated = {
+            f"image_{key}": self.stated.get(f"norm_{key}", self.config.get(f"norm_{key}"))
+            for key in ("mean", "std")
+        }
+        missing = [key.replace("image", "norm") for key, value in stated.items() if value is None]
+        if missing:
+            raise UnsupportedModel(f"config.json: {missing[0]} = None: must be three numbers")
+        return Numbers.of(stated)
+
+    def grid(self, image: tuple[int, ...], side: int, most: int) -> Grid:
+        """See :func:`headrace_multimodal.images.internvl.grid_of`."""
+        return internvl.grid_of(image, (side, side), 1, most)
 
 
 def in_tiles(pixels: Pixels, grid: Grid, side: int, *, with_whole: bool) -> list[Pixels]:

@@ -1,5 +1,6 @@
-"""A plain reading of Llama 3.1 Nemotron Nano VL, which transformers does not have: its tower (RADIO) and its
-language model are transformers', what joins them is written by the names in the published files."""
+"""Plain readings of Llama 3.1 Nemotron Nano VL and Nemotron Nano V2 VL, which transformers does not have:
+their tower (RADIO) and language models are transformers', what joins them is written by the names in the
+published files."""
 
 from __future__ import annotations
 
@@ -30,14 +31,22 @@ class PlainNemotronVL(PlainWrapper):
     """
 
     def __init__(self, config: Mapping[str, Any], radio: Mapping[str, Any]) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.models.radio import RadioConfig, RadioModel
 
-        super().__init__(config, LlamaForCausalLM(LlamaConfig(**config["llm_config"])))
+        super().__init__(config, self.of_text(config["llm_config"]))
         self.tower: Any = RadioModel(RadioConfig(**radio))
         unit, size = 4 * radio["hidden_size"], config["llm_config"]["hidden_size"]
-        between = config["projector_hidden_size"]
-        self.mlp1 = nn.Sequential(
+        self.mlp1 = self.of_sizes(unit, config["projector_hidden_size"], size)
+
+    def of_text(self, config: Mapping[str, Any]) -> Any:
+        """The language model."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig(**config))
+
+    def of_sizes(self, unit: int, between: int, size: int) -> nn.Sequential:
+        """The projector."""
+        return nn.Sequential(
             nn.LayerNorm(unit), nn.Linear(unit, between), nn.GELU(), nn.Linear(between, size)
         )
 
@@ -47,7 +56,7 @@ class PlainNemotronVL(PlainWrapper):
         found = {}
         for name, tensor in self.state_dict().items():
             if not name.startswith("tower."):
-                found[name] = tensor
+                found[self.published_name(name)] = tensor
                 continue
             if ".layer_scale" in name or ".k_proj." in name or ".v_proj." in name:
                 continue
@@ -74,3 +83,33 @@ class PlainNemotronVL(PlainWrapper):
         corners = [plane[:, y::2, x::2] for y in (0, 1) for x in (0, 1)]
         made: Tensor = self.mlp1(torch.cat(corners, dim=-1).flatten(0, 2))
         return made
+
+
+class PlainNemotronVL2(PlainNemotronVL):
+    """The tower takes images as they are: they come normalised."""
+
+    def of_text(self, config: Mapping[str, Any]) -> Any:
+        from transformers import NemotronHConfig, NemotronHForCausalLM
+
+        return NemotronHForCausalLM(NemotronHConfig(**config))
+
+    def of_sizes(self, unit: int, between: int, size: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.RMSNorm(unit, eps=1e-5),
+            nn.Linear(unit, between, bias=False),
+            SquaredReLU(),
+            nn.Linear(between, size, bias=False),
+        )
+
+    def published_name(self, name: str) -> str:
+        return name.replace("language_model.model.", "language_model.backbone.")
+
+    def embed(self, image: Mapping[str, Tensor]) -> Tensor:
+        conditioner = self.tower.input_conditioner
+        pixels = image["pixel_values"] * conditioner.norm_std + conditioner.norm_mean
+        return super().embed({"pixel_values": pixels})
+
+
+class SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x) ** 2

@@ -55,6 +55,7 @@ ROWS = (
         {"nemotron_h": "NemotronHForCausalLM"},
         "Nemotron Nano 2 VL",
         ("vision_model", "mlp1"),
+        towers={"": "vision_language.nemotron_nano_vl:NemotronNanoVL2"},
     ),
     Wrapper(
         "Llama_Nemotron_Nano_VL",

@@ -41,8 +41,6 @@ def radio_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     inner, block = f"{source}.model.patch_generator", f"{source}.model.blocks.{{}}"
     own = f"{target}.layers.{{}}"
     return (
-        WeightRule(f"{source}.input_conditioner.norm_mean", f"{target}.mean.vector"),
-        WeightRule(f"{source}.input_conditioner.norm_std", f"{target}.std.vector"),
         WeightRule(f"{inner}.embedder", f"{target}.patches"),
         WeightRule(f"{inner}.pos_embed", f"{target}.positions.vector"),
         WeightRule(f"{inner}.cls_token.token", f"{target}.first.vector"),
@@ -55,15 +53,31 @@ def radio_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     )
 
 
+def conditioner_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+    """The same, of what a tower normalises images by."""
+    return (
+        WeightRule(f"{source}.input_conditioner.norm_mean", f"{target}.mean.vector"),
+        WeightRule(f"{source}.input_conditioner.norm_std", f"{target}.std.vector"),
+    )
+
+
 class RadioTower(Layer):
     """Images, in numbers from 0 to 1, -> the states of their patches.
 
     Args:
         stated: the tower's part of the config, with ``args`` in it.
         name: as the checkpoint spells it.
+        normalises: False: images come in the numbers that the first product takes.
     """
 
-    def __init__(self, context: BuildContext, stated: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        stated: Mapping[str, Any],
+        name: str,
+        *,
+        normalises: bool = True,
+    ) -> None:
         args = part_of(stated, "args")
         settings = Settings({**_sizes(args), "hidden_act": "gelu", **stated})
         Settings(args).refuse("model_norm", False)
@@ -75,8 +89,10 @@ class RadioTower(Layer):
         self.ops = context.ops
         inner = f"{name}.model.patch_generator"
         kernel = (3 * self.patch**2,)
-        self.mean = Vector(f"{name}.input_conditioner.norm_mean", 3, 1, 1)
-        self.std = Vector(f"{name}.input_conditioner.norm_std", 3, 1, 1)
+        self.normalises = normalises
+        if normalises:
+            self.mean = Vector(f"{name}.input_conditioner.norm_mean", 3, 1, 1)
+            self.std = Vector(f"{name}.input_conditioner.norm_std", 3, 1, 1)
         self.patches = PatchEmbedding(context, f"{inner}.embedder", kernel, self.size, bias=False)
         self.positions = Vector(f"{inner}.pos_embed", 1, self.side**2, self.size)
         self.first = Vector(f"{inner}.cls_token.token", self.number, self.size)
@@ -88,8 +104,10 @@ class RadioTower(Layer):
     def __call__(self, images: Tensor) -> Tensor:
         """images [I, 3, height, width], as high as wide -> [I, patches, H]."""
         count, side = len(images), images.shape[-1] // self.patch
-        pixels = ((images.float() - self.mean.vector) / self.std.vector).to(self.dtype)
-        flat = in_patches(pixels, self.patch)
+        pixels = images.float()
+        if self.normalises:
+            pixels = (pixels - self.mean.vector) / self.std.vector
+        flat = in_patches(pixels.to(self.dtype), self.patch)
         x = self.patches(flat.flatten(0, 1)).view(*flat.shape[:2], -1) + self._placed(side)
         x = torch.cat((self.first.vector.expand(count, -1, -1), x), dim=1)
         number, segments = x.shape[1], Segments.of([x.shape[1]] * count, x.device)
