@@ -44,10 +44,6 @@ class Gemma3nImages(ImageProcessor):
     def largest_size(self) -> tuple[int, int]:
         return self._shape.size
 
-    def sizeless(self, num_vectors: int) -> ProcessedMedia:
-        """Any: all have as many vectors."""
-        return self.blank(*self.largest_size())
-
 
 class Gemma3nProcessor(ByModality):
     """A tower that the config leaves out takes nothing.
