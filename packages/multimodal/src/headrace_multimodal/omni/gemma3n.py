@@ -7,12 +7,42 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.multimodal import MediaPlacement, ProcessedMedia
-from headrace_multimodal.audio.features import INPUT_FEATURES
+from headrace_multimodal.audio.features import INPUT_FEATURES, integer
 from headrace_multimodal.audio.gemma3n import Gemma3nRecordings
-from headrace_multimodal.images.gemma3n import Gemma3nImages
-from headrace_multimodal.images.processor import PIXEL_VALUES
+from headrace_multimodal.images.clip import OneSize
+from headrace_multimodal.images.pixels import Pixels
+from headrace_multimodal.images.processor import PIXEL_VALUES, ImageProcessor, packed
 from headrace_multimodal.images.words import LineEnds, Words
 from headrace_multimodal.omni.by_modality import ByModality, Part
+
+_SIDE = 224
+"""Of images, where settings say none."""
+_TOKENS, _IMAGE, _BEGIN, _END = 256, 262_145, 255_999, 262_144
+
+
+class Gemma3nImages(ImageProcessor):
+    """Images of one size and of as many places. ``pixel_values`` are [3, height, width]; no line ends are
+    among an image's tokens."""
+
+    text = "<image_soft_token>"
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        super().__init__(config, path)
+        self._shape = OneSize(self.stated, _SIDE, siglip=True)
+        self._number = integer(config, "vision_soft_tokens_per_image", _TOKENS)
+        begin, end = integer(config, "boi_token_id", _BEGIN), integer(config, "eoi_token_id", _END)
+        self._tokens = (begin, *[self.placeholder_id] * self._number, end)
+
+    def find_placeholder(self) -> int:
+        """The token whose places the vectors take."""
+        return integer(self.config, "image_token_id", _IMAGE)
+
+    def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
+        inputs = {PIXEL_VALUES: packed(self._shape(pixels))}
+        return ProcessedMedia(inputs, len(self._tokens), self._tokens, ((1, self._number),))
+
+    def largest_size(self) -> tuple[int, int]:
+        return self._shape.size
 
 
 class Gemma3nProcessor(ByModality):
