@@ -121,7 +121,10 @@ ONE_IMAGE = {
     "qwen3_vl_moe": QWEN_IMAGE,
     "qwen3_5": None,
     "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
+    "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
+    "skywork_chat": None,
     "tarsier2": QWEN_IMAGE,
+    "video_llava": "USER: <image>\nWhy? ASSISTANT:",
 }
 """Key -> the prompt; None: by the checkpoint's template."""
 ONE_VIDEO = {
@@ -129,13 +132,6 @@ ONE_VIDEO = {
     "\nAssistant: <think></think>",
     "glm4_1v": GLM_VIDEO,
     "glm4_5v": GLM_VIDEO,
-    "rvl": "<|im_start|>user <image>\nWhy?<|im_end|><|im_start|>assistant\n",
-    "skywork_chat": None,
-    "smolvlm": "<|im_start|>User:<image>Why?<end_of_utterance>\nAssistant:",
-    "video_llava": "USER: <image>\nWhy? ASSISTANT:",
-}
-"""Key -> the prompt; None: by the checkpoint's template."""
-ONE_VIDEO = {
     "llava-next-video": "USER: <video>\nWhy? ASSISTANT:",
     "llava-onevision": "<|im_start|>user <video>\nWhy?<|im_end|><|im_start|>assistant\n",
     "minicpmv": None,
