@@ -70,6 +70,8 @@ constexpr int64_t bytes_of_stored(int32_t stored) {
   return stored == ABSENT ? 0 : stored == F32 ? 4 : stored == BF16 || stored == F16 ? 2 : 1;
 }
 
+constexpr int64_t LARGEST_BLOCK = 256;    // inputs
+
 // The order of fields is that of _Layout in quantized.py. `group` and `block` are multiples of 4, or at least K.
 struct Layout {
   int64_t N, K, group, block;
@@ -88,6 +90,10 @@ struct Layout {
   int64_t groups() const { return max_of(1, ceil_div(steps(), group_steps())); }
   int64_t block_groups() const { return block >= K ? groups() : block / group; }
   int64_t blocks() const { return ceil_div(groups(), block_groups()); }
+  // True if a block's sum is a whole number: below 2^31, for codes that stay shifted, too (see Field).
+  bool sums_blocks() const {
+    return scales == SIGNED_BYTE && block_scales != ABSENT && kind != 8 && !is_float(kind) && block <= LARGEST_BLOCK;
+  }
   int64_t step_bytes() const { return unit_bytes(kind) / unit_steps(kind); }
   int64_t codes_bytes(int64_t some) const { return ceil_div(some, unit_steps(kind)) * unit_bytes(kind); }
   int64_t scale_bytes() const { return QPANEL * bytes_of_stored(scales); }

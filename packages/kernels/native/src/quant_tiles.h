@@ -11,8 +11,9 @@
 // Row invariance follows: a row's fixed-point form is its own, the sums are exact, and the float
 // steps of one output are the same ones in the same order whatever stands beside it.
 //
-// Where the parts of a weight are: quant_layout.h. Scales of blocks multiply those of groups as these end. (To
-// sum whole scales times whole sums over a block was not faster, and must not overflow.) Minimums of groups are
+// Where the parts of a weight are: quant_layout.h. Where scales of groups are whole numbers and blocks are short,
+// a block is summed up in whole numbers before its scale multiplies it; else scales of blocks multiply those of
+// groups as these end. Minimums of groups are
 // multiplied by the sums of the row's inputs, in floats, once a panel's products are done. A table
 // whose entries are no small whole numbers is two or three, of high bytes and of lower ones, one after the other.
 //
@@ -409,6 +410,7 @@ template <int KIND, int V> struct Decoder {
 // What a task adds up for its rows and one panel.
 struct Sums {
   int32_t* whole;   // [rows * limbs][QPANEL]: of a group that a piece of K has cut
+  int32_t* blocks;  // likewise, of a block's groups that are done, where a block's sum is whole
   float* real;      // [rows][QPANEL]: of the groups that are done, without the row's scale
   uint8_t* bytes;   // room for a piece of a panel, a byte a code
   float* scales;    // and for the scales of its groups, of four steps at least
@@ -420,6 +422,7 @@ struct Panel {
   const uint8_t* front;
   const uint8_t* groups;
   int64_t steps, group_steps, group_bytes, header_bytes, block_groups, minimums_at, block_minimums_at;
+  bool by_blocks;  // Layout::sums_blocks()
   const uint8_t* header(int64_t g) const { return groups + g * group_bytes; }
 };
 
@@ -430,7 +433,7 @@ class Panels {
   Panels(const Layout& l, const void* packed)
       : layout_(l), first_(l.panel(packed, 0)), bytes_(l.panel_bytes()), groups_at_(l.groups_at()),
         alike_{nullptr, nullptr, nullptr, l.steps(), l.group_steps(), l.group_bytes(), l.header_bytes(), l.block_groups(),
-               l.minimums_at(), l.block_minimums_at()} {}
+               l.minimums_at(), l.block_minimums_at(), l.sums_blocks()} {}
   Panels(const Panels&) = delete;
   const uint8_t* front(int64_t p) const { return first_ + p * bytes_; }
   Panel operator[](int64_t p) const {
@@ -556,6 +559,18 @@ HR_INLINE inline void add_to_real(const vf (&scales)[V], bool begins, float* rea
   }
 }
 
+// sum = what a block's groups have so far plus the group's own times its whole scales.
+template <int R, int V>
+HR_INLINE inline void add_to_block(const uint8_t* scales, bool begins, const int32_t* blocks, vi (&sum)[R][V]) {
+  HR_UNROLL for (int v = 0; v < V; ++v) {
+    const vi scale = ild_signed(scales + v * W);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
+      sum[r][v] = imul(sum[r][v], scale);
+      if (!begins) sum[r][v] = iadd(sum[r][v], ild(blocks + r * QPANEL + v * W));
+    }
+  }
+}
+
 // Steps [begin, end) of V vectors. Codes are of KIND, or bytes (KIND 8).
 template <int KIND, int LIMBS, int R, int V>
 inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetch fetch) {
@@ -600,10 +615,18 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int at, Fetc
       }
       return;
     }
-    vf scales[V];
-    values_of<V>(header, l.scales, v0, scales);
-    HR_UNROLL for (int v = 0; v < V; ++v) scales[v] = vmul(scales[v], outer[v]);
-    add_to_real<LIMBS, R, V>(scales, w.pass == 0 && g == 0, w.sums.real, v0, sum);
+    if (p.by_blocks) {
+      int32_t* const blocks = w.sums.blocks + v0 * W;
+      add_to_block<R, V>(header + v0 * W, in_block == 0, blocks, sum);
+      const bool whole = in_block + 1 == p.block_groups || finish == p.steps;
+      if (whole) add_to_real<LIMBS, R, V>(outer, w.pass == 0 && b == 0, w.sums.real, v0, sum);
+      else HR_UNROLL for (int r = 0; r < R; ++r) HR_UNROLL for (int v = 0; v < V; ++v) ist(blocks + r * QPANEL + v * W, sum[r][v]);
+    } else {
+      vf scales[V];
+      values_of<V>(header, l.scales, v0, scales);
+      HR_UNROLL for (int v = 0; v < V; ++v) scales[v] = vmul(scales[v], outer[v]);
+      add_to_real<LIMBS, R, V>(scales, w.pass == 0 && g == 0, w.sums.real, v0, sum);
+    }
     if (++in_block == p.block_groups) {
       in_block = 0, ++b;
       if (stop < end) enter_block();
@@ -644,10 +667,10 @@ template <bool CENTRED> HR_INLINE inline void group_zeros(const Layout& l, const
   }
 }
 
-// Codes of steps [begin, end), a byte each: a step's vectors one after the other. With CENTRED less their zero
-// points, and each vector `apart` bytes behind the one before.
-template <int KIND, bool CENTRED = false>
-void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to, int64_t apart = VECTOR_BYTES) {
+// enter(header) for each group that has steps in [begin, end), and what it returns for each of these: of the codes
+// of the step's vectors.
+template <int KIND, class F>
+HR_INLINE inline void walk_codes(const Panel& p, int pass, int64_t begin, int64_t end, const F& enter) {
   constexpr int UNIT = unit_steps(KIND);
   const Decoder<KIND, QV> decoder(*p.layout, pass, 0);
   int64_t g = begin / p.group_steps;
@@ -655,22 +678,33 @@ void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to, i
     const int64_t start = g * p.group_steps;
     stop = min_of(start + p.group_steps, end);
     const uint8_t* codes = p.header(g) + p.header_bytes;
-    Raw zeros[QV];
-    group_zeros<CENTRED>(*p.layout, p.header(g), zeros);
-    const auto put = [&](int64_t step) {
+    const auto put = enter(p.header(g));
+    for (int64_t i = s - start; i < stop - start; ++i) {
       Raw found[QV];
-      const uint8_t* unit = codes + step / UNIT * unit_bytes(KIND);
-      if (UNIT == 2 && step % 2) decoder.template decode<UNIT - 1>(unit, found);
+      const uint8_t* unit = codes + i / UNIT * unit_bytes(KIND);
+      if (UNIT == 2 && i % 2) decoder.template decode<UNIT - 1>(unit, found);
       else decoder.template decode<0>(unit, found);
+      HR_UNROLL for (int v = 0; v < QV; ++v) found[v] = lowered(found[v], decoder.shift(v));
+      put(found);
+    }
+  }
+}
+
+// Codes of steps [begin, end), a byte each: a step's vectors one after the other. With CENTRED less their zero
+// points, and each vector `apart` bytes behind the one before.
+template <int KIND, bool CENTRED = false>
+void expand(const Panel& p, int pass, int64_t begin, int64_t end, uint8_t* to, int64_t apart = VECTOR_BYTES) {
+  walk_codes<KIND>(p, pass, begin, end, [&](const uint8_t* header) HR_INLINE {
+    Raw zeros[QV];
+    group_zeros<CENTRED>(*p.layout, header, zeros);
+    return [&to, apart, zeros](const Raw (&codes)[QV]) HR_INLINE {
       HR_UNROLL for (int v = 0; v < QV; ++v) {
-        const Raw code = lowered(found[v], decoder.shift(v));
-        if constexpr (CENTRED) put_raw(to + v * apart, less(code, zeros[v]));
-        else put_raw(to + v * VECTOR_BYTES, code);
+        if constexpr (CENTRED) put_raw(to + v * apart, less(codes[v], zeros[v]));
+        else put_raw(to + v * VECTOR_BYTES, codes[v]);
       }
       to += CENTRED ? VECTOR_BYTES : QV * VECTOR_BYTES;
     };
-    for (int64_t i = s - start; i < stop - start; ++i) put(i);
-  }
+  });
 }
 
 using Expand = void (*)(const Panel&, int pass, int64_t begin, int64_t end, uint8_t* to, int64_t apart);
@@ -724,7 +758,7 @@ inline void panel_pass(const Panel& p, int pass, const uint8_t* after, const Fix
       const int64_t line = (begin + first) * LIMBS, at = first * LIMBS * QPANEL;
       const Work w{&p, pass, method.expand ? sums.bytes : nullptr, f.bytes + line * f.line, f.line,
                    f.sums + line * f.groups, f.groups,
-                   {sums.whole + at, sums.real + first * QPANEL, nullptr, nullptr},
+                   {sums.whole + at, sums.blocks + at, sums.real + first * QPANEL, nullptr, nullptr},
                    {next, next < last ? lines : 0, alone}};
       method.tile(w, many, s, end);
     }
