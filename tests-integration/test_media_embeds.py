@@ -237,6 +237,11 @@ def test_chats_bring_vectors_in_every_form_and_again_by_name(seer: Seer, model: 
     tensors: Any = seer.vectors_of(0)
     assert answer(part_of(seer, torch_file)) == wanted
     assert answer({"type": seer.key, seer.key: tensors}) == wanted
+    for rows in (1, 0) if seer.facts else ():  # [1, n] as the library has it, and [n]
+        part = part_of(seer, torch_file)
+        for name, value in seer.facts.items():
+            part[seer.key][name] = [value[0].tolist()] if rows else value[0].tolist()
+        assert answer(part) == wanted
     assert answer(named) == wanted
     assert answer({"type": seer.key, seer.key: None, "uuid": "cat"}) == wanted
     with pytest.raises(RequestError, match=r"messages\[0\]\.content\[1\]\.uuid.*'dog'"):

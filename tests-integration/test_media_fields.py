@@ -103,6 +103,7 @@ CHAT = "messages[0].content[0]"
          f"{CHAT}.image_url.url: image of 600 x 2 pixels"),
         ({"type": "input_image", "image_url": URL}, "must be one of text, image_url"),
         ({"type": "file", "file": {"file_data": URL}}, "must be one of text, image_url"),
+        ({"type": "picture", "picture": URL}, "'thinking', 'image_url', 'video_url']"),
     ],
 )  # fmt: skip
 def test_chats_name_the_clients_field(

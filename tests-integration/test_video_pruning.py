@@ -126,6 +126,8 @@ def test_rates_are_checked(tmp_path: Path) -> None:
     for rate in (1.0, -0.1):
         with pytest.raises(ConfigError, match=r"video_pruning_rate = .*from 0 to below 1"):
             LLM(str(tmp_path), **SETTINGS, video_pruning_rate=rate)
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs\.video_pruning_rate = 2"):
+        LLM(str(tmp_path), **SETTINGS, mm_processor_kwargs={"video_pruning_rate": 2})
     with LLM(str(tmp_path), **SETTINGS) as model:
         [prompt, _] = prompts()
         number = [
@@ -134,6 +136,9 @@ def test_rates_are_checked(tmp_path: Path) -> None:
         ]
         with pytest.raises(RequestError, match=r"video_pruning_rate = 1\.5"):
             model.generate({**prompt, "mm_processor_kwargs": {"video_pruning_rate": 1.5}}, PARAMS)
+        with pytest.raises(RequestError, match=r"video_pruning_rate = 1\.5"):
+            model.chat([{"role": "user", "content": "no video"}], PARAMS, use_tqdm=False,
+                       mm_processor_kwargs={"video_pruning_rate": 1.5})  # fmt: skip
     assert number[0] == number[2]
     frames = 4
     per = (number[0] - number[1]) * 2 // frames

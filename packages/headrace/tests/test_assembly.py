@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from headrace.assembly.front import share_items
+from headrace import LLM
+from headrace.assembly.front import check_shared_items, share_items
 from headrace.assembly.served import tokenizer_info
 from headrace.assembly.worker import tower_chooser
 from headrace_attention.sdpa import SDPABackend
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
-from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.config import EngineConfig, MultiModalConfig
 
@@ -70,14 +70,26 @@ def test_towers_have_the_attention_that_is_named_for_them() -> None:
 
 
 def test_what_shared_memory_for_media_needs_is_named() -> None:
-    config = MultiModalConfig(mm_processor_cache_type="shm")
-    inproc = InprocClient(lambda timeline: None)  # type: ignore[arg-type, return-value]
+    shm: dict[str, Any] = {"mm_processor_cache_type": "shm"}
     with pytest.raises(ConfigError, match=r"'shm': must be 'lru'.*engine_process"):
-        share_items(inproc, config)
-    small = MultiModalConfig(mm_processor_cache_type="shm", mm_processor_cache_gb=0.0)
-    with pytest.raises(ConfigError, match=r"cache_gb = 0.0: must be at least .* = 128"):
-        share_items(ProcessClient("a:b", EngineConfig()), small)
-    for wrong in ({"mm_processor_cache_type": "disk"}, {"mm_shm_cache_max_object_size_mb": 0},
-                  {"mm_encoder_tp_mode": "batch"}, {"video_pruning_rate": 1.0}):  # fmt: skip
-        with pytest.raises(ConfigError, match=next(iter(wrong))):
-            MultiModalConfig(**wrong)  # type: ignore[arg-type]
+        LLM("nowhere", **shm)  # before anything is looked for
+    check_shared_items(EngineConfig(engine_process=True, multimodal=MultiModalConfig(**shm)))
+    with pytest.raises(ConfigError, match=r"'shm': .*; must be 'lru' here"):
+        share_items(ProcessClient("a:b", EngineConfig()),
+                    MultiModalConfig(**shm, mm_processor_cache_gb=1e30))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mm_processor_cache_type": "disk"},
+        {"mm_shm_cache_max_object_size_mb": 0},
+        {"mm_processor_cache_gb": 0.1, "mm_processor_cache_type": "shm"},
+        {"mm_processor_cache_gb": float("inf")},
+        {"mm_encoder_tp_mode": "batch"},
+        {"video_pruning_rate": 1.0},
+    ],
+)
+def test_settings_of_media_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        MultiModalConfig(**wrong)

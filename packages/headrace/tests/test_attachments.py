@@ -68,11 +68,13 @@ def test_errors_name_the_file(picture):
         error = RequestError(f"{place}.image_url.url: image is damaged", param="x")
         name_files(error, conversation, "other")
         assert str(error) == f"{picture.name}: image is damaged"
-    error = RequestError("messages[3].content[0].type = 'image_url': this model takes text only")
-    name_files(error, conversation, demo.NAME)
-    assert str(error) == (
-        f"{picture.name}: this model takes text only; headrace chat --demo vision sees pictures"
-    )
+    for told in (".type = 'image_url': must be one of text, refusal",
+                 ": parts of type 'image_url' are not supported; this model takes text only"):  # fmt: skip
+        error = RequestError(f"messages[3].content[0]{told}")
+        name_files(error, conversation, demo.NAME)
+        assert str(error) == (
+            f"{picture.name}: this model takes no pictures; headrace chat --demo vision sees pictures"
+        )
     error = RequestError("messages[3].content[1].text: must be text")
     name_files(error, conversation, demo.NAME)
     assert str(error) == "messages[3].content[1].text: must be text"

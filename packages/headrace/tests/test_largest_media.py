@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.assembly import media
+from headrace_core.errors import ConfigError, RequestError
 from headrace_core.multimodal import ProcessedMedia
 from headrace_core.platform import CpuPlatform
 from headrace_engine.config import MultiModalConfig
@@ -23,6 +24,8 @@ def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> No
             return ("image", "video")
 
         def largest(self, modality: str, sizes: dict[str, int]) -> ProcessedMedia:
+            if sizes.get("width") == 1:
+                raise RequestError("too narrow")
             asked.append((modality, sizes))
             return ProcessedMedia({}, 6, (4, 4, 5, 4, 4, 6), ((0, 2), (3, 2)))
 
@@ -42,6 +45,15 @@ def test_tokens_without_vectors_are_known(monkeypatch: pytest.MonkeyPatch) -> No
         ("image", {"num_tokens": 50, "width": 7}),
         ("video", {"num_tokens": 40, "num_frames": 9, "height": 8}),
     ]
+    for wide in ({"width": 1 << 40}, {"width": 60_000, "height": 60_000}):
+        config.model.limit_mm_per_prompt = {"image": wide}
+        with pytest.raises(ConfigError, match=r"limit_mm_per_prompt\.image = .*max_image_pixels"):
+            media.largest_media(resolved)
+    config.model.limit_mm_per_prompt = {"image": {"width": 1}}
+    make = media.largest_media(resolved)
+    assert make is not None
+    with pytest.raises(ConfigError, match=r"limit_mm_per_prompt\.image: too narrow"):
+        make()
     vouched = MultiModalConfig(skip_mm_profiling=True)
     config.multimodal = vouched
     assert media.largest_media(resolved) is None

@@ -159,7 +159,7 @@ class TestHostile:
         [
             ([torch.ones(2)], "holds a list"),
             ({"a": 3}, "'a' is a int, not a tensor"),
-            ({3: torch.ones(1)}, "3 is a Tensor"),
+            ({3: torch.ones(1)}, "name is 3: must be text"),
             ({"a": torch.eye(3).to_sparse()}, "torch.sparse_coo"),
         ],
     )

@@ -28,8 +28,10 @@ def library() -> Iterator[ModuleType]:
         yield module
 
 
-def written(module: ModuleType, folder: Path, kind: str, **attributes: Any) -> Path:
-    """A file with one tensor of a class of TorchAO's."""
+def written(
+    module: ModuleType, folder: Path, kind: str, beside: str = "m.bias", **attributes: Any
+) -> Path:
+    """A file with one tensor of a class of TorchAO's, and a plain one beside it."""
 
     def refuse(cls: type, *_: object) -> object:
         raise AssertionError(cls)
@@ -40,7 +42,7 @@ def written(module: ModuleType, folder: Path, kind: str, **attributes: Any) -> P
     tensor = Tensor._make_wrapper_subclass(made, (2, 4), dtype=torch.bfloat16)
     vars(tensor).update(attributes)
     file = folder / "pytorch_model.bin"
-    torch.save({"m.weight": tensor, "m.bias": torch.ones(2)}, file)
+    torch.save({"m.weight": tensor, beside: torch.ones(2)}, file)
     return file
 
 
@@ -67,6 +69,29 @@ def test_other_tensors_stay(library: ModuleType, tmp_path: Path) -> None:
 def test_a_part_is_missing(library: ModuleType, tmp_path: Path) -> None:
     file = written(library, tmp_path, "Int8Tensor", qdata=torch.ones(2, 4))
     with pytest.raises(WeightsError, match=r"'m\.weight', TorchAO's Int8Tensor, has no scale"):
+        read_pickled(file)
+
+
+def test_parts_of_parts_are_refused(library: ModuleType, tmp_path: Path) -> None:
+    """Their bytes would be at address 0."""
+    body = {"__module__": library.__name__, "__torch_dispatch__": classmethod(print)}
+    made = type("Float8Tensor", (Tensor,), body)
+    library.Float8Tensor = made  # type: ignore[attr-defined]
+    inner = Tensor._make_wrapper_subclass(made, (1 << 30, 1 << 30))
+    file = written(library, tmp_path, "Int8Tensor", qdata=inner, scale=torch.ones(2, 1))
+    with pytest.raises(
+        WeightsError, match=r"Int8Tensor, has a Float8Tensor as qdata: must be a plain"
+    ):
+        read_pickled(file)
+
+
+def test_names_must_be_texts_and_differ(library: ModuleType, tmp_path: Path) -> None:
+    parts = {"qdata": torch.ones(2, 4, dtype=torch.int8), "scale": torch.ones(2, 1)}
+    file = written(library, tmp_path, "Int8Tensor", beside="m._weight_qdata", **parts)
+    with pytest.raises(WeightsError, match=r"tensor 'm\._weight_qdata' is there twice"):
+        read_pickled(file)
+    torch.save({1: torch.ones(2)}, file)
+    with pytest.raises(WeightsError, match="a tensor's name is 1: must be text"):
         read_pickled(file)
 
 

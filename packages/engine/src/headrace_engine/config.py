@@ -7,6 +7,7 @@ Those of the model and of its loading, which other packages read too, are in
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -615,13 +616,7 @@ class MultiModalConfig:
     def __post_init__(self) -> None:
         check_media_io(self.media_io_kwargs)
         object.__setattr__(self, "ec_transfer_config", check_ec_transfer(self.ec_transfer_config))
-        require(self.mm_processor_cache_gb >= 0, "multimodal.mm_processor_cache_gb",
-               self.mm_processor_cache_gb, "at least 0")  # fmt: skip
-        require_choice("multimodal.mm_processor_cache_type", self.mm_processor_cache_type,
-                       ("lru", "shm"))  # fmt: skip
-        require(1 <= self.mm_shm_cache_max_object_size_mb < 4096,
-               "multimodal.mm_shm_cache_max_object_size_mb", self.mm_shm_cache_max_object_size_mb,
-               "in 1..4095")  # fmt: skip
+        self._check_cache()
         require_choice(
             "multimodal.mm_encoder_tp_mode", self.mm_encoder_tp_mode, ("weights", "data")
         )
@@ -641,6 +636,23 @@ class MultiModalConfig:
         hosts: object = self.allowed_media_domains
         if isinstance(hosts, str):
             object.__setattr__(self, "allowed_media_domains", (hosts,))
+
+    def _check_cache(self) -> None:
+        size, largest = self.mm_processor_cache_gb, self.mm_shm_cache_max_object_size_mb
+        require(
+            0 <= size < math.inf, "multimodal.mm_processor_cache_gb", size, "at least 0, and finite"
+        )
+        require_choice("multimodal.mm_processor_cache_type", self.mm_processor_cache_type,
+                       ("lru", "shm"))  # fmt: skip
+        require(
+            1 <= largest < 4096, "multimodal.mm_shm_cache_max_object_size_mb", largest, "in 1..4095"
+        )
+        require(
+            self.mm_processor_cache_type == "lru" or size * 1024 >= largest,
+            "multimodal.mm_processor_cache_gb",
+            size,
+            f"at least {largest / 1024} for shm (mm_shm_cache_max_object_size_mb = {largest})",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

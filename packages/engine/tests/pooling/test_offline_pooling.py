@@ -341,6 +341,12 @@ def test_pairs_by_cosine() -> None:
         scores = llm.score(["abc"], ["abc", "xyz", {"prompt_token_ids": [5, 6]}], PoolingParams())
         with pytest.raises(RequestError, match=r"use_activation = False: .*cosine of two"):
             llm.score(["abc"], ["abc"], PoolingParams(use_activation=False))
+        for first, second, side in (("x" * 9999, "x", "text_1"), ("x", "x" * 9999, "text_2")):
+            with pytest.raises(RequestError, match="context length") as caught:
+                llm.score([first], [second], PoolingParams())
+            assert caught.value.param == side
+        with pytest.raises(RequestError, match=r"^text_2: must hold at least one token"):
+            llm.score(["abc"], [{"prompt_token_ids": []}], PoolingParams())
     vectors = [made.model.dense(p) for p in (ids("abc"), ids("xyz"), [5, 6])]
     want = [float(torch.dot(vectors[0], v)) for v in vectors]
     np.testing.assert_allclose([s.outputs.score for s in scores], want, rtol=1e-5)

@@ -119,7 +119,7 @@ class MediaEmbeds:
                 the facts or the model say; a fact is unknown, missing or wrong.
         """
         where = f"{FIELD}.{modality}"
-        facts = {name: self._fact(modality, name, value) for name, value in given.facts.items()}
+        facts = {name: self._row(modality, name, value) for name, value in given.facts.items()}
         read = self._decoder.rows(given.vectors, where)
         made = self._embedded(modality, read.num_tokens, facts)
         wanted = num_vectors(made)
@@ -156,6 +156,11 @@ class MediaEmbeds:
         """A fact of each item: the rows of [items, n], or one."""
         found = self._fact(modality, name, value)
         return found if found and isinstance(found[0], list) else [found]
+
+    def _row(self, modality: Modality, name: str, value: object) -> Any:
+        """A fact of one item: [n], or [1, n] as of several."""
+        rows = self._rows(modality, name, value)
+        return rows[0] if len(rows) == 1 else rows
 
     def _fact(self, modality: Modality, name: str, value: object) -> list[Any]:
         """A fact as lists of whole numbers."""

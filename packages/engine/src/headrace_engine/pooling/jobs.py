@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput
 from headrace_core.pooling import PoolingParams
 from headrace_engine.input_processing.pooling import (
@@ -38,19 +39,30 @@ class PoolingJob(NamedTuple):
     add_special_tokens: bool | None = None
     call: str = ""
     """See :meth:`PoolingInputProcessor.read`."""
+    side: str = ""
+    """The side of a pair that the prompt is, for errors; empty: it is none, or both."""
 
 
 def read_job(input_processor: PoolingInputProcessor, job: PoolingJob) -> PooledPrompt:
-    """See :meth:`PoolingInputProcessor.read`."""
-    return input_processor.read(
-        job.prompt,
-        job.params,
-        job.request_id,
-        task=job.task,
-        priority=job.priority,
-        add_special_tokens=job.add_special_tokens,
-        call=job.call,
-    )
+    """See :meth:`PoolingInputProcessor.read`; errors name the side in place of the prompt."""
+    try:
+        return input_processor.read(
+            job.prompt,
+            job.params,
+            job.request_id,
+            task=job.task,
+            priority=job.priority,
+            add_special_tokens=job.add_special_tokens,
+            call=job.call,
+        )
+    except RequestError as error:
+        if job.side and error.param == "prompt":
+            told = str(error)
+            error.param = job.side
+            error.args = (
+                job.side + told[6:] if told.startswith(("prompt:", "prompt =")) else told,
+            )
+        raise
 
 
 def windows_at_once(prompt: PooledPrompt) -> int:

@@ -127,12 +127,12 @@ class ScorePlanner:
         check_activation(params, info)
         pairs = pair_up(data_1, data_2)
 
-        def job(prompt: PoolingPrompt, task: str, index: int) -> PoolingJob:
+        def job(prompt: PoolingPrompt, task: str, index: int, side: str = "") -> PoolingJob:
             own_id = f"{request_id}-{index}"
             if add_special_tokens is False:
                 _check_plain(prompt, info)
             return PoolingJob(
-                prompt, params, task, own_id, priority, add_special_tokens, call=request_id
+                prompt, params, task, own_id, priority, add_special_tokens, request_id, side
             )
 
         if info.scoring == "cross":
@@ -144,13 +144,13 @@ class ScorePlanner:
         if info.scoring == "late_interaction":
             texts = self._token_texts(params, info)
             indices = [texts.pair(*pair) for pair in pairs]
-            jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
+            jobs = [job(p, "token_embed", i, s) for i, (p, s) in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
         modalities = self._model().modalities
         embedded = partial(_prompt_of, modalities=modalities)
         texts = _Distinct(embedded, embedded)
         indices = [texts.pair(*pair) for pair in pairs]
-        jobs = [job(p, "embed", i) for i, p in enumerate(texts.prompts)]
+        jobs = [job(p, "embed", i, s) for i, (p, s) in enumerate(texts.prompts)]
         return ScorePlan(jobs, indices, _cosine, request_id)
 
     def _token_texts(self, params: PoolingParams, info: PoolingInfo) -> _Distinct:
@@ -246,7 +246,8 @@ class _Distinct:
         first: Callable[[ScoreInput], PoolingPrompt],
         second: Callable[[ScoreInput], PoolingPrompt],
     ) -> None:
-        self.prompts: list[PoolingPrompt] = []
+        self.prompts: list[tuple[PoolingPrompt, str]] = []
+        """Each with the first side that has it."""
         self._makers = (first, second)
         self._same = first is second
         self._index: dict[Any, int] = {}
@@ -260,7 +261,7 @@ class _Distinct:
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.prompts)
-            self.prompts.append(self._makers[side](value))
+            self.prompts.append((self._makers[side](value), f"text_{side + 1}"))
         return index
 
 

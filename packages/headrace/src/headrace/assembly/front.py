@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
 from headrace.assembly.logits_processors import processor_name
@@ -36,6 +36,7 @@ from headrace_engine.config import EngineConfig, MultiModalConfig
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
     from headrace_engine.clients.base import CoreClient
+    from headrace_engine.clients.link import CoreLink
     from headrace_engine.clients.process import ProcessClient
     from headrace_engine.engine import Engine
     from headrace_engine.input_processing.input_processor import InputProcessor
@@ -128,7 +129,12 @@ def front_end(
 
     Args:
         client: the way to a core that somebody else builds, if somebody does.
+
+    Raises:
+        ConfigError: shared memory of media, and the core is in this process.
     """
+    if client is None:
+        check_shared_items(config)
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         if client is None:
@@ -172,37 +178,38 @@ def front_end(
     if client is None:
         client = core_client(config, resolved, timeline, input_processor.vocabulary)
     if media is not None and config.multimodal.mm_processor_cache_type == "shm":
-        share_items(client, config.multimodal)
+        share_items(cast("CoreLink", client), config.multimodal)
     return FrontEnd(client, input_processor, resolved.config, resolved.info, speech, processor)
 
 
-def share_items(client: CoreClient, config: MultiModalConfig) -> None:
-    """Have a client send processed media through shared memory.
+def check_shared_items(config: EngineConfig) -> None:
+    """Refuse shared memory of media where the core is in this process.
 
     Raises:
-        ConfigError: the core is in this process, or there is no such memory.
+        ConfigError: as said.
     """
-    from headrace_engine.clients.link import CoreLink
-    from headrace_engine.shared_objects.items import SharedItems
-
     field = "multimodal.mm_processor_cache_type"
-    if not isinstance(client, CoreLink):
+    if config.multimodal.mm_processor_cache_type == "shm" and not config.engine_process:
         raise ConfigError(
             f"{field} = 'shm': must be 'lru' for an engine in the process that takes requests; shm is for "
             "engine_process and api_server_count",
             field=field,
         )
-    largest = config.mm_shm_cache_max_object_size_mb << 20
+
+
+def share_items(client: CoreLink, config: MultiModalConfig) -> None:
+    """Have a client send processed media through shared memory.
+
+    Raises:
+        ConfigError: there is no such memory.
+    """
+    from headrace_engine.shared_objects.items import SharedItems
+
     num_bytes = int(config.mm_processor_cache_gb * (1 << 30))
-    if num_bytes < largest:
-        raise ConfigError(
-            f"multimodal.mm_processor_cache_gb = {config.mm_processor_cache_gb}: must be at least "
-            f"mm_shm_cache_max_object_size_mb = {config.mm_shm_cache_max_object_size_mb} for shm",
-            field="multimodal.mm_processor_cache_gb",
-        )
     try:
-        client.share_items(SharedItems(num_bytes, largest))
-    except OSError as error:
+        client.share_items(SharedItems(num_bytes, config.mm_shm_cache_max_object_size_mb << 20))
+    except (OSError, OverflowError) as error:
+        field = "multimodal.mm_processor_cache_type"
         raise ConfigError(f"{field} = 'shm': {error}; must be 'lru' here", field=field) from error
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from headrace_engine.input_processing.media_embeds import MediaEmbeds
     from headrace_engine.input_processing.media_items import ContentHash
 
+LONGEST_SIDE = 1 << 16
+"""Pixels of a side that an operator may state for measuring memory."""
+
 
 def media_processor(info: ModelInfo) -> MediaProcessor | None:
     """The model's processor; None: it takes no media.
@@ -146,10 +149,16 @@ def _check(
 def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem]] | None:
     """Makes an item of each modality that prompts may bring, for measuring memory: on a GPU the largest; on
     a CPU a small one, and how many times as much the largest takes, as encoding that may take minutes. None:
-    there is none, or the operator vouches for the memory."""
+    there is none, or the operator vouches for the memory.
+
+    Raises:
+        ConfigError: an item of the stated sizes would be larger than any that is taken.
+    """
     limits, info = resolved.config.model.limit_mm_per_prompt, resolved.info
     if not info.processor or resolved.config.multimodal.skip_mm_profiling:
         return None
+    for modality in limits:
+        _check_pixels(modality, limits[modality], resolved.config.multimodal.max_image_pixels)
 
     def make() -> list[LargestItem]:
         processor = media_processor(info)
@@ -163,13 +172,30 @@ def largest_media(resolved: ResolvedConfig) -> Callable[[], Sequence[LargestItem
     return make
 
 
+def _check_pixels(modality: str, stated: object, most: int) -> None:
+    """Check the stated size of an image or a frame, as one of it is made."""
+    sizes: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
+    width, height = (sizes.get(name) or 1 for name in ("width", "height"))
+    if max(width, height) > LONGEST_SIDE or width * height > most:
+        field = f"model.limit_mm_per_prompt.{modality}"
+        raise ConfigError(
+            f"{field} = {dict(sizes)}: width and height must be at most {LONGEST_SIDE}, and together no more "
+            f"than max_image_pixels = {most}",
+            field=field,
+        )
+
+
 def _largest(
     processor: MediaProcessor, modality: Modality, resolved: ResolvedConfig
 ) -> LargestItem:
     from headrace_engine.execution.largest import MEASURED_TOKENS, LargestItem
 
     sizes = _sizes(modality, resolved)
-    item = processor.largest(modality, sizes)
+    try:
+        item = processor.largest(modality, sizes)
+    except RequestError as error:  # of no size that is taken: the operator's
+        field = f"model.limit_mm_per_prompt.{modality}"
+        raise ConfigError(f"{field}: {error}", field=field) from error
     factor, whole = 1.0, item.num_tokens
     if resolved.platform.device == "cpu" and whole > MEASURED_TOKENS:
         item = processor.largest(modality, {**sizes, "num_tokens": MEASURED_TOKENS})

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace import demo
 from headrace.batch.prompts import check_text
-from headrace.cli.attachments import attachment, dropped_files
+from headrace.cli.attachments import Attachment, attachment, dropped_files
 from headrace.cli.chat_commands import QUIT, attach_files, run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace.cli.line_input import LineReader, history_file
@@ -31,6 +31,11 @@ ROOM = 8
 
 _PLACE = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\][.\w]*( = '\w+')?")
 """The place of a content part in an error's message."""
+_TYPE = re.compile(
+    r"messages\[(\d+)\]\.content\[(\d+)\](?:\.type = '\w+':|: parts of type '\w+' are not supported;).*"
+)
+"""What an engine or a server says of a part that its model does not take."""
+_KINDS = {"image": "pictures", "audio": "recordings", "video": "clips"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,11 +142,20 @@ class Chat:
 def name_files(error: RequestError, conversation: Conversation, model: str) -> None:
     """Have an error name an attached file in place of a request's field, and say which demo model sees."""
 
+    def file_at(place: re.Match[str]) -> Attachment | None:
+        return conversation.attachment_at(int(place[1]), int(place[2]))
+
+    def refused(place: re.Match[str]) -> str:
+        found = file_at(place)
+        return (
+            place[0] if found is None else f"{found.name}: this model takes no {_KINDS[found.kind]}"
+        )
+
     def named(place: re.Match[str]) -> str:
-        found = conversation.attachment_at(int(place[1]), int(place[2]))
+        found = file_at(place)
         return place[0] if found is None else found.name
 
-    told = _PLACE.sub(named, str(error))
+    told = _PLACE.sub(named, _TYPE.sub(refused, str(error)))
     if told != str(error) and model == demo.NAME:
         told = f"{told}; headrace chat --demo vision sees pictures"
     error.args = (told,)

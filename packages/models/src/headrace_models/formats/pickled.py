@@ -170,10 +170,16 @@ def _checked(file: Path, found: object) -> dict[str, Tensor]:
         raise WeightsError(f"{file}: holds a {type(found).__name__}, not tensors by name")
     checked: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor):
             raise WeightsError(f"{file}: {name!r} is a {type(tensor).__name__}, not a tensor")
+        if not isinstance(name, str):
+            raise WeightsError(f"{file}: a tensor's name is {name!r}: must be text")
         for part, plain in plain_parts(file, name, tensor):
             _check_plain(file, part, plain)
+            if part in checked:
+                raise WeightsError(
+                    f"{file}: tensor {part!r} is there twice, once as part of another"
+                )
             checked[part] = plain
     return checked
 

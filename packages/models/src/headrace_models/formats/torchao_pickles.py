@@ -10,7 +10,7 @@ Source: github.com/pytorch/ao (0.18: ``quantization/quantize_/workflows``, ``pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -70,21 +70,25 @@ def plain_parts(file: Path, name: str, stored: Tensor) -> Iterator[tuple[str, Te
     """(name, tensor) of what a tensor of TorchAO's is made of; any other tensor comes back as it is.
 
     Raises:
-        WeightsError: it has no ``qdata`` or no ``scale``.
+        WeightsError: it has no ``qdata`` or no ``scale``, or is made of such tensors itself.
     """
     if not isinstance(stored, StoredTensor):
         yield name, stored
         return
     parts = {key: part for key, part in vars(stored).items() if isinstance(part, Tensor)}
-    _check_parts(file, name, stored, tuple(parts))
+    _check_parts(file, name, stored, parts)
     module, _, last = name.rpartition(".")
     for key, part in parts.items():
         yield f"{module}{'.' if module else ''}_{last}_{key}", part
 
 
-def _check_parts(file: Path, name: str, stored: Tensor, parts: Sequence[str]) -> None:
+def _check_parts(file: Path, name: str, stored: Tensor, parts: Mapping[str, Tensor]) -> None:
+    kind = f"{file}: tensor {name!r}, TorchAO's {type(stored).__name__},"
     for wanted in ("qdata", "scale"):
         if wanted not in parts:
+            raise WeightsError(f"{kind} has no {wanted}")
+    for key, part in parts.items():
+        if isinstance(part, StoredTensor):  # it has no bytes that could be read
             raise WeightsError(
-                f"{file}: tensor {name!r}, TorchAO's {type(stored).__name__}, has no {wanted}"
+                f"{kind} has a {type(part).__name__} as {key}: must be a plain tensor"
             )

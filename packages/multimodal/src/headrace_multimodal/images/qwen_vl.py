@@ -169,12 +169,17 @@ def _size(stated: Mapping[str, Any], key: str, default: object) -> int:
 
 
 def pixels_option(options: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    """An option's value, or the checkpoint's; memory is measured with the most that the latter allows."""
+    """An option's value, or the checkpoint's.
+
+    Args:
+        most: of an image the checkpoint's limit, as memory is measured with that.
+
+    Raises: RequestError: it is no number from 1 to that.
+    """
     value = options.get(name, default)
     if type(value) is not int or not 0 < value <= most:
         raise RequestError(
-            f"mm_processor_kwargs.{name} = {value!r}: must be a number of pixels, at most the checkpoint's "
-            f"own limit of {most}",
+            f"mm_processor_kwargs.{name} = {value!r}: must be a whole number of pixels from 1 to {most}",
             param="mm_processor_kwargs",
         )
     return value

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headrace_core.errors import RequestError, UnsupportedModel
-from headrace_core.multimodal import ProcessedMedia
+from headrace_core.multimodal import MediaItem, ProcessedMedia
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import packed, part
 from headrace_multimodal.images.qwen_vl import (
@@ -74,6 +74,14 @@ class Qwen2VLVideos(VideoProcessor, QwenVLProcessor):
         self._most_video = int(stated.get("max_pixels") or size.get("longest_edge") or most)
         self._resample_video = int(stated.get("resample", BICUBIC))
         self._video_numbers = Numbers.of(stated, *self.colours)
+
+    def process(
+        self, items: Sequence[MediaItem], options: Mapping[str, Any]
+    ) -> list[ProcessedMedia]:
+        """Raises: RequestError if the rate is wrong, also where no video comes; else as of images."""
+        if self.prunes:
+            pruning_rate(options)
+        return super().process(items, options)
 
     def one_video(
         self, frames: Frames, metadata: Mapping[str, Any], options: Mapping[str, Any]

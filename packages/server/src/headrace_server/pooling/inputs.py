@@ -17,7 +17,7 @@ from headrace_server.protocols.openai.bodies.pooling import (
     TextInput,
     TextObject,
 )
-from headrace_server.requests.convert import chat_prompt, content_parts
+from headrace_server.requests.convert import CLIENT_PLACE, chat_prompt, content_parts
 from headrace_server.state import ServerState
 
 
@@ -70,7 +70,7 @@ def sides_of(
     if isinstance(given, ContentObject):
         return [
             part["text"] if part["type"] == "text" else {"content": [part]}
-            for part in content_parts(field, given.content, modalities)
+            for part in _placed_parts(field, given, modalities)
         ]
     several = given if isinstance(given, list) else [given]
     return [one if isinstance(one, str) else one.text for one in several]
@@ -84,10 +84,23 @@ def query_of(given: str | TextObject | ContentObject, modalities: Sequence[str])
     """
     if not isinstance(given, ContentObject):
         return given if isinstance(given, str) else given.text
-    parts = content_parts("query", given.content, modalities)
+    parts = _placed_parts("query", given, modalities)
     if any(part["type"] != "text" for part in parts):
         return {"content": parts}
     return "\n".join(part["text"] for part in parts)
+
+
+def _placed_parts(
+    field: str, given: ContentObject, modalities: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Parts of an object, of which those with media say where the client has their content."""
+    parts = content_parts(field, given.content, modalities)
+    return [
+        part
+        if part["type"] == "text"
+        else {**part, CLIENT_PLACE: f"{field}.content[{index}].{part['type']}"}
+        for index, part in enumerate(parts)
+    ]
 
 
 def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None) -> str:

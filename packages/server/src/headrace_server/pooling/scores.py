@@ -178,9 +178,7 @@ def _documents(
     given = body.documents
     if not isinstance(given, list):
         sides = sides_of("documents", given, modalities)
-        return sides, [
-            {"text": side} if isinstance(side, str) else {"multi_modal": side} for side in sides
-        ]
+        return sides, [_shown(side) for side in sides]
     texts: list[ScoreInput] = []
     shown: list[dict[str, Any]] = []
     for index, document in enumerate(given):
@@ -191,3 +189,12 @@ def _documents(
             texts.append(document_text(index, document, body.rank_fields))
             shown.append({**document, "text": texts[-1]})
     return texts, shown
+
+
+def _shown(side: ScoreInput) -> dict[str, Any]:
+    """A document as the client gave it."""
+    if not isinstance(side, Mapping):
+        return {"text": side}
+    parts: Any = side["content"]  # type: ignore[typeddict-item]
+    own = [{k: v for k, v in part.items() if k != convert.CLIENT_PLACE} for part in parts]
+    return {"multi_modal": {"content": own}}

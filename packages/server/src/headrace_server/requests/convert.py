@@ -560,8 +560,8 @@ def text_part(
     if kind in _MEDIA_KEYS and CLIENT_PLACE in part:
         place = str(part[CLIENT_PLACE])
         raise UnsupportedFeature(f"{place}: this model takes text only", param=place)
+    taken = [own for own, m in MEDIA_PARTS.items() if m in modalities and own not in _UNSAID]
     if kind in _MEDIA_KEYS:
-        taken = [own for own, m in MEDIA_PARTS.items() if m in modalities and own not in _UNSAID]
         accepted = (
             f"must be one of text, {', '.join(taken)}" if taken else "this model takes text only"
         )
@@ -572,7 +572,7 @@ def text_part(
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise RequestError(
-            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXT_PARTS)}",
+            f"{where}: type = {str(kind)[:64]!r} must be one of {[*sorted(_TEXT_PARTS), *taken]}",
             param=f"{where}.type",
         )
     text = part.get(key)

@@ -291,8 +291,8 @@ def _image(where: str, part: dict[str, Any]) -> dict[str, Any]:
 
 def _text(where: str, part: dict[str, Any], modalities: Sequence[str]) -> str:
     kind = part.get("type")
+    taken = [name for name, own in _TAKEN.items() if own in modalities]
     if kind in _MEDIA:
-        taken = [name for name, own in _TAKEN.items() if own in modalities]
         accepted = f"must be one of input_text, {', '.join(taken)}" if taken else _TEXT_ONLY
         raise UnsupportedFeature(
             f"{where}: parts of type {kind!r} are not supported; {accepted}",
@@ -302,7 +302,7 @@ def _text(where: str, part: dict[str, Any], modalities: Sequence[str]) -> str:
     text = None if key is None else part.get(key)
     if key is None:
         raise RequestError(
-            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXTS)}",
+            f"{where}: type = {str(kind)[:64]!r} must be one of {[*sorted(_TEXTS), *taken]}",
             param=f"{where}.type",
         )
     if not isinstance(text, str):
