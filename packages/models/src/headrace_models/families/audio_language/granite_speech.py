@@ -67,7 +67,7 @@ class GraniteSpeech(MediaDecoder, SupportsTranscription):
         states = (len(kept) + 1) * settings.integer("hidden_dim")
         self.projector = WindowQFormer(
             context,
-            Settings({**_FORMER, **part_of(whole, "projector_config")}),
+            {**_FORMER, **part_of(whole, "projector_config")},
             _PROJECTOR,
             (states, self.hidden_size()),
             _window(Settings(whole)),

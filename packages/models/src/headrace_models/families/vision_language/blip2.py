@@ -15,12 +15,12 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.qformer import QFormer, qformer_rules
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
 from headrace_models.layers.vision.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
-from headrace_models.layers.vision.qformer import QFORMER, QFormer, qformer_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _TOWER, _PROJECTION = "vision_model", "language_projection"
+_FORMER = "qformer", "query_tokens"
 _BLOCK = f"{_TOWER}.encoder.layers.{{}}"
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1408, "intermediate_size": 6144, "num_hidden_layers": 39, "num_attention_heads": 16,
@@ -50,7 +51,7 @@ class Blip2(MediaDecoder):
         WeightRule(f"{_BLOCK}.layer_norm2", "tower.layers.{}.mlp_norm"),
         WeightRule(f"{_BLOCK}.mlp.fc1", "tower.layers.{}.mlp.up"),
         WeightRule(f"{_BLOCK}.mlp.fc2", "tower.layers.{}.mlp.down"),
-        *qformer_rules("qformer"),
+        *qformer_rules(*_FORMER, "qformer"),
         WeightRule(_PROJECTION, "projection"),
     )
 
@@ -58,14 +59,14 @@ class Blip2(MediaDecoder):
         self.tower = BlipTower(context, part_of(whole, "vision_config"))
         number = Settings(whole).integer("num_query_tokens", 32)
         stated = part_of(whole, "qformer_config")
-        self.qformer = QFormer(context, stated, number, self.tower.size)
+        self.qformer = QFormer(context, "qformer_config", stated, _FORMER, number, self.tower.size)
         parts = [Part(self.hidden_size())]
         self.projection = Linear(context, _PROJECTION, self.qformer.size, parts, bias=True)
 
     def unread_weights(self) -> Mapping[str, str]:
         """The Q-Former's layers for texts, with which it was trained."""
         layers = r"encoder\.layer\.\d+\.(intermediate|output)"
-        return {rf"{QFORMER}\.(embeddings|{layers})\..*": "reads texts, which are not given to it"}
+        return {rf"qformer\.(embeddings|{layers})\..*": "reads texts, which are not given to it"}
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]

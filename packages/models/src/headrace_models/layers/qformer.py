@@ -1,7 +1,7 @@
-"""A Q-Former: learned queries that attend to each other and to the states of an image, by BERT's blocks.
+"""A Q-Former: learned queries that attend to each other and to states of media, by BERT's blocks.
 
-Li et al. 2023, arXiv:2301.12597, section 3.1. Letters: I images, Q queries, H their size, S states of an
-image, V their size.
+Li et al. 2023, arXiv:2301.12597, section 3.1. Letters: I images or windows of recordings, Q queries, H their
+size, S states of each, V their size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
 
-QFORMER, QUERIES = "qformer", "query_tokens"
 _DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
     "hidden_act": "gelu", "layer_norm_eps": 1e-12, "cross_attention_frequency": 2,
@@ -32,11 +31,11 @@ _DEFAULTS: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
-def qformer_rules(target: str) -> tuple[WeightRule, ...]:
-    """Rules of a :class:`QFormer`, by its name in the model."""
-    source, own = f"{QFORMER}.encoder.layer.{{}}", f"{target}.layers.{{}}"
+def qformer_rules(source: str, queries: str, target: str) -> tuple[WeightRule, ...]:
+    """Rules of a :class:`QFormer`: its names in the checkpoint, and in the model."""
+    layer, own = f"{source}.encoder.layer.{{}}", f"{target}.layers.{{}}"
     attentions = (
-        WeightRule(f"{source}.{theirs}.{a}", f"{own}.{mine}.{b}")
+        WeightRule(f"{layer}.{theirs}.{a}", f"{own}.{mine}.{b}")
         for theirs, mine in (("attention", "among"), ("crossattention", "across"))
         for a, b in (
             ("attention.query", "query"),
@@ -47,12 +46,12 @@ def qformer_rules(target: str) -> tuple[WeightRule, ...]:
         )
     )
     return (
-        WeightRule(QUERIES, f"{target}.queries.vector"),
-        WeightRule(f"{QFORMER}.layernorm", f"{target}.first_norm"),
+        WeightRule(queries, f"{target}.queries.vector"),
+        WeightRule(f"{source}.layernorm", f"{target}.first_norm"),
         *attentions,
-        WeightRule(f"{source}.intermediate_query.dense", f"{own}.up"),
-        WeightRule(f"{source}.output_query.dense", f"{own}.down"),
-        WeightRule(f"{source}.output_query.LayerNorm", f"{own}.norm"),
+        WeightRule(f"{layer}.intermediate_query.dense", f"{own}.up"),
+        WeightRule(f"{layer}.output_query.dense", f"{own}.down"),
+        WeightRule(f"{layer}.output_query.LayerNorm", f"{own}.norm"),
     )
 
 
@@ -60,31 +59,48 @@ class QFormer(Layer):
     """States of images -> Q vectors for each.
 
     Args:
-        stated: the part of the config.
+        part: key of its part of the config, for messages.
+        stated: that part.
+        names: of the blocks and of the queries, as the checkpoint spells them.
         number: queries.
         state_size: V.
+
+    Raises:
+        UnsupportedModel: the config says another V, or no whole heads.
     """
 
     def __init__(
-        self, context: BuildContext, stated: Mapping[str, Any], number: int, state_size: int
+        self,
+        context: BuildContext,
+        part: str,
+        stated: Mapping[str, Any],
+        names: tuple[str, str],
+        number: int,
+        state_size: int,
     ) -> None:
-        settings = Settings({**_DEFAULTS, **stated})
+        (source, queries), settings = names, Settings({**_DEFAULTS, **stated})
+        width = settings.integer("encoder_hidden_size", state_size)
+        if width != state_size:
+            raise UnsupportedModel(
+                f"config.json: {part}.encoder_hidden_size = {width}: must be {state_size}, the size of the "
+                "encoder's states"
+            )
         self.size = settings.integer("hidden_size")
         heads = settings.integer("num_attention_heads")
         if self.size % heads:
             raise UnsupportedModel(
-                f"config.json: qformer_config.hidden_size = {self.size}: must be so many whole heads as "
+                f"config.json: {part}.hidden_size = {self.size}: must be so many whole heads as "
                 f"num_attention_heads = {heads}"
             )
         every = settings.integer("cross_attention_frequency")
-        self.queries = Vector(QUERIES, 1, number, self.size)
+        self.queries = Vector(queries, 1, number, self.size)
         eps = settings.number("layer_norm_eps")
-        self.first_norm = LayerNorm(context, f"{QFORMER}.layernorm", self.size, eps)
+        self.first_norm = LayerNorm(context, f"{source}.layernorm", self.size, eps)
         self.layers = [
             QFormerBlock(
                 context,
                 settings,
-                f"{QFORMER}.encoder.layer.{index}",
+                f"{source}.encoder.layer.{index}",
                 None if index % every else state_size,
             )
             for index in range(settings.integer("num_hidden_layers", maximum=MAX_LAYERS))
