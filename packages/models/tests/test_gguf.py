@@ -132,6 +132,13 @@ def test_floats_of_16_bits(kind: str, wide: Checkpoint, tmp_path: Path) -> None:
     torch.testing.assert_close(got, logits_of(LLAMA, rounded), atol=2e-4, rtol=0)
 
 
+def test_blocks_are_computed_in_bfloat16(wide: Checkpoint, tmp_path: Path) -> None:
+    """They do not say what their model was trained in; float16 overflows in some."""
+    file = write(wide.path, tmp_path / "m.gguf", "llama", lambda *_: GGMLQuantizationType.Q8_0)
+    assert LLAMA.resolve(file).dtype == "bfloat16"
+    assert LLAMA.resolve(file, dtype="float16").dtype == "float16"
+
+
 @pytest.mark.parametrize("number", BLOCK_TYPES)
 def test_sizes_of_blocks_are_those_of_the_formats_own_package(number: int) -> None:
     kind, theirs = BLOCK_TYPES[number], GGMLQuantizationType(number)

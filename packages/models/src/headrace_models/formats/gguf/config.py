@@ -16,7 +16,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_models.formats.gguf.header import PLAIN, GGUFHeader, GGUFTensor
 from headrace_models.formats.gguf.names import DIALECTS, checkpoint_name
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
+_DTYPES = {"F32": "float32", "F16": "float16"}
 _MAX_FACTORS = 4096
 
 
@@ -176,10 +176,11 @@ def gguf_token_ids(said: Metadata) -> dict[str, Any]:
 
 
 def _bulk_dtype(said: Metadata) -> str:
-    """Dtype that most of the bytes have; blocks have float16 scales."""
+    """Dtype that most of the bytes have. Blocks do not say what their model was trained in: bfloat16 holds the
+    activations of all, which float16 does not."""
     sizes: dict[str, int] = {}
     for tensor in said.tensors.values():
-        dtype = _DTYPES.get(tensor.type.name, "float16")
+        dtype = _DTYPES.get(tensor.type.name, "bfloat16")
         sizes[dtype] = sizes.get(dtype, 0) + tensor.num_bytes
     return max(sizes, key=lambda dtype: sizes[dtype])
 
