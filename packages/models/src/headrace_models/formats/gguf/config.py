@@ -176,8 +176,8 @@ def gguf_token_ids(said: Metadata) -> dict[str, Any]:
 
 
 def _bulk_dtype(said: Metadata) -> str:
-    """Dtype that most of the bytes have. Blocks do not say what their model was trained in: bfloat16 holds the
-    activations of all, which float16 does not."""
+    """Dtype that most of the bytes have. Blocks do not say what their model was trained in: bfloat16 holds
+    the activations of all, which float16 does not."""
     sizes: dict[str, int] = {}
     for tensor in said.tensors.values():
         dtype = _DTYPES.get(tensor.type.name, "bfloat16")
