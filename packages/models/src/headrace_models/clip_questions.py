@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from headrace_core.errors import RequestError
 from headrace_core.request import TextPrompt
 from headrace_core.speech.model import AudioClip, SpeechTask
 from headrace_models.config.special_tokens import refuse_special_tokens
+
+if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
+    from headrace_core.speech.model import SpeechToTextConfig
 
 
 class ClipQuestion(NamedTuple):
@@ -50,7 +54,49 @@ class ClipQuestion(NamedTuple):
         )
 
 
-def prompt_about(
+class AnswersAboutClips:
+    """Beside :class:`~headrace_core.speech.model.SupportsTranscription`: a transcript is the answer to a
+    question about a clip."""
+
+    clip_question: ClassVar[ClipQuestion]
+    conversation: ClassVar[str]
+    """A prompt with a clip; ``{}`` stands for the question."""
+    supported_languages: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def conversation_of(cls, path: Path) -> str:
+        """:attr:`conversation`, or that of the checkpoint in a folder."""
+        return cls.conversation
+
+    @classmethod
+    def get_generation_prompt(
+        cls,
+        audio: AudioClip,
+        model_config: ModelInfo,
+        stt_config: SpeechToTextConfig,
+        language: str | None,
+        task_type: SpeechTask,
+        request_prompt: str,
+        to_language: str | None,
+        timestamps: bool = False,
+    ) -> TextPrompt:
+        """The question, behind a client's own text if there is one.
+
+        Raises:
+            RequestError: a target language that the model does not know, or another one than what is spoken
+                for a transcript; special tokens in the request's prompt; timestamps, which it does not say.
+        """
+        if timestamps:
+            raise RequestError(
+                "timestamps: the model says none; leave timestamp_granularities out",
+                param="timestamp_granularities",
+            )
+        question = cls.clip_question.text(cls.supported_languages, language, task_type, to_language)
+        form = cls.conversation_of(model_config.path)
+        return _prompt_about(audio, form, question, request_prompt, model_config.path)
+
+
+def _prompt_about(
     clip: AudioClip, form: str, question: str, request_prompt: str, path: Path
 ) -> TextPrompt:
     """A prompt with a clip and a question about it.

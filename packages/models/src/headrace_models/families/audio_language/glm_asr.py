@@ -13,14 +13,12 @@ import torch
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
-from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
-    AudioClip,
     SpeechTask,
     SpeechToTextConfig,
     SupportsTranscription,
 )
-from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.clip_questions import AnswersAboutClips, ClipQuestion
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.audio.whisper import NORM_EPS, Conv1d
@@ -143,7 +141,7 @@ def _encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     )
 
 
-class GlmAsr(MediaDecoder, SupportsTranscription):
+class GlmAsr(MediaDecoder, AnswersAboutClips, SupportsTranscription):
     """A recording takes a placeholder for every 80 ms."""
 
     modalities: ClassVar[Sequence[str]] = ("audio",)
@@ -158,6 +156,13 @@ class GlmAsr(MediaDecoder, SupportsTranscription):
         "nl": "Dutch", "no": "Norwegian", "pt": "Portuguese", "ru": "Russian", "sl": "Slovenian",
         "uk": "Ukrainian", "yue": "Cantonese", "zh": "Chinese",
     }  # fmt: skip
+    clip_question: ClassVar = ClipQuestion(
+        "Please transcribe this audio into {spoken}text",
+        "Please translate this audio into {target} text",
+    )
+    conversation: ClassVar[str] = (
+        "<|user|>\n<|begin_of_audio|><|pad|><|end_of_audio|><|user|>\n{}<|assistant|>\n"
+    )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         settings = Settings({**_ENCODER, **part_of(whole, "audio_config")})
@@ -211,37 +216,11 @@ class GlmAsr(MediaDecoder, SupportsTranscription):
         return SpeechToTextConfig(max_audio_clip_s=max(1.0, longest), overlap_chunk_second=0.5)
 
     @classmethod
-    def get_generation_prompt(
-        cls,
-        audio: AudioClip,
-        model_config: ModelInfo,
-        stt_config: SpeechToTextConfig,
-        language: str | None,
-        task_type: SpeechTask,
-        request_prompt: str,
-        to_language: str | None,
-        timestamps: bool = False,
-    ) -> TextPrompt:
-        """A request for the clip's text.
-
-        Raises:
-            RequestError: a language that a transcript should be in, other than that which is spoken;
-                special tokens in the request's prompt.
-        """
-        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        return prompt_about(audio, _CONVERSATION, question, request_prompt, model_config.path)
-
-    @classmethod
     def get_num_audio_tokens(
         cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
     ) -> int | None:
         return int(audio_duration_s * _TOKENS_PER_SECOND)
 
 
-_QUESTION = ClipQuestion(
-    "Please transcribe this audio into {spoken}text",
-    "Please translate this audio into {target} text",
-)
-_CONVERSATION = "<|user|>\n<|begin_of_audio|><|pad|><|end_of_audio|><|user|>\n{}<|assistant|>\n"
 _LONGEST_SECONDS = 300.0
 _TOKENS_PER_SECOND = 12.5

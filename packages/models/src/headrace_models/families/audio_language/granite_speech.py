@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
-from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
-    AudioClip,
     SpeechTask,
     SpeechToTextConfig,
     SupportsTranscription,
 )
 from headrace_models.catalogue.multimodal import WRAPPERS
-from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.clip_questions import AnswersAboutClips, ClipQuestion
 from headrace_models.config.chat_template import template_text
 from headrace_models.config.settings import Settings
 from headrace_models.layers.audio.conformer import Conformer, conformer_rules, unread_weights
@@ -46,7 +44,7 @@ _FORMER = {
 _WINDOW, _DOWNSAMPLED = 15, 5
 
 
-class GraniteSpeech(MediaDecoder, SupportsTranscription):
+class GraniteSpeech(MediaDecoder, AnswersAboutClips, SupportsTranscription):
     """A recording takes three placeholders for every 300 ms."""
 
     modalities: ClassVar[Sequence[str]] = ("audio",)
@@ -58,6 +56,9 @@ class GraniteSpeech(MediaDecoder, SupportsTranscription):
         "de": "German", "en": "English", "es": "Spanish", "fr": "French", "ja": "Japanese",
         "pt": "Portuguese",
     }  # fmt: skip
+    clip_question: ClassVar = ClipQuestion(
+        "can you transcribe the speech into a written format?", "translate the speech to {target}"
+    )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         self.multiplier = self.settings.number("embedding_multiplier", 1.0)
@@ -119,27 +120,9 @@ class GraniteSpeech(MediaDecoder, SupportsTranscription):
         return SpeechToTextConfig(max_audio_clip_s=max(1.0, longest), overlap_chunk_second=0.5)
 
     @classmethod
-    def get_generation_prompt(
-        cls,
-        audio: AudioClip,
-        model_config: ModelInfo,
-        stt_config: SpeechToTextConfig,
-        language: str | None,
-        task_type: SpeechTask,
-        request_prompt: str,
-        to_language: str | None,
-        timestamps: bool = False,
-    ) -> TextPrompt:
-        """A request for the clip's text, or for its translation.
-
-        Raises:
-            RequestError: a language that a transcript should be in, other than that which is spoken; a
-                target that it does not know; special tokens in the request's prompt.
-        """
-        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        by_roles = _ROLE in template_text(model_config.path)
-        form = _BY_ROLES if by_roles else _BY_NAMES
-        return prompt_about(audio, form, question, request_prompt, model_config.path)
+    def conversation_of(cls, path: Path) -> str:
+        """By the template's kind."""
+        return _BY_ROLES if _ROLE in template_text(path) else _BY_NAMES
 
     @classmethod
     def get_num_audio_tokens(
@@ -176,9 +159,6 @@ _BY_ROLES = (
 """Of checkpoints from 3.2 to 3.3, as their cards ask."""
 _BY_NAMES = "USER: <|audio|>{}\n ASSISTANT:"
 """Of those since 4.0."""
-_QUESTION = ClipQuestion(
-    "can you transcribe the speech into a written format?", "translate the speech to {target}"
-)
 _LONGEST_SECONDS = 120.0
 _FRAMES_PER_SECOND = 100
 _TOKENS_PER_SECOND = 10

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
-from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
-    AudioClip,
     SpeechTask,
     SpeechToTextConfig,
     SupportsTranscription,
 )
-from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.clip_questions import AnswersAboutClips, ClipQuestion
 from headrace_models.config.chat_template import template_text
 from headrace_models.config.settings import Settings
 from headrace_models.layers.attention.self_attention import SelfAttention
@@ -32,6 +30,8 @@ from headrace_models.layers.linear import Linear
 from headrace_models.loading.rules.llama import RULES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from headrace_core.model import BuildContext
@@ -49,7 +49,7 @@ _ENCODER = {
 _FRAMES_PER_SECOND = 100
 
 
-class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
+class Qwen2AudioForConditionalGeneration(LlamaDecoder, AnswersAboutClips, SupportsTranscription):
     """Text from text and audio; a clip takes a placeholder for every 40 ms."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
@@ -62,6 +62,14 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
         "de": "German", "en": "English", "es": "Spanish", "fr": "French", "it": "Italian",
         "ja": "Japanese", "yue": "Cantonese", "zh": "Chinese",
     }  # fmt: skip
+    clip_question: ClassVar = ClipQuestion(
+        "Transcribe the {spoken}speech word for word",
+        "Translate the {spoken}speech into {target}",
+    )
+    conversation: ClassVar[str] = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\n{}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         whole = replace(context, config={**_DECODER, **context.config})
@@ -112,31 +120,9 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
         )
 
     @classmethod
-    def get_generation_prompt(
-        cls,
-        audio: AudioClip,
-        model_config: ModelInfo,
-        stt_config: SpeechToTextConfig,
-        language: str | None,
-        task_type: SpeechTask,
-        request_prompt: str,
-        to_language: str | None,
-        timestamps: bool = False,
-    ) -> TextPrompt:
-        """A question about the clip: in a conversation where the checkpoint has a chat template.
-
-        Raises:
-            RequestError: a target language that it does not know, or one for a transcript; special
-                tokens in the request's prompt; timestamps, which it does not have.
-        """
-        if timestamps:
-            raise RequestError(
-                "timestamps: the model says none; leave timestamp_granularities out",
-                param="timestamp_granularities",
-            )
-        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        form = _CONVERSATION if template_text(model_config.path) else _PLAIN
-        return prompt_about(audio, form, question, request_prompt, model_config.path)
+    def conversation_of(cls, path: Path) -> str:
+        """Checkpoints before the instructed ones have no template."""
+        return cls.conversation if template_text(path) else _PLAIN
 
     @classmethod
     def get_num_audio_tokens(
@@ -147,14 +133,6 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, SupportsTranscription):
 
 
 _PLAIN = "<|audio_bos|><|AUDIO|><|audio_eos|>{}:"
-_QUESTION = ClipQuestion(
-    "Transcribe the {spoken}speech word for word",
-    "Translate the {spoken}speech into {target}",
-)
-_CONVERSATION = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-    "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\n{}<|im_end|>\n<|im_start|>assistant\n"
-)
 
 
 def _encoder_settings(whole: Mapping[str, Any]) -> Settings:

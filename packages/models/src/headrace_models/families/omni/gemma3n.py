@@ -14,14 +14,12 @@ import torch
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
-from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
-    AudioClip,
     SpeechTask,
     SpeechToTextConfig,
     SupportsTranscription,
 )
-from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.clip_questions import AnswersAboutClips, ClipQuestion
 from headrace_models.config.settings import Settings
 from headrace_models.layers.audio.usm import ENCODER, SpeechEncoder, usm_rules
 from headrace_models.layers.base import Layer, Part
@@ -160,7 +158,7 @@ class Gemma3nSeeing(Layer):
         ]
 
 
-class Gemma3n(MediaDecoder, SupportsTranscription):
+class Gemma3n(MediaDecoder, AnswersAboutClips, SupportsTranscription):
     """See the module."""
 
     media_rules: ClassVar[Sequence[WeightRule]] = (
@@ -174,6 +172,12 @@ class Gemma3n(MediaDecoder, SupportsTranscription):
         "it": "Italian", "ja": "Japanese", "ko": "Korean", "nl": "Dutch", "pt": "Portuguese",
         "ru": "Russian", "zh": "Chinese",
     }  # fmt: skip
+    clip_question: ClassVar = ClipQuestion(
+        "Transcribe this audio into {spoken}text", "Translate this audio into {target} text"
+    )
+    conversation: ClassVar[str] = (
+        "<start_of_turn>user\n{}: <audio_soft_token><end_of_turn>\n<start_of_turn>model\n"
+    )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         """A tower whose part of the config is left out, as when its modality is limited to 0, is neither made
@@ -242,27 +246,6 @@ class Gemma3n(MediaDecoder, SupportsTranscription):
         )
 
     @classmethod
-    def get_generation_prompt(
-        cls,
-        audio: AudioClip,
-        model_config: ModelInfo,
-        stt_config: SpeechToTextConfig,
-        language: str | None,
-        task_type: SpeechTask,
-        request_prompt: str,
-        to_language: str | None,
-        timestamps: bool = False,
-    ) -> TextPrompt:
-        """A question about the clip.
-
-        Raises:
-            RequestError: a target language that it does not know, or one for a transcript; special
-                tokens in the request's prompt.
-        """
-        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        return prompt_about(audio, _CONVERSATION, question, request_prompt, model_config.path)
-
-    @classmethod
     def get_num_audio_tokens(
         cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
     ) -> int | None:
@@ -270,8 +253,4 @@ class Gemma3n(MediaDecoder, SupportsTranscription):
         return whole.integer("audio_soft_tokens_per_image", _PLACES)
 
 
-_QUESTION = ClipQuestion(
-    "Transcribe this audio into {spoken}text", "Translate this audio into {target} text"
-)
-_CONVERSATION = "<start_of_turn>user\n{}: <audio_soft_token><end_of_turn>\n<start_of_turn>model\n"
 _LONGEST_SECONDS, _STATE = 30.0, 0.04

@@ -14,14 +14,12 @@ from torch.nn import functional
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
-from headrace_core.request import TextPrompt
 from headrace_core.speech.model import (
-    AudioClip,
     SpeechTask,
     SpeechToTextConfig,
     SupportsTranscription,
 )
-from headrace_models.clip_questions import ClipQuestion, prompt_about
+from headrace_models.clip_questions import AnswersAboutClips, ClipQuestion
 from headrace_models.config.settings import Settings
 from headrace_models.layers.audio.conv2d import Conv2dEncoder, encoder_rules, num_states
 from headrace_models.layers.base import Layer
@@ -118,7 +116,7 @@ _TOWERS = (
 )
 
 
-class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
+class Qwen3Omni(Thinker, DeepstackDecoder, AnswersAboutClips, SupportsTranscription):
     """See the module."""
 
     supported_languages: ClassVar[Mapping[str, str]] = {
@@ -127,6 +125,14 @@ class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
         "pt": "Portuguese", "ru": "Russian", "tr": "Turkish", "ur": "Urdu", "vi": "Vietnamese",
         "yue": "Cantonese", "zh": "Chinese",
     }  # fmt: skip
+    clip_question: ClassVar = ClipQuestion(
+        "Transcribe the {spoken}audio into text.",
+        "Listen to the provided {spoken}speech and produce a translation in {target} text.",
+    )
+    conversation: ClassVar[str] = (
+        "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|>{}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
     towers: ClassVar[Sequence[Tower]] = _TOWERS
     media_rules: ClassVar[Sequence[WeightRule]] = rules_of(_TOWERS)
@@ -167,41 +173,12 @@ class Qwen3Omni(Thinker, DeepstackDecoder, SupportsTranscription):
         return SpeechToTextConfig(max_audio_clip_s=longest, overlap_chunk_second=0.5)
 
     @classmethod
-    def get_generation_prompt(
-        cls,
-        audio: AudioClip,
-        model_config: ModelInfo,
-        stt_config: SpeechToTextConfig,
-        language: str | None,
-        task_type: SpeechTask,
-        request_prompt: str,
-        to_language: str | None,
-        timestamps: bool = False,
-    ) -> TextPrompt:
-        """A question about the clip.
-
-        Raises:
-            RequestError: a target language that it does not know, or one for a transcript; special
-                tokens in the request's prompt.
-        """
-        question = _QUESTION.text(cls.supported_languages, language, task_type, to_language)
-        return prompt_about(audio, _CONVERSATION, question, request_prompt, model_config.path)
-
-    @classmethod
     def get_num_audio_tokens(
         cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
     ) -> int | None:
         return _num_tokens(audio_duration_s, model_config)
 
 
-_QUESTION = ClipQuestion(
-    "Transcribe the {spoken}audio into text.",
-    "Listen to the provided {spoken}speech and produce a translation in {target} text.",
-)
-_CONVERSATION = (
-    "<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|>{}<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
 _LONGEST_SECONDS = 300.0
 _FRAMES_PER_SECOND = 100
 
