@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
+
+QWEN_MARKS = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+"""The end of a text, and what stands for an image."""
 
 
 def picture(seed: int, height: int = 40, width: int = 56) -> Image.Image:
@@ -92,16 +96,23 @@ def save_llava(folder: Path) -> Any:
     return finish(folder, LlavaForConditionalGeneration(config), "<image>", end)
 
 
+def _with_qwen_processor(folder: Path, model: Any, ids: Mapping[str, int]) -> Any:
+    """Patches of 8 x 8 pixels, four of which are a token."""
+    from transformers import Qwen2VLImageProcessor
+
+    Qwen2VLImageProcessor(
+        patch_size=8,
+        merge_size=2,
+        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
+    ).save_pretrained(folder)
+    return finish(folder, model, "".join(QWEN_MARKS[1:]), ids[QWEN_MARKS[0]])
+
+
 def save_qwen2_vl(folder: Path) -> Any:
     """Images of their own size, a token for every 16 x 16 pixels."""
-    from transformers import (
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        Qwen2VLImageProcessor,
-    )
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    ids = save_tokenizer(folder, names)
+    ids = save_tokenizer(folder, QWEN_MARKS)
     end = ids["<|endoftext|>"]
     vision = {
         "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
@@ -114,25 +125,14 @@ def save_qwen2_vl(folder: Path) -> Any:
         vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
-    Qwen2VLImageProcessor(
-        patch_size=8,
-        merge_size=2,
-        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
-    ).save_pretrained(folder)
-    mark = "".join(names[1:])
-    return finish(folder, Qwen2VLForConditionalGeneration(config), mark, end)
+    return _with_qwen_processor(folder, Qwen2VLForConditionalGeneration(config), ids)
 
 
 def save_qwen3_vl(folder: Path) -> Any:
     """As :func:`save_qwen2_vl`; inner features of the tower go to the decoder's first layers."""
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-    )
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    ids = save_tokenizer(folder, names)
+    ids = save_tokenizer(folder, QWEN_MARKS)
     end = ids["<|endoftext|>"]
     vision = {
         "depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 40,
@@ -151,24 +151,14 @@ def save_qwen3_vl(folder: Path) -> Any:
         vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
-    Qwen2VLImageProcessor(
-        patch_size=8,
-        merge_size=2,
-        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
-    ).save_pretrained(folder)
-    return finish(folder, Qwen3VLForConditionalGeneration(config), "".join(names[1:]), end)
+    return _with_qwen_processor(folder, Qwen3VLForConditionalGeneration(config), ids)
 
 
 def save_qwen3_5(folder: Path) -> Any:
     """As :func:`save_qwen2_vl`, in front of a decoder of a delta net and a layer of attention."""
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
-    )
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    names = ("<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    ids = save_tokenizer(folder, names)
+    ids = save_tokenizer(folder, QWEN_MARKS)
     end = ids["<|endoftext|>"]
     vision = {
         "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 40,
@@ -189,12 +179,7 @@ def save_qwen3_5(folder: Path) -> Any:
         vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
-    Qwen2VLImageProcessor(
-        patch_size=8,
-        merge_size=2,
-        size={"shortest_edge": 16 * 16 * 4, "longest_edge": 16 * 16 * 30},
-    ).save_pretrained(folder)
-    return finish(folder, Qwen3_5ForConditionalGeneration(config), "".join(names[1:]), end)
+    return _with_qwen_processor(folder, Qwen3_5ForConditionalGeneration(config), ids)
 
 
 def save_pixtral(folder: Path) -> Any:

@@ -175,19 +175,13 @@ class TestQwenVL(VisionConformance):
     def test_towers_that_do_not_fit_are_refused(
         self, reference: Any, folder: Path, tmp_path: Path, changed: dict[str, int], message: str
     ) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        config["visual"] |= changed
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        self.with_config(folder, tmp_path, visual=changed)
         with pytest.raises(UnsupportedModel, match=message):
             self.load(tmp_path)
 
     def test_as_published(self, reference: Any, folder: Path, tmp_path: Path) -> None:
         """The files name the class of text, and ``--hf-overrides`` this one."""
-        config = json.loads((folder / "config.json").read_text())
-        config["architectures"] = ["QWenLMHeadModel"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        self.with_config(folder, tmp_path, architectures=["QWenLMHeadModel"])
         model = self.load(
             tmp_path, hf_overrides={"architectures": ["QwenVLForConditionalGeneration"]}
         )

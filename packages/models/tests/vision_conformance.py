@@ -4,6 +4,7 @@ one pass and in pieces."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,15 @@ class VisionConformance:
     def save(self, reference: Any, folder: Path) -> None:
         """Write the checkpoint that is loaded."""
         reference.save_pretrained(folder)
+
+    def with_config(self, folder: Path, into: Path, **changed: Any) -> Path:
+        """The checkpoint with other values in its config; an object's values are added to those there."""
+        config = json.loads((folder / "config.json").read_text())
+        for key, value in changed.items():
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
+        (into / "config.json").write_text(json.dumps(config))
+        (into / "model.safetensors").symlink_to(folder / "model.safetensors")
+        return into
 
     def load(self, folder: Path, **settings: Any) -> Any:
         """The model, with its towers whether or not a package with processors is installed."""

@@ -4,14 +4,13 @@ attention, by the paper (arXiv:2408.01800) and the names in the published files.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from headrace_testing.model.plain_wrapper import PlainWrapper
 
 _EPS = 1e-6
 _OF_THE_WHOLE = ("architectures", "model_type")
@@ -49,14 +48,13 @@ class PlainResampler(nn.Module):
         return made
 
 
-class PlainMiniCPMV(nn.Module):
+class PlainMiniCPMV(PlainWrapper):
     """
     Args:
         config: ``config.json``, and ``image_token``: the token that stands for a vector.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
         import transformers
         from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
         from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
@@ -66,8 +64,8 @@ class PlainMiniCPMV(nn.Module):
         known = config_class().to_dict()
         own = {key: value for key, value in config.items() if key in known}
         own = {key: value for key, value in own.items() if key not in _OF_THE_WHOLE}
-        self.config, self.image = config, config["image_token"]
-        self.llm: Any = getattr(transformers, f"{kind}ForCausalLM")(config_class(**own))
+        llm = getattr(transformers, f"{kind}ForCausalLM")(config_class(**own))
+        super().__init__({**llm.config.to_dict(), **config}, llm)
         vision = {**config["vision_config"]}
         vision.pop("model_type", None)
         self.patch = vision["patch_size"]
@@ -77,7 +75,9 @@ class PlainMiniCPMV(nn.Module):
         self.resampler = PlainResampler(
             vision["hidden_size"], config["hidden_size"], config["query_num"]
         )
-        self.generation_config = self.llm.generation_config
+
+    def published_name(self, name: str) -> str:
+        return name.replace("language_model.", "llm.", 1)
 
     def embed(self, image: Mapping[str, Tensor]) -> Tensor:
         """Vectors of an image, slice by slice.
@@ -94,45 +94,3 @@ class PlainMiniCPMV(nn.Module):
             states = self.vpm(pixels, patch_attention_mask=mask).last_hidden_state[0]
             found.append(self.resampler(states, rows, columns))
         return torch.cat(found)
-
-    def embeds(self, input_ids: Tensor, images: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """[1, T, size]: of tokens, and of images in place of theirs."""
-        made: Tensor = self.llm.get_input_embeddings()(input_ids).clone()
-        if images:
-            made[input_ids == self.image] = torch.cat([self.embed(image) for image in images])
-        return made
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        images: Sequence[Mapping[str, Tensor]] = (),
-    ) -> Any:
-        """An object with ``logits``."""
-        given = self.embeds(input_ids, images)
-        return SimpleNamespace(
-            logits=self.llm(inputs_embeds=given, attention_mask=attention_mask).logits
-        )
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        images: Sequence[Mapping[str, Tensor]] = (),
-        **settings: Any,
-    ) -> Tensor:
-        """[1, T + new tokens]."""
-        made = self.llm.generate(
-            inputs_embeds=self.embeds(input_ids, images), attention_mask=attention_mask, **settings
-        )
-        return torch.cat((input_ids, made), dim=1)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write tensors and config. Needs safetensors."""
-        from safetensors.torch import save_file
-
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        whole = {**self.llm.config.to_dict(), **self.config}
-        (Path(folder) / "config.json").write_text(json.dumps(whole))
