@@ -126,5 +126,7 @@ def _factors(path: Path, own_name: Callable[[str], str | None]) -> dict[str, Fac
             raise WeightsError(f"{path}: tensor {name!r}: has no partner of its rank, or no place")
         found[own] = Factors(down, up)
     if stored:
-        raise WeightsError(f"{path}: tensor {next(iter(stored))!r}: is no half of a product")
+        raise WeightsError(
+            f"{path}: tensor {next(iter(stored))!r}: must end in {_DOWN} or {_UP}, and have the other"
+        )
     return found

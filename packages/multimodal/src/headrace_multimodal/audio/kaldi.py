@@ -16,7 +16,7 @@ Double = npt.NDArray[np.float64]
 _EMPHASIS = 0.97
 _FLOOR = float(np.finfo(np.float32).eps)
 _LOW = 20.0
-"""Hz; below is no bin."""
+"""Hz; bins begin there."""
 
 
 def filter_banks(samples: Float, rate: int, num_bins: int, length: int, hop: int) -> Float:

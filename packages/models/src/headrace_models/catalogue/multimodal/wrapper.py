@@ -1,4 +1,4 @@
-"""What is known of an architecture that joins a language model with towers for media."""
+"""A row of the catalogue: an architecture that joins a language model with towers for media."""
 
 from __future__ import annotations
 

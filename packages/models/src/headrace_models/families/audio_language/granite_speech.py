@@ -156,9 +156,9 @@ _BY_ROLES = (
     "<|end_of_text|>\n<|start_of_role|>user<|end_of_role|><|audio|>{}<|end_of_text|>\n"
     "<|start_of_role|>assistant<|end_of_role|>"
 )
-"""Of checkpoints from 3.2 to 3.3, as their cards ask."""
+"""Cards of checkpoints 3.2 and 3.3 ask for this."""
 _BY_NAMES = "USER: <|audio|>{}\n ASSISTANT:"
-"""Of those since 4.0."""
+"""Checkpoints since 4.0 have this."""
 _LONGEST_SECONDS = 120.0
 _FRAMES_PER_SECOND = 100
 _TOKENS_PER_SECOND = 10

@@ -31,7 +31,7 @@ def image_tokens(vocabulary: object, number: int) -> Mapping[int, int]:
         digits = [ord(letter) - ord("A") for letter in letters]
         if not digits or not all(0 <= digit <= 9 for digit in digits) or type(token) is not int:
             raise UnsupportedModel(
-                f"config.json: vocabulary_map: {name!r} = {token!r}: is no piece's token"
+                f"config.json: vocabulary_map: {name!r} = {token!r}: must be the token of a piece of an image"
             )
         if not 0 <= token < number:
             raise UnsupportedModel(
