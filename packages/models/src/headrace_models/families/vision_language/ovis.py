@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _MARKS = 5
-"""Words that stand for no part of a picture: the begin of an image, the end of its small picture, of a column,
-of a row, and of the image."""
+"""Words that stand for no part of a picture: the begin of an image, the end of its small picture, of a
+column, of a row, and of the image."""
 _VISION: Mapping[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 8,
     "image_size": 224, "patch_size": 14, "rms_norm_eps": 1e-5, "hidden_act": "silu", "qkv_bias": False,
