@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from headrace_core import failpoints
 from headrace_core.errors import ConfigError
+from headrace_core.reliability import failpoints
 
 
 def test_nothing_is_planned_by_default():
@@ -59,7 +59,7 @@ def test_nonsense_is_refused(text):
 
 
 def test_the_environment_sets_them_and_kill_kills():
-    code = "from headrace_core import failpoints; failpoints.hit('kv.alloc')"
+    code = "from headrace_core.reliability import failpoints; failpoints.hit('kv.alloc')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, failpoints.VARIABLE: "kv.alloc=kill"},

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from headrace_core.arrays import PackedArray
+from headrace_core.lora import LoRARequest
 from headrace_core.output import (
     BeamSearchOutput,
     PoolingOutput,
@@ -85,6 +86,17 @@ class EngineStats:
     """Tokens of each step since the last snapshot taken with ``drain=True``."""
     heartbeat_age: float = 0.0
     """Seconds since the loop last came round."""
+    num_drafts: int = 0
+    """Runs of guesses that were checked, then all guesses of them, and the right ones by their place."""
+    num_draft_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
+    sleep_level: int = 0
+    """1 or 2 while the engine takes no requests for having slept at that level."""
+    weights_version: str = ""
+    """Version of the weights that compute now; "": not known."""
+    running_loras: dict[str, int] = field(default_factory=dict)
+    waiting_loras: dict[str, int] = field(default_factory=dict)
+    """Requests that run, and that wait, with each adapter, by its name; those without one are left out."""
 
 
 @dataclass(slots=True)
@@ -153,9 +165,13 @@ class EngineClient(Protocol):
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Run one request. Closing the iterator, or cancelling its consumer, aborts it.
+
+        With a ``lora_request`` (here and in the methods below) it is computed with that adapter, which is
+        read first if :meth:`add_lora` has not been called; RequestError if the engine takes none.
 
         The iterator may be an :class:`OutputStream`, which costs less for each output.
 
@@ -175,6 +191,7 @@ class EngineClient(Protocol):
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> BeamSearchOutput:
         """Find the likeliest continuations of one prompt. Cancelling the call aborts the search.
@@ -201,6 +218,7 @@ class EngineClient(Protocol):
         *,
         task: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
         entry: AdmissionTicket | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
@@ -228,6 +246,7 @@ class EngineClient(Protocol):
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Score of each pair (:func:`headrace_core.pooling.scoring.pair_up`), in order.
@@ -350,6 +369,23 @@ class EngineClient(Protocol):
         Raises:
             EngineDead: it stopped, or its heartbeat is older than the limit.
         """
+        ...
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter and check it. False: its id was known, with this path.
+
+        Raises:
+            UnsupportedFeature: the engine takes no adapters.
+            RequestError: the id has another path, or the adapter cannot be used; says why.
+        """
+        ...
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Take no further requests with an adapter; those under way go on. False: the id is unknown."""
+        ...
+
+    async def list_loras(self) -> Sequence[LoRARequest]:
+        """Adapters that :meth:`add_lora` or a request made known and nobody removed, by id."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -24,6 +24,7 @@ HeadraceError
 │   └── ReplayFailed                a recorded kernel met bad input; the eager step says which
 └── EngineError
     ├── GenerateError               one request failed inside the engine; others go on (HTTP 500)
+    │   └── EngineAsleep            the engine sleeps, and computes nothing before it is woken (HTTP 503)
     └── EngineDead                  the engine stopped; nothing more can be served (HTTP 500)
 
 Each that reaches a user has a code (:data:`ERROR_CODES`): on the wire ``error.headrace_code``, on the command
@@ -216,6 +217,10 @@ class GenerateError(EngineError):
     """One request failed inside the engine; its memory is freed and the others go on."""
 
 
+class EngineAsleep(GenerateError):
+    """The engine sleeps: it takes requests again when it is awake and has weights."""
+
+
 class EngineDead(EngineError):
     """The engine stopped and will not recover; ``__cause__`` or the message says why."""
 
@@ -250,6 +255,7 @@ ERROR_CODES: tuple[ErrorCode, ...] = (
     ErrorCode("HR-SRV-002", 500),
     ErrorCode("HR-ENG-001", 500, 70, ("GenerateError", "EngineError")),
     ErrorCode("HR-ENG-002", 500, 70, ("EngineDead",)),
+    ErrorCode("HR-ENG-003", 503, 70, ("EngineAsleep",)),
     ErrorCode("HR-CFG-001", None, 2, ("ConfigError",)),
     ErrorCode("HR-CFG-002", None, 2),
     ErrorCode(

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.kv import CacheSpec, KVCacheConfig
 from headrace_core.step import ScheduledStep, StepResult
 
@@ -133,6 +134,15 @@ class Executor(ABC):
             method: its name, or a function that gets the worker before ``args``; an executor whose
                 workers are in other processes refuses functions (:class:`UnsupportedFeature`).
         """
+
+    def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
+        """Run a method of every rank that is made for it in another thread than steps, which go on; at a
+        lower priority where the system has some. Returns at once: results by rank.
+
+        Raises:
+            UnsupportedFeature: the executor, or its workers, cannot.
+        """
+        raise UnsupportedFeature(f"{method}: executor {type(self).__name__} cannot do this")
 
     @abstractmethod
     def submit(self, step: ScheduledStep) -> Future[StepResult]:

@@ -2,7 +2,7 @@
 
 A model family is one file that exports classes with a constructor ``(context, prefix="")`` and the
 members of :class:`CausalLM`. What else it can do it says by having a capability protocol's members
-(:class:`SupportsLoRA`, :class:`SupportsPooling`, ...).
+(:class:`SupportsPooling`, :class:`SupportsMultiModal`, ...).
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ class BuildContext:
     """See :attr:`ModelInfo.generation_config`."""
     trust_remote_code: bool = False
     """See :attr:`ModelInfo.trust_remote_code`."""
+    adapters: Any = None
+    """The ``headrace_models.lora.Adapters`` in which linear layers get places for low-rank adapters; it is
+    also the worker's :class:`headrace_core.lora.AdapterSlots`. None: the model takes none."""
 
 
 class AttentionLayer(Protocol):
@@ -249,14 +252,6 @@ class TranslatesWeights(Protocol):
 
 
 @runtime_checkable
-class SupportsLoRA(Protocol):
-    """The model's linear layers can take low-rank adapters."""
-
-    lora_targets: ClassVar[Sequence[str]]
-    """Names of the layers that adapters may address, as PEFT writes them (``q_proj``)."""
-
-
-@runtime_checkable
 class SupportsPP(Protocol):
     """The model can be cut into pipeline stages."""
 
@@ -365,12 +360,6 @@ class SupportsPromptEmbeds(Protocol):
     def input_vectors(self, batch: ForwardBatch) -> Tensor:
         """[T, H]; the tokens' embeddings, and the given ones in the rows that have them."""
         ...
-
-
-def takes_prompt_embeds(model: object) -> bool:
-    """True if prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
-    says by an attribute ``reads_ids`` (Gemma 3n)."""
-    return isinstance(model, SupportsPromptEmbeds) and not getattr(model, "reads_ids", False)
 
 
 class GuidesSampling(Protocol):

@@ -93,8 +93,8 @@ class MediaPlacement(NamedTuple):
     token_ids: list[int]
     offsets: list[int]
     """By item: its first token."""
-    whole_spans: Sequence[tuple[int, int]] = ()
-    """(first, end) of tokens that all see each other, apart and in order: a step computes all of one."""
+    whole_spans: Sequence[tuple[int, ...]] = ()
+    """Bounds (first, end, first, end, ...) of tokens that all see each other: a step computes all of one."""
 
 
 class MediaProcessor(Protocol):
@@ -103,7 +103,7 @@ class MediaProcessor(Protocol):
     The object behind an entry point of ``headrace.multimodal_processors`` (the entry's name is the
     architecture) is a factory ``(config, path) -> MediaProcessor``: ``config.json`` whole, and the
     checkpoint's folder, whose ``preprocessor_config.json`` it may read. ``needs_media``: why prompts without
-    media are refused.
+    media are refused. ``placeholder_ids``: tokens that only stand for media, which such prompts may not have.
     """
 
     def modalities(self) -> Sequence[Modality]: ...

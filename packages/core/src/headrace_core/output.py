@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
+from headrace_core.lora import LoRARequest
+
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -167,6 +169,9 @@ class RequestMetrics:
     num_preemptions: int = 0
     step_times: StepTimes | None = None
     """Times of the steps so far, with ``collect_detailed_traces``."""
+    num_draft_tokens: int = 0
+    """Guessed tokens that were checked; then those that were right."""
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -185,6 +190,7 @@ class CompletionOutput:
     ``error``: text that says why the request's own parameters left no next token."""
     error: str | None = None
     """Why it failed, or was left no next token, in words; set where ``finish_reason`` is ``error``."""
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -203,6 +209,16 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    lora_request: LoRARequest | None = None
+    """The adapter that it is computed with."""
+    weights_versions: tuple[str, ...] = ()
+    """Versions of the weights that computed it so far, each once, oldest first. Several: weights changed
+    while it ran, so that no single version gives this answer; () before the first token."""
+
+    @property
+    def weights_version(self) -> str | None:
+        """Version of the weights that it began with."""
+        return self.weights_versions[0] if self.weights_versions else None
 
     def add(self, later: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request.
@@ -214,6 +230,7 @@ class RequestOutput:
         self.finished = later.finished
         self.metrics = later.metrics or self.metrics
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        self.weights_versions = later.weights_versions or self.weights_versions
         known = {output.index: position for position, output in enumerate(self.outputs)}
         for output in later.outputs:
             if output.index not in known:
@@ -260,8 +277,7 @@ class BeamSequence:
     """``stop`` after an end token, else ``length``."""
     stop_reason: int | str | None = None
     """The end token."""
-    lora_request: None = None
-    """LoRA adapters are not supported by this version."""
+    lora_request: LoRARequest | None = None
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -278,6 +294,8 @@ class BeamSearchOutput:
     prompt_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held when the search began."""
+    weights_versions: tuple[str, ...] = ()
+    """As :attr:`RequestOutput.weights_versions`, of all requests of the search."""
 
 
 OutputT = TypeVar("OutputT")
@@ -290,30 +308,6 @@ class PoolingOutput:
     data: Any
     """An engine client gives a :class:`~headrace_core.arrays.PackedArray` of float32, the offline API
     a torch tensor: [size] for a task on the prompt, [tokens, size] for one on its tokens."""
-
-
-@dataclass(slots=True)
-class EmbeddingOutput:
-    """One vector."""
-
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        """Its length."""
-        return len(self.embedding)
-
-
-@dataclass(slots=True)
-class ClassificationOutput:
-    """Probabilities by label, or logits if no activation was wanted."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        """Number of labels."""
-        return len(self.probs)
 
 
 @dataclass(slots=True)
@@ -334,8 +328,13 @@ class PoolingRequestOutput(Generic[OutputT]):
     num_cached_tokens: int = 0
     finished: bool = True
     metrics: RequestMetrics | None = None
+    weights_versions: tuple[str, ...] = ()
+    """As :attr:`RequestOutput.weights_versions`."""
 
 
-EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
-ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+def all_versions(parts: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """``weights_versions`` of what was made of several requests, from those of each."""
+    return tuple(dict.fromkeys(version for part in parts for version in part))
+
+
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

@@ -55,8 +55,11 @@ GROUPS: Mapping[str, str] = {
     "headrace.tool_parsers": "tool-call formats",
     "headrace.reasoning_parsers": "reasoning formats",
     "headrace.routers": "HTTP routers",
+    "headrace.lora_resolvers": "where adapters are looked for that a request names",
     "headrace.schedulers": "scheduling policies (classes)",
+    "headrace.draft_proposers": "guesses of next tokens for speculative decoding",
     "headrace.platforms": "devices",
+    "headrace.memory_pools": "device type -> memory that sleeps",
     "headrace.general_plugins": "functions that every headrace process runs once at start",
 }
 
@@ -306,11 +309,8 @@ def check_constructor(model_class: object) -> None:
         signature.bind(None)
         signature.bind(None, prefix="")
     except (TypeError, ValueError) as error:  # a ValueError: it is written in C
-        hint = (
-            ". docs/extending/from-vllm.md says where to find its contents now"
-            if _OTHERS in takes
-            else ""
-        )
+        where = ". docs/extending/from-vllm.md says where to find its contents now"
+        hint = where if _OTHERS in takes else ""
         raise PluginError(
             f"model class {model_class.__module__}:{name} takes {takes}: its constructor must take "
             '(context, prefix=""), a headrace_core.model.BuildContext and the beginning of its '

@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from headrace_core.grammar import Constraint
+from headrace_core.lora import LoRARequest
 from headrace_core.multimodal import MediaInput, Modality
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling.params import SamplingParams
@@ -225,10 +226,12 @@ class CoreRequest:
     """Segment of each prompt token, for models that have them; None = all 0."""
     media: list[MediaInput] = field(default_factory=list)
     """In order of their offsets."""
-    whole_spans: list[tuple[int, int]] = field(default_factory=list)
+    whole_spans: list[tuple[int, ...]] = field(default_factory=list)
     """See :attr:`headrace_core.multimodal.MediaPlacement.whole_spans`."""
     num_encoder_tokens: int = 0
     """Length of what the encoder of an encoder-decoder model makes of ``media``."""
     num_attended_tokens: int | None = None
     """Where a model attends in both directions: only so many of the prompt's first tokens are attended
     to, at least 1. None: all."""
+    lora_request: LoRARequest | None = None
+    """The adapter that it is computed with; None: the base model alone."""

@@ -58,6 +58,8 @@ class ServedModel:
     modalities: tuple[str, ...] = ()
     """Modalities of media that prompts may have."""
     is_encoder_decoder: bool = False
+    max_loras: int = 0
+    """Adapters that a step can have side by side; 0: the engine takes none."""
 
     @property
     def reads_extra_kwargs(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace_core.arrays import PackedArray
+from headrace_core.lora import LoRARequest
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest
 
@@ -61,6 +62,10 @@ class ScheduledStep:
     allows_late: bool = False
     """Tokens that this step samples may come with a later one (:attr:`StepResult.late`). A step
     without requests gives late tokens time to become known."""
+    placed_adapters: dict[int, LoRARequest] = field(default_factory=dict)
+    """By slot: to be put there before the step runs. Nobody in flight has what the slot held."""
+    num_drafts: dict[str, int] = field(default_factory=dict)
+    """By request: guessed tokens that may be checked besides; the cache has room for them."""
     media_ahead: list[MediaInput] = field(default_factory=list)
     """To be embedded beside this step and later ones; :attr:`StepResult.embedded` says when it is done."""
 
@@ -86,6 +91,8 @@ class RequestStepResult:
 
     token_ids: list[int] = field(default_factory=list)
     """Sampled tokens; empty while the prompt is not yet complete."""
+    num_drafted: int = 0
+    """Guesses that were checked; all but the last of ``token_ids`` were right."""
     logprobs: list[TokenLogprobs] | None = None
     """One per sampled token, if the request asked."""
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -182,8 +182,8 @@ class PagedAttentionOp(Protocol):
           query at p are multiplied by entry p (Grok 2);
         * ``kv_prefix_key``, ``kv_prefix_value`` [S, Hk, D] in query's dtype: learned keys and values that
           every row sees besides, wherever it stands (openPangu Pro);
-        * ``last_keys`` [T] int32: a row sees keys j up to its entry, where that is more than p (less than
-          ``seq_lens[b]``, never falling along a request): tokens of an image see its later ones (Gemma 3).
+        * ``last_keys`` [T] int32: a row also sees the keys j from p to its entry (less than ``seq_lens[b]``)
+          whose own rows' entries are no less: tokens of images see later ones, text between does not.
 
         Raises:
             ConfigError: a window, a chunk, slopes, a logit scale or last keys without ``causal``; a window

@@ -200,7 +200,7 @@ def _is_code(code: object) -> bool:
 
 
 class SpeechMembers(Protocol):
-    """Members that a class has for a checkpoint (:class:`~headrace_core.speech.declared.DeclaredSpeech`)."""
+    """Members that a class has for a checkpoint: it is asked with those keywords that it declares."""
 
     @property
     def languages(self) -> Mapping[str, str]:
