@@ -140,10 +140,22 @@ def test_packed_ops():
         assert module.expert_linear(x, packed, routing[1], routing[0]).shape == (5, 8)
 
 
+def test_low_rank():
+    x, out = torch.ones(5, 16), torch.ones(5, 24)
+    slots, down, up = torch.zeros(5, dtype=torch.int32), torch.ones(2, 16), torch.ones(24, 2)
+    for module in (fakes, reference):
+        memory = module.low_rank.allocate(2, 3, 16, (24,), x)
+        module.low_rank.write(memory, 0, 0, down, up, 0.5)
+        assert described(module.low_rank(out, x, memory, slots)) == described(out)
+        assert torch.equal(out, torch.ones(5, 24)) == (module is fakes)
+
+
 def test_meta_tensors_stay_meta():
     x = torch.empty(5, 16, device="meta")
     assert fakes.rms_norm(x, x[0], 1e-6).device.type == "meta"
     assert fakes.linear(x, fakes.linear.pack(x)).device.type == "meta"
+    memory = fakes.low_rank.allocate(2, 3, 16, (16,), x)
+    assert fakes.low_rank(x, x, memory, x.new_empty(5, dtype=torch.int32)).device.type == "meta"
     assert fakes.paged_attention(x[:, None]).shape == (5, 1, 16)
 
 

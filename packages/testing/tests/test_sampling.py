@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_testing.sampling import KEEP, sample
+from headrace_testing.sampling import KEEP, sample, todays, turn
 
 pytest_plugins = ["pytester"]
 
@@ -44,6 +44,93 @@ def test_cases_that_take_turns() -> None:
     days = [sample(CASES[:3], keep=1, seed=str(day), every_value=False) for day in range(30)]
     assert {len(chosen) for chosen in days} == {1}
     assert {index for [index] in days} == {0, 1, 2}
+
+
+def test_each_has_its_turn_within_the_days() -> None:
+    for name in map(str, range(50)):
+        for first in (20261130, 7):
+            assert sorted(turn(name, str(first + day), 3) for day in range(3)) == [0, 1, 2]
+    assert {turn(name, "20261130", 3) for name in map(str, range(50))} == {0, 1, 2}
+    assert turn("x", "a text", 3) in range(3)
+
+
+def test_cases_within_a_test_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_TESTS", "full")
+    assert todays("abcdefg", 3) == list("abcdefg")
+    monkeypatch.setenv("HEADRACE_TESTS", "sampled")
+    for cases, sizes in (("abcdefg", {2, 3}), ("ab", {1})):
+        days = []
+        for day in range(20261129, 20261132):
+            monkeypatch.setenv("HEADRACE_TEST_SEED", str(day))
+            days.append(todays(cases, 3))
+        assert {len(today) for today in days} == sizes
+        assert {case for today in days for case in today} == set(cases)
+
+
+SUITES = """
+    import pytest
+    from headrace_testing.sampling import turns
+
+    @turns(3)
+    class Suite:
+        @turns(1)
+        def test_always(self):
+            pass
+
+        @pytest.mark.parametrize("a", range(2))
+        def test_by_turns(self, a):
+            pass
+
+    class Wider(Suite):
+        def test_of_its_own(self):
+            pass
+
+    for index in range(6):
+        globals()[f"TestClass{index}"] = type(f"TestClass{index}", (Suite,), {})
+        globals()[f"TestWide{index}"] = type(f"TestWide{index}", (Wider,), {})
+"""
+
+
+def test_classes_take_turns(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(SUITES)
+    words = ("-v", "-p", "headrace_testing.sampling", "-p", "no:cacheprovider")
+    monkeypatch.setenv("HEADRACE_TESTS", "full")
+    pytester.runpytest_inprocess(*words).assert_outcomes(passed=42)
+    monkeypatch.setenv("HEADRACE_TESTS", "sampled")
+    by_turns: list[str] = []
+    for day in "567":
+        monkeypatch.setenv("HEADRACE_TEST_SEED", day)
+        run = [line for line in pytester.runpytest_inprocess(*words).outlines if "PASSED" in line]
+        assert sum("test_always" in line for line in run) == 12
+        assert sum("test_of_its_own" in line for line in run) == 6
+        today = [line.partition(" PASSED")[0] for line in run if "test_by_turns" in line]
+        assert today
+        by_turns += today
+    assert len(by_turns) == len(set(by_turns)) == 24
+
+
+ONE = """
+    from headrace_testing.sampling import turns
+
+    @turns(7)
+    class Suite:
+        def test_by_turns(self):
+            pass
+
+    class TestOne(Suite):
+        pass
+"""
+
+
+def test_a_single_class_has_every_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(ONE)
+    monkeypatch.setenv("HEADRACE_TESTS", "sampled")
+    for day in "123":
+        monkeypatch.setenv("HEADRACE_TEST_SEED", day)
+        run = pytester.runpytest_inprocess("-p", "headrace_testing.sampling")
+        run.assert_outcomes(passed=1)
 
 
 FILE = """

@@ -236,7 +236,9 @@ def attend(
     if last_keys is not None:
         at = torch.arange(seq_len, device=query.device)
         own = at[seq_len - num_q :, None]
-        visible = visible | ((at >= own) & (at <= last_keys[:, None]))
+        ahead = (at >= own) & (at <= last_keys[:, None])
+        ahead[:, seq_len - num_q :] &= last_keys >= last_keys[:, None]
+        visible = visible | ahead
     if only is not None:
         visible = visible & only
     scores = scores.masked_fill(~visible, -torch.inf)

@@ -7,6 +7,9 @@ days and a failure can be repeated. Every value of every parameter is in the sam
 for tests whose cases take long; with ``every_value=False`` to just so many, if a case takes most of a
 minute. ``HEADRACE_TEST_KEEP`` is such a number for a run.
 
+Many classes inherit the tests of a suite. :func:`turns` on the suite has a share of the classes run each of
+its tests: within as many days each class has had each test.
+
 A case that its class skips shows no value: it is none of those that are sampled. Parameter ``dtype`` has
 the values that the class lists in ``dtypes``, where it has such a list, and others alike.
 """
@@ -16,12 +19,33 @@ from __future__ import annotations
 import datetime
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 KEEP = 24
 """Cases of one test that are few enough to run all, unless said otherwise."""
+TURNS = "__headrace_turns__"
+"""Attribute of a suite, and of a test of a suite; not a mark, so that suites need no plug-in."""
+
+Case = TypeVar("Case")
+Suite = TypeVar("Suite", bound=Callable[..., Any])
+
+
+def turns(days: int) -> Callable[[Suite], Suite]:
+    """Have the classes that inherit a suite take turns in sampled runs: each has each test once in ``days``.
+
+    On a test of the suite it goes before the suite's own: ``@turns(1)`` is for what every class shows every
+    day. Each test is run of one class at least. Tests that a class defines for itself are no part of it.
+    """
+
+    def decorate(suite: Suite) -> Suite:
+        setattr(suite, TURNS, days)
+        return suite
+
+    return decorate
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,8 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not _is_on():
         return
     tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if _is_skipped(item):
+    shown = [item for item in items if not _is_skipped(item)]
+    waiting = _waiting(shown, os.environ["HEADRACE_TEST_SEED"])
+    for item in shown:
+        if item in waiting:
             continue
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[str] = set()
@@ -62,6 +88,58 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def _waiting(items: Sequence[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Tests of suites whose class has its turn on another day."""
+    suites: dict[str, list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        test, days = _test_of_a_suite(item)
+        if days > 1:
+            suites.setdefault(test, []).append(
+                (turn(f"{test} {_class_name(item)}", seed, days), item)
+            )
+    waiting: set[pytest.Item] = set()
+    for cases in suites.values():
+        today = min(day for day, _ in cases)  # 0, unless there are few classes
+        waiting.update(item for day, item in cases if day > today)
+    return waiting
+
+
+def turn(name: str, seed: str, days: int) -> int:
+    """In how many days something has its turn, today being 0, and a seed of digits being a day."""
+    return (zlib.crc32(name.encode()) - _day(seed)) % days
+
+
+def _day(seed: str) -> int:
+    return int(seed) if seed.isdecimal() else zlib.crc32(seed.encode())
+
+
+def todays(cases: Iterable[Case], days: int) -> list[Case]:
+    """One of ``days`` cases, by turns: for fixtures, and for tests that go over many within themselves.
+
+    All of them unless tails are sampled; at least one.
+    """
+    whole = list(cases)
+    if not _is_on():
+        return whole
+    days = min(days, len(whole))
+    first = -_day(os.environ["HEADRACE_TEST_SEED"]) % days
+    return whole[first::days]
+
+
+def _test_of_a_suite(item: pytest.Item) -> tuple[str, int]:
+    """(name that all classes share, days between two turns of one class)."""
+    name = getattr(item, "originalname", item.name)
+    for definer in getattr(getattr(item, "cls", None), "__mro__", ()):
+        if name in vars(definer):
+            days = getattr(vars(definer)[name], TURNS, vars(definer).get(TURNS, 1))
+            return f"{definer.__qualname__}.{name}", days
+    return name, 1
+
+
+def _class_name(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0].rpartition("::")[0]
 
 
 def sample(

@@ -17,21 +17,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from headrace_core.kv import (
     NULL_BLOCK,
-    BlockIds,
     CacheSpec,
     ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
-    KVCacheManager,
     MLASpec,
-    PrefixMatch,
     RecurrentSpec,
     SlidingWindowSpec,
     StateShape,
@@ -39,6 +37,8 @@ from headrace_core.kv import (
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import PromptEmbeds
 
+Manager = Any
+"""A ``headrace_engine.kv.contract.KVCacheManager``, or what behaves as one."""
 BLOCK_SIZE = 4
 WINDOW = 6
 """Window of the sliding-window group: a query sees itself and the five tokens before it."""
@@ -52,7 +52,7 @@ MAX_MODEL_LEN = 64
 
 @dataclass
 class FakeSequence:
-    """A :class:`~headrace_core.kv.CachedSequence` whose fields are set by the test."""
+    """A :class:`~headrace_engine.kv.contract.CachedSequence` whose fields are set by the test."""
 
     request_id: str
     all_token_ids: list[int]
@@ -62,8 +62,14 @@ class FakeSequence:
     skip_reading_prefix_cache: bool = False
     media: list[MediaInput] = field(default_factory=list)
     num_encoder_tokens: int = 0
+    adapter_digest: str = ""
     table: list[list[int]] = field(default_factory=list)
     """By group: what the manager said was gained, in order."""
+    num_drafts: int = 0
+
+    @property
+    def num_settled_tokens(self) -> int:
+        return self.num_computed_tokens - self.num_drafts
 
 
 OWN_POOL = ("wide", "latent", "recurrent")
@@ -104,11 +110,11 @@ def cache_config(
 
 
 def advance(
-    manager: KVCacheManager, sequence: FakeSequence, num_tokens: int, *, match: bool = False
-) -> BlockIds | None:
+    manager: Manager, sequence: FakeSequence, num_tokens: int, *, match: bool = False
+) -> tuple[list[int], ...] | None:
     """Allocate and, if that succeeds, count the tokens as computed, as a scheduler does."""
     found = manager.match_prefix(sequence) if match else None
-    gained = manager.allocate(sequence, num_tokens, found)
+    gained: tuple[list[int], ...] | None = manager.allocate(sequence, num_tokens, found)
     if gained is not None:
         sequence.num_computed_tokens += num_tokens + (found.num_tokens if found else 0)
         sequence.table = sequence.table or [[] for _ in gained]
@@ -117,7 +123,7 @@ def advance(
     return gained
 
 
-def run_whole(manager: KVCacheManager, request_id: str, token_ids: list[int]) -> FakeSequence:
+def run_whole(manager: Manager, request_id: str, token_ids: list[int]) -> FakeSequence:
     """Compute a whole sequence (from its cached prefix on) and free it."""
     sequence = FakeSequence(request_id, token_ids)
     found = manager.match_prefix(sequence)
@@ -131,13 +137,13 @@ class KVCacheManagerConformance(ABC):
     """Inherit, and say how to make the manager."""
 
     @abstractmethod
-    def make(self, config: KVCacheConfig, enable_prefix_caching: bool = True) -> KVCacheManager:
+    def make(self, config: KVCacheConfig, enable_prefix_caching: bool = True) -> Manager:
         """A manager for sequences of up to ``MAX_MODEL_LEN`` tokens."""
 
-    def hit(self, manager: KVCacheManager, token_ids: list[int], salt: str | None = None) -> int:
+    def hit(self, manager: Manager, token_ids: list[int], salt: str | None = None) -> int:
         """Length of the cached prefix of these tokens."""
         sequence = FakeSequence("probe", token_ids, cache_salt=salt)
-        num_tokens = manager.match_prefix(sequence).num_tokens
+        num_tokens: int = manager.match_prefix(sequence).num_tokens
         manager.free("probe")
         return num_tokens
 
@@ -225,7 +231,7 @@ class KVCacheManagerConformance(ABC):
         first = run_whole(manager, "a", list(range(12)))
         second = FakeSequence("b", [*range(8), 50, 51])
         match = manager.match_prefix(second)
-        assert match == PrefixMatch(8, (first.table[0][:2],))
+        assert match == (8, (first.table[0][:2],))
         assert manager.num_free_blocks == 8
         gained = manager.allocate(second, 2, match)
         assert gained is not None
@@ -327,6 +333,37 @@ class KVCacheManagerConformance(ABC):
         assert self.hit(manager, list(range(9))) == 0
         assert manager.num_free_blocks == 8
 
+    @pytest.mark.parametrize(
+        "groups", [("full",), ("sliding", "full"), ("recurrent",), ("recurrent", "full")]
+    )
+    def test_forgotten_prefixes_are_never_found(self, groups: tuple[str, ...]) -> None:
+        """Nor are the blocks that whoever runs adds to those which it held then."""
+        manager, tokens = self.make(cache_config(60, *groups)), list(range(33))
+
+        def compute(name: str) -> None:
+            """In two steps: a state is kept where a step ends at a boundary."""
+            sequence = FakeSequence(name, tokens)
+            advance(manager, sequence, 32)
+            advance(manager, sequence, 1)
+            manager.free(name)
+
+        compute("gone")
+        assert self.hit(manager, tokens) == 32
+        runs = FakeSequence("runs", tokens)
+        advance(manager, runs, 12)
+        held = manager.num_blocks - manager.num_free_blocks
+        manager.forget_prefixes()
+        assert manager.num_blocks - manager.num_free_blocks == held > 0
+        assert self.hit(manager, tokens) == 0
+        while runs.num_computed_tokens < len(tokens):
+            advance(manager, runs, 1)
+            assert self.hit(manager, tokens) == 0
+        manager.free("runs")
+        assert self.hit(manager, tokens) == 0
+        assert manager.num_free_blocks == manager.num_blocks
+        compute("again")
+        assert self.hit(manager, tokens) == 32
+
     def test_statistics_count_admitted_look_ups(self) -> None:
         manager = self.make(cache_config(9))
         run_whole(manager, "a", list(range(12)))
@@ -348,6 +385,17 @@ class KVCacheManagerConformance(ABC):
             assert [b == NULL_BLOCK for b in table] == [i < num_null for i in range(len(table))]
             held = len(table) - num_null
             assert manager.num_free_blocks == 8 - held
+
+    def test_blocks_that_a_wrong_guess_leads_back_to_are_kept(self) -> None:
+        manager = self.make(cache_config(9, "sliding"))
+        sequence = FakeSequence("a", list(range(40)))
+        advance(manager, sequence, 13)
+        sequence.num_drafts = 4  # in flight: the next query may be the one at 9
+        advance(manager, sequence, 1)
+        assert [b == NULL_BLOCK for b in manager.block_ids("a")[0]] == [True, False, False, False]
+        sequence.num_drafts = 0
+        advance(manager, sequence, 3)
+        assert [b == NULL_BLOCK for b in manager.block_ids("a")[0]][:2] == [True, True]
 
     def test_more_may_be_asked_for_in_the_same_step(self) -> None:
         manager = self.make(cache_config(30, "full", "sliding"))
@@ -455,9 +503,9 @@ class KVCacheManagerConformance(ABC):
         manager.free("a")
         # Tokens 20 to 29 are one chunk: the query at 24 sees keys from 20 on, which block 5 begins.
         found = manager.match_prefix(FakeSequence("b", list(range(25))))
-        assert found == PrefixMatch(24, ([NULL_BLOCK] * 5 + sequence.table[0][5:],))
+        assert found == (24, ([NULL_BLOCK] * 5 + sequence.table[0][5:],))
         found = manager.match_prefix(FakeSequence("c", list(range(17))))
-        assert found == PrefixMatch(16, ([NULL_BLOCK] * 2 + sequence.table[0][2:4],))
+        assert found == (16, ([NULL_BLOCK] * 2 + sequence.table[0][2:4],))
 
     # -- states --------------------------------------------------------------------------------
 
@@ -623,7 +671,7 @@ class KVCacheManagerConformance(ABC):
 
 
 def _check_tables(
-    manager: KVCacheManager, running: dict[str, FakeSequence], groups: Sequence[str]
+    manager: Manager, running: dict[str, FakeSequence], groups: Sequence[str]
 ) -> None:
     held: Counter[tuple[int, str, int, str, tuple[int, ...]]] = Counter()
     for sequence in running.values():

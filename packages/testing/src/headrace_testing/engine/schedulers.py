@@ -9,7 +9,7 @@ layers that is not the one after the token before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace_core.kv import (
@@ -56,10 +56,18 @@ def sampled_token(prefix_fingerprint: int, vocab_size: int) -> int:
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, vocab_size: int, media: Sequence[MediaInput] = ()
+    prompt: Sequence[int],
+    count: int,
+    vocab_size: int,
+    media: Sequence[MediaInput] = (),
+    adapter: int = 0,
 ) -> list[int]:
-    """The output of a straight run, without stopping."""
-    state, output = fingerprint(contents(prompt, media)), list[int]()
+    """The output of a straight run, without stopping.
+
+    Args:
+        adapter: id of the one that computes it; 0: none does.
+    """
+    state, output = fingerprint(contents(prompt, media), 1 + adapter), list[int]()
     for _ in range(count):
         output.append(sampled_token(state, vocab_size))
         state = fingerprint(output[-1:], state)
@@ -79,11 +87,17 @@ class _Held:
     encoding: int = 0
     """Stands for the encoder states: another one each time that they are computed."""
 
+    @property
+    def adapter(self) -> int:
+        """Id of its adapter; 0: it has none."""
+        lora = self.new.request.lora_request
+        return 0 if lora is None else lora.lora_int_id
+
     def append(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
         start = len(self.fingerprints)
         for content in contents(self.token_ids, self.new.request.media)[start:]:
-            previous = self.fingerprints[-1] if self.fingerprints else 1
+            previous = self.fingerprints[-1] if self.fingerprints else 1 + self.adapter
             self.fingerprints.append(fingerprint((content,), previous))
 
 
@@ -93,9 +107,16 @@ class CheckingWorker:
     Args:
         config: the cache that the scheduler's manager hands out.
         vocab_size: sampled tokens are below this.
+        guesses: (request id, number of its tokens) -> how many are guessed of those that a step has room
+            for, and how many of the first are right.
     """
 
-    def __init__(self, config: KVCacheConfig, vocab_size: int = 5) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        vocab_size: int = 5,
+        guesses: Callable[[str, int], tuple[int, int]] = lambda request_id, count: (0, 0),
+    ) -> None:
         self.vocab_size = vocab_size
         self.num_computed = 0
         """Tokens over all steps."""
@@ -105,6 +126,9 @@ class CheckingWorker:
         self._num_blocks = [config.pools[pool] for pool in self._pools]
         self._is_cross = [isinstance(spec, CrossAttentionSpec) for spec in self._specs]
         self._is_state = [isinstance(spec, RecurrentSpec) for spec in self._specs]
+        self._guesses = guesses
+        self._runs: dict[str, tuple[int, int]] = {}
+        """Of the step: right and wrong guesses by request."""
         self._num_encoded = 0
         self._held: dict[str, _Held] = {}
         self._slots: dict[tuple[int, int], tuple[int, int]] = {}
@@ -113,6 +137,8 @@ class CheckingWorker:
         """(Pool, block) -> (group, fingerprint of all tokens that the state has seen)."""
         self._ahead: list[str] = []
         """Hashes of media to embed beside steps: one is done with each step."""
+        self._adapters: dict[int, int] = {}
+        """By slot."""
         self._next_step_id = 0
         self._unsure: set[str] = set()
         """Requests that a failed step reported as gone: they may be reported again."""
@@ -121,6 +147,10 @@ class CheckingWorker:
         assert step.step_id == self._next_step_id, "steps must be executed in order"
         self._next_step_id += 1
         self._apply(step)
+        self._runs = {}
+        for request_id, room in step.num_drafts.items():
+            self._guess(self._held[request_id], room)
+        self._check_adapters(step)
         self._read_states(step)
         self._write_all(step)
         results = {
@@ -142,6 +172,7 @@ class CheckingWorker:
             known = request_id in self._held or request_id in self._unsure
             assert known, f"{request_id!r} is gone, but was not here"
             self._held.pop(request_id, None)
+        self._place(step)
         for new in step.new_requests:
             assert new.request_id not in self._held, f"{new.request_id!r} is new, but here"
             assert new.request_id in step.num_scheduled_tokens, f"{new.request_id!r} does not run"
@@ -156,6 +187,34 @@ class CheckingWorker:
             assert request_id not in fresh, f"{request_id!r} got its table with the request"
             for table, block_ids in zip(self._held[request_id].tables, gained, strict=True):
                 table.extend(block_ids)
+
+    def _guess(self, held: _Held, room: int) -> None:
+        """Let right guesses stand behind the request's tokens."""
+        request_id = held.new.request_id
+        assert held.num_computed_tokens == len(held.token_ids) - 1, (
+            f"{request_id!r} does not decode"
+        )
+        number, right = self._guesses(request_id, len(held.token_ids))
+        number = min(number, room)
+        right = min(number, right)
+        self._runs[request_id] = right, number - right
+        for _ in range(right):
+            held.append([sampled_token(held.fingerprints[-1], self.vocab_size)])
+
+    def _place(self, step: ScheduledStep) -> None:
+        """Put adapters into slots: nobody here may need what they held."""
+        for slot, lora in step.placed_adapters.items():
+            before = self._adapters.pop(slot, 0)
+            using = [i for i, held in self._held.items() if before and held.adapter == before]
+            assert not using, f"{using} lose their adapter {before}"
+            # After a failed step the scheduler trusts no slot, and uses another one perhaps.
+            others = {s: i for s, i in self._adapters.items() if i != lora.lora_int_id}
+            self._adapters = {**others, slot: lora.lora_int_id}
+
+    def _check_adapters(self, step: ScheduledStep) -> None:
+        wanted = {self._held[request_id].adapter for request_id in step.num_scheduled_tokens} - {0}
+        missing = wanted - set(self._adapters.values())
+        assert not missing, f"adapters {missing} are in no slot"
 
     def _read_states(self, step: ScheduledStep) -> None:
         """States are read and written in any order within a step: before it they must hold what the
@@ -185,10 +244,11 @@ class CheckingWorker:
         for request_id, count in step.num_scheduled_tokens.items():
             assert count >= 1, f"{request_id!r} runs with {count} tokens"
             held = self._held[request_id]
-            start, end = held.num_computed_tokens, held.num_computed_tokens + count
+            right, wrong = self._runs.get(request_id, (0, 0))
+            start, end = held.num_computed_tokens, held.num_computed_tokens + count + right
             assert end <= len(held.token_ids), f"{request_id!r}: token {end - 1} does not exist"
             limit = held.new.request.params.max_tokens
-            assert limit is None or end < held.new.num_prompt_tokens + limit, (
+            assert limit is None or end + wrong < held.new.num_prompt_tokens + limit, (
                 f"{request_id!r} computes its last token, which nobody needs"
             )
             self.num_computed += count
@@ -201,7 +261,7 @@ class CheckingWorker:
                     block_id = table[(end - 1) // self._block_size]
                     self._states[pool, block_id] = (group, held.fingerprints[end - 1])
                     continue
-                for position in self._written(held, group, end):
+                for position in self._written(held, group, end + wrong):
                     block_id = table[position // self._block_size]
                     assert NULL_BLOCK < block_id < self._num_blocks[group]
                     able = writers[pool, block_id]
@@ -209,7 +269,9 @@ class CheckingWorker:
                         f"block {block_id} can be written by {sorted(able)}"
                     )
                     slot = block_id * self._block_size + position % self._block_size
-                    self._slots[pool, slot] = (group, self._value(held, group, position))
+                    is_wrong = position >= end and not self._is_cross[group]
+                    value = -position if is_wrong else self._value(held, group, position)
+                    self._slots[pool, slot] = (group, value)
 
     def _written(self, held: _Held, group: int, end: int) -> range:
         """Positions that a step up to ``end`` writes: encoder states all with the first tokens."""
@@ -241,7 +303,8 @@ class CheckingWorker:
         return writers
 
     def _read_and_sample(self, held: _Held, count: int) -> RequestStepResult:
-        start, end = held.num_computed_tokens, held.num_computed_tokens + count
+        right, wrong = self._runs.get(held.new.request_id, (0, 0))
+        start, end = held.num_computed_tokens, held.num_computed_tokens + count + right
         for group, table in enumerate(held.tables):
             for position in self._visible(held, group, start, end):
                 block_id = table[position // self._block_size]
@@ -260,8 +323,10 @@ class CheckingWorker:
                 for position in range(start + 1, min(end + 1, held.new.num_prompt_tokens))
             ]
         if end == len(held.token_ids):
-            result.token_ids = [sampled_token(held.fingerprints[-1], self.vocab_size)]
-            held.append(result.token_ids)
+            sampled = sampled_token(held.fingerprints[-1], self.vocab_size)
+            result.token_ids = [*held.token_ids[end - right :], sampled]
+            result.num_drafted = right + wrong
+            held.append([sampled])
         return result
 
     def _visible(self, held: _Held, group: int, start: int, end: int) -> range:

@@ -24,6 +24,7 @@ from headrace_core.errors import (
     RequestError,
     UnsupportedFeature,
 )
+from headrace_core.lora import LoRARequest
 from headrace_core.output import (
     BeamSearchOutput,
     BeamSequence,
@@ -94,6 +95,7 @@ class RecordedRequest:
     request_id: str
     priority: int
     add_special_tokens: bool | None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class RecordedSearch:
     request_id: str
     priority: int
     add_special_tokens: bool | None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class RecordedPooling:
     add_special_tokens: bool | None = None
     chat_template: str | None = None
     entry: AdmissionTicket | None = field(default=None, compare=False)
+    lora_request: LoRARequest | None = None
 
 
 @dataclass(slots=True)
@@ -156,6 +160,8 @@ class FakeEngine:
         step_times: reported in the metrics.
         pushes: whether iterators are :class:`~headrace_core.engine.OutputStream` objects.
         speech, io_processor: what the properties of these names give.
+        adapters: those that are known, by id; front ends of one engine share them. A model whose
+            ``max_loras`` is 0 takes none.
 
     Pooled results are those of :mod:`headrace_testing.fakes.pooling`, transcripts those of
     :mod:`headrace_testing.fakes.transcription`.
@@ -179,6 +185,7 @@ class FakeEngine:
         pushes: bool = True,
         speech: SpeechModel | None = None,
         io_processor: IOProcessor | None = None,
+        adapters: dict[int, LoRARequest] | None = None,
     ) -> None:
         self.reply: Reply = reply if reply is not None else _echo
         self.tokens_per_output = tokens_per_output
@@ -200,6 +207,15 @@ class FakeEngine:
         """Ids that ended before their time: by ``abort``, closing or cancellation."""
         self.finished: list[str] = []
         """Ids that ran to their end."""
+        self.adapters = {} if adapters is None else adapters
+        self.adapters_read: list[LoRARequest] = []
+        """Those that were read, in order; removed ones that a request brings back included."""
+        self.default_mm_loras: dict[str, str] = {}
+        """Reported among the settings."""
+        self.reading: asyncio.Event | None = None
+        """If given, awaited while an adapter is read."""
+        self.unusable_adapters: dict[str, str] = {}
+        """Path -> why it cannot be used."""
         self.num_cache_resets = 0
         self.profiles: list[str] | None = None
         """``start`` and ``stop`` as they were asked for; None: no profiler is configured."""
@@ -239,9 +255,10 @@ class FakeEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        pulled = self._pull(prompt, params, request_id, priority, add_special_tokens)
+        pulled = self._pull(prompt, params, request_id, priority, add_special_tokens, lora_request)
         return _Outputs(pulled, params.n == 1) if self.pushes else pulled
 
     async def _pull(
@@ -251,12 +268,16 @@ class FakeEngine:
         request_id: str,
         priority: int,
         add_special_tokens: bool | None,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         text, token_ids = self._take_in(prompt, params, request_id, add_special_tokens)
+        await self._with_adapter(lora_request)
         await self._open.wait()
         self._raise_if_dead()
         self.requests.append(
-            RecordedRequest(prompt, text, params, request_id, priority, add_special_tokens)
+            RecordedRequest(
+                prompt, text, params, request_id, priority, add_special_tokens, lora_request
+            )
         )
         stop = self._running[request_id] = asyncio.Event()
         ended = False
@@ -275,6 +296,7 @@ class FakeEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> BeamSearchOutput:
         """Sequence i is the scripted completion i; each is less likely than the one before.
@@ -294,12 +316,14 @@ class FakeEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         final = None
-        async for output in self._pull(prompt, sampling, request_id, priority, add_special_tokens):
+        async for output in self._pull(
+            prompt, sampling, request_id, priority, add_special_tokens, lora_request
+        ):
             final = output
         if final is None or any(part.finish_reason == "abort" for part in final.outputs):
             raise GenerateError("the search was aborted")
         self.searched.append(
-            RecordedSearch(prompt, params, request_id, priority, add_special_tokens)
+            RecordedSearch(prompt, params, request_id, priority, add_special_tokens, lora_request)
         )
         return BeamSearchOutput(
             [_sequence(part, final.prompt_token_ids, params) for part in final.outputs],
@@ -315,14 +339,17 @@ class FakeEngine:
         *,
         task: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
         entry: AdmissionTicket | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         verified = self._take_in_pooling(params, request_id, task)
         text, ids = self._cut(*self._tokens(prompt, add_special_tokens), verified)
+        await self._with_adapter(lora_request)
         call = RecordedPooling(
-            prompt, text, verified, request_id, task, priority, add_special_tokens, entry=entry
-        )
+            prompt, text, verified, request_id, task, priority, add_special_tokens, entry=entry,
+            lora_request=lora_request,
+        )  # fmt: skip
         await self._play_pooling(request_id, [call])
         self._stats.prompt_tokens += len(ids)
         data = fake_pooled(task, ids, verified, self._model.pooling)
@@ -402,8 +429,10 @@ class FakeEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        await self._with_adapter(lora_request)
         scoring = "cross" if self._model.pooling is None else self._model.pooling.scoring
         task = {"cosine": "embed", "late_interaction": "token_embed"}.get(scoring, "score")
         verified = self._take_in_pooling(params, request_id, task)
@@ -413,7 +442,15 @@ class FakeEngine:
             text, ids = self._cut(one + two, [ord(c) for c in one + two], verified)
             calls.append(
                 RecordedPooling(
-                    pair, text, verified, request_id, "score", priority, None, chat_template
+                    pair,
+                    text,
+                    verified,
+                    request_id,
+                    "score",
+                    priority,
+                    None,
+                    chat_template,
+                    lora_request=lora_request,
                 )
             )
             score = ScoringOutput(fake_score(one, two, verified))
@@ -499,6 +536,36 @@ class FakeEngine:
     async def check_health(self) -> None:
         self._raise_if_dead()
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        self._raise_if_dead()
+        if not self._model.max_loras:
+            raise UnsupportedFeature("lora_request: this engine takes no adapters")
+        number, path = lora_request.lora_int_id, lora_request.lora_path
+        known = self.adapters.get(number)
+        if known is not None:
+            if known.lora_path != path:
+                raise RequestError(f"lora_int_id = {number}: is {known.lora_path!r}")
+            return False
+        self.adapters_read.append(lora_request)
+        if self.reading is not None:
+            await self.reading.wait()
+        if path in self.unusable_adapters:
+            raise RequestError(self.unusable_adapters[path], param="lora_path")
+        self.adapters[number] = lora_request
+        return True
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        self._raise_if_dead()
+        return self.adapters.pop(lora_int_id, None) is not None
+
+    async def list_loras(self) -> Sequence[LoRARequest]:
+        self._raise_if_dead()
+        return [self.adapters[number] for number in sorted(self.adapters)]
+
+    async def _with_adapter(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is not None:
+            await self.add_lora(lora_request)
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         if self._running and not reset_running_requests:
             return False
@@ -545,7 +612,8 @@ class FakeEngine:
     @property
     def settings(self) -> Mapping[str, Any]:
         configured = {} if self.profiles is None else {"profiler": "torch"}
-        return {"profiler_config": configured}
+        lora = {"default_mm_loras": self.default_mm_loras}
+        return {"profiler_config": configured, "lora": lora}
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         self.shut_down = True

@@ -58,6 +58,7 @@ from headrace_core.model import (
 from headrace_core.ops import KernelNeed, OpTable, PackedLinear, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_testing.ops.row_scales import split_rows
+from headrace_testing.sampling import turns
 
 BLOCK_SIZE = 8
 
@@ -542,6 +543,7 @@ class Checkpoint:
         return sequence[len(tokens) :]
 
 
+@turns(3)
 class ModelConformance(ABC):
     """Inherit, fill in the four methods below, and keep the tests.
 
@@ -596,7 +598,8 @@ class ModelConformance(ABC):
 
     def assert_close(self, logits: Tensor, expected: Tensor) -> None:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
-        torch.testing.assert_close(logprobs, expected, atol=self.tolerance, rtol=0)
+        # Very unlikely tokens have large log-probabilities, whose last digits are the machine's.
+        torch.testing.assert_close(logprobs, expected, atol=self.tolerance, rtol=1e-5)
 
     # ---- fixtures
 
@@ -617,12 +620,14 @@ class ModelConformance(ABC):
         logprobs = checkpoint.logprobs(self.prompt(self.prompt_len))
         assert float(logprobs.std()) > 0.5
 
+    @turns(1)
     def test_one_request(self, checkpoint: Checkpoint, model: CausalLM) -> None:
         prompt = self.prompt(self.prompt_len)
         logits = PagedDriver(model, shuffled=False).step({"a": prompt})
         assert logits.dtype == torch.float32
         self.assert_close(logits, checkpoint.logprobs(prompt))
 
+    @turns(1)
     def test_decoding_step_by_step(self, checkpoint: Checkpoint, model: CausalLM) -> None:
         prompt, driver = self.prompt(self.prompt_len, seed=1), PagedDriver(model)
         next_token = int(driver.step({"a": prompt})[-1].argmax())

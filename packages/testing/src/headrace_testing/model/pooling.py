@@ -30,6 +30,7 @@ from headrace_testing.model.decoders import (
     randomise,
     run_ranks,
 )
+from headrace_testing.sampling import turns
 
 LENGTHS = (9, 1, 30, 17, 2)
 """Lengths of the prompts of a batch."""
@@ -75,6 +76,7 @@ def one_row(states: Tensor, kind: str) -> Tensor:
     return {"MEAN": states.mean(0), "CLS": states[0], "LAST": states[-1]}[kind]
 
 
+@turns(3)
 class PoolingConformance(ABC):
     """Inherit, fill in the four methods below, and keep the tests.
 
@@ -225,6 +227,7 @@ class PoolingConformance(ABC):
 
     # ---- numbers
 
+    @turns(1)
     def test_results_of_a_ragged_batch(self, checkpoint: Checkpoint, model: Any) -> None:
         prompts = self.prompts()
         if self.makes == "vectors":

@@ -120,9 +120,12 @@ class QuantConformance(ABC):
             expected = expected + bias.double()
         assert out.dtype == kind
         assert out.shape == (rows, spec.out_features)
+        # Where terms cancel, how a machine adds them up shows in more than the last digits.
+        added = 4 * torch.finfo(torch.float32).eps * (entered.abs() @ meant.double().abs().T)
         for part in (slice(0, 1), slice(1, None)):  # the row of large weights apart
             error = (out.double() - expected)[:, part].abs().max()
-            assert float(error) <= TOLERANCES[dtype] * float(expected[:, part].abs().max())
+            bound = TOLERANCES[dtype] * float(expected[:, part].abs().max())
+            assert float(error) <= bound + float(added[:, part].max())
 
     def test_gated_product_is_its_two_steps(self) -> None:
         spec = self.spec()

@@ -13,13 +13,13 @@ that ``headrace plugins check MODEL`` runs them, too, without pytest.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from headrace_core.model import ModelInfo
 from headrace_core.request import Prompt
-from headrace_core.speech.declared import DeclaredSpeech
-from headrace_core.speech.diagnosis import faults
+from headrace_core.speech.diagnosis import METHODS, faults
 from headrace_core.speech.model import (
     SPEECH_TASKS,
     AudioClip,
@@ -156,6 +156,63 @@ CHECKS: Sequence[Check] = (
 """All of them; each raises an AssertionError that says what is wrong. Without the first none makes sense."""
 
 
+class AskedSpeech:
+    """The :class:`~headrace_core.speech.model.SpeechMembers` of a class, as an engine has them."""
+
+    def __init__(self, model: type[SupportsTranscription], info: ModelInfo) -> None:
+        self._model, self._info = model, info
+
+    def _ask(self, method: str, **given: Any) -> Any:
+        call, given = getattr(self._model, method), {**given, "model_config": self._info}
+        takes = inspect.signature(call).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+            takes = dict.fromkeys(METHODS[method])  # type: ignore[assignment]
+        return call(**{name: value for name, value in given.items() if name in takes})
+
+    @property
+    def languages(self) -> Mapping[str, str]:
+        return self._model.supported_languages
+
+    @property
+    def segment_timestamps(self) -> bool:
+        return self._model.supports_segment_timestamp and bool(self._ask("says_timestamps"))
+
+    def config(self, task: SpeechTask) -> Any:
+        return self._ask("get_speech_to_text_config", task_type=task)
+
+    def validate_language(self, language: str | None) -> Any:
+        return self._ask("validate_language", language=language)
+
+    def prompt(
+        self, audio: AudioClip, *, language: str | None, task: SpeechTask, request_prompt: str = "",
+        to_language: str | None = None, timestamps: bool = False,
+    ) -> Any:  # fmt: skip
+        return self._ask(
+            "get_generation_prompt", audio=audio, stt_config=self.config(task), language=language,
+            task_type=task, request_prompt=request_prompt, to_language=to_language,
+            timestamps=timestamps,
+        )  # fmt: skip
+
+    def num_audio_tokens(self, seconds: float, task: SpeechTask) -> Any:
+        config = self.config(task)
+        return self._ask("get_num_audio_tokens", audio_duration_s=seconds, stt_config=config)
+
+    def language_probe(self, audio: AudioClip) -> Any:
+        config = self.config("transcribe")
+        return self._ask("get_language_probe", audio=audio, stt_config=config)
+
+    def timestamp(self, token_id: int) -> Any:
+        return self._ask("get_timestamp", token_id=token_id)
+
+    @property
+    def no_speech_token_id(self) -> Any:
+        return self._ask("get_no_speech_token_id")
+
+    @property
+    def seconds_per_state(self) -> Any:
+        return self._ask("get_seconds_per_state")
+
+
 class TranscriptionConformance:
     """Inherit as ``Test...``; set :attr:`model`, and have a fixture ``info``."""
 
@@ -165,7 +222,7 @@ class TranscriptionConformance:
         assert not faults(self.model), "\n".join(faults(self.model))
 
     def test_checks(self, info: ModelInfo) -> None:
-        speech, wrong = DeclaredSpeech(self.model, info), []
+        speech, wrong = AskedSpeech(self.model, info), []
         for check in CHECKS:
             try:
                 check(self.model, info, speech)

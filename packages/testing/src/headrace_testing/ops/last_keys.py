@@ -82,6 +82,56 @@ class LastKeysConformance(OpSuite):
         in_three = torch.cat([part.run(attention) for part in parts])
         assert bits_equal(in_three, together[start : start + 60]), "chunks change bits"
 
+    SEEN_PIECES: ClassVar = [(1, 92, 96, 110, 120), (2, 5, 33), (3, 612, 640, 650, 651, 690, 700)]
+    """(request, first, end, first, end, ...): tokens that all see each other, with others between."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"num_heads": 8, "num_kv_heads": 1, "head_dim": 40},
+            {"num_heads": 3, "num_kv_heads": 1, "sliding_window": 200, "block_size": 8},
+            {"head_dim": 128, "soft_cap": 5.0},
+        ],
+        ids=str,
+    )
+    def test_paged_attention_last_keys_of_pieces(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        case = self._case(dtype, spans=self.SEEN_PIECES, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize(
+        ("key", "seen_by", "unseen_by"),
+        [(115, (92, 95, 110, 119, 125), (96, 109)), (100, (100, 109, 110, 119), (92, 95, 99))],
+        ids=["in a piece", "between pieces"],
+    )
+    def test_paged_attention_last_keys_of_pieces_by_definition(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        key: int,
+        seen_by: tuple[int, ...],
+        unseen_by: tuple[int, ...],
+    ) -> None:
+        """A later piece is seen by the earlier one, and not by the text between them, which neither sees
+        ahead nor is seen from before."""
+        attention, case = op("paged_attention"), self._case(dtype, spans=self.SEEN_PIECES)
+        before = case.run(attention)
+        case.value_cache[int(case.block_table[1, key // 16]), key % 16] += 1
+        after, first = case.run(attention), int(case.cu_seqlens_q[1]) - 90
+        assert not any(bits_equal(after[first + p], before[first + p]) for p in seen_by)
+        assert all(bits_equal(after[first + p], before[first + p]) for p in unseen_by)
+
+    def test_paged_attention_last_keys_of_pieces_do_not_depend_on_the_batch(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        attention, case = invariant_op("paged_attention"), self._case(dtype, spans=self.SEEN_PIECES)
+        together = case.run(attention)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            assert bits_equal(case.request(b).run(attention), together[start:end]), f"request {b}"
+
     @pytest.mark.parametrize("options", [{"causal": False}, {"attention_chunk": 8}], ids=str)
     def test_paged_attention_last_keys_are_refused(
         self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
@@ -92,9 +142,8 @@ class LastKeysConformance(OpSuite):
             refused.run(op("paged_attention"))
 
     def _case(self, dtype: str, **options: Any) -> PagedCase:
-        return paged_case(
-            self.SEEN_LENGTHS, dtype=dtype, device=self.device, spans=self.SEEN_SPANS, **options
-        )
+        options = {"spans": self.SEEN_SPANS, **options}
+        return paged_case(self.SEEN_LENGTHS, dtype=dtype, device=self.device, **options)
 
     @staticmethod
     def _without(case: PagedCase) -> PagedCase:

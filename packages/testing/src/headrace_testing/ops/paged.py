@@ -85,7 +85,7 @@ def paged_case(
     alibi: bool = False,
     prefix: int = 0,
     with_logit_scale: bool = False,
-    spans: Sequence[tuple[int, int, int]] = (),
+    spans: Sequence[tuple[int, ...]] = (),
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
@@ -95,7 +95,8 @@ def paged_case(
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
     is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head;
     with_logit_scale: with one for each position. prefix: so many keys that every token sees. spans: (request,
-    first, end), the positions of tokens that see all of each other, as ``last_keys``.
+    first, end), the positions of tokens that see all of each other, as ``last_keys``; (request, first, end,
+    first, end, ...), if they have others between them.
     """
     window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -141,8 +142,10 @@ def paged_case(
         options = {**options, "logit_scale": warmer}
     if spans:
         positions = [torch.arange(seq_len - num_new, seq_len) for num_new, seq_len in lengths]
-        for b, first, end in spans:
-            positions[b][(positions[b] >= first) & (positions[b] < end)] = end - 1
+        for b, *bounds in spans:
+            own = positions[b].clone()
+            for first, end in zip(bounds[::2], bounds[1::2], strict=True):
+                positions[b][(own >= first) & (own < end)] = bounds[-1] - 1
         options = {**options, "last_keys": torch.cat(positions).int().to(device)}
     return PagedCase(
         query=query,

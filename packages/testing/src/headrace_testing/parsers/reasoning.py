@@ -16,6 +16,7 @@ import pytest
 
 from headrace_core.text import AnswerContext, ReasoningParser
 from headrace_testing.guards.linear_time import assert_linear
+from headrace_testing.sampling import turns
 
 NUM_SPLITS = int(os.environ.get("HEADRACE_TEST_SPLITS", "1000"))
 """Random texts in random pieces per format."""
@@ -89,6 +90,7 @@ class ReasoningParserConformance:
         first.feed(self.golden[0][0][:5])
         assert self.read([self.golden[0][0]]) == self.golden[0][1:]
 
+    @turns(3)
     def test_time_is_linear(self) -> None:
         """Eight times the text takes about eight times as long, whatever the text."""
         for unit in (*self.alphabet, "".join(self.alphabet), " ", "\n", "x"):
@@ -99,6 +101,7 @@ class ReasoningParserConformance:
         self.read(text[at : at + 11] for at in range(0, len(text), 11))
         self.read([text])
 
+    @turns(3)
     def test_random_texts_in_random_pieces(self) -> None:
         """Cuts do not matter."""
         seeded = random.Random(self.parser.__name__)

@@ -23,6 +23,7 @@ from headrace_core import plugins
 from headrace_core.grammar import Grammar, GrammarSpec
 from headrace_core.text import ParsedDelta, ToolCall, ToolCallParser
 from headrace_testing.guards.linear_time import assert_linear
+from headrace_testing.sampling import turns
 
 TOOLS: Sequence[Mapping[str, Any]] = [
     {
@@ -166,6 +167,7 @@ class ToolCallParserConformance:
             assert (content, [call.name for call in calls]) == ("", ["add"])
             assert whole.arguments.startswith(calls[0].arguments), f"cut after {end}"
 
+    @turns(3)
     def test_a_call_behind_a_truncated_one(self) -> None:
         """The format decides the result, and the cuts do not change it."""
         good = self.write_call("add", '{"a": 1}')
@@ -253,6 +255,7 @@ class ToolCallParserConformance:
         for end in range(len(call.rstrip()) - 1):
             assert not _is_sentence(grammar, call[:end]) or self.read([call[:end]])[1], call[:end]
 
+    @turns(3)
     def test_what_a_forced_structural_tag_admits_is_read_as_calls(self) -> None:
         grammar, found = self._forced(2), 0
         from headrace_testing.engine.grammars import byte_vocabulary, walk  # needs numpy
@@ -271,6 +274,7 @@ class ToolCallParserConformance:
             found += 1
         assert found, "no walk came to an end"
 
+    @turns(3)
     def test_time_is_linear(self) -> None:
         """Eight times the text takes about eight times as long, whatever the text."""
         start = self.write_call("add", '{"a": 1}')[:-3]
@@ -284,6 +288,7 @@ class ToolCallParserConformance:
         assert len(content) <= len(text)
         self.read([text])
 
+    @turns(3)
     def test_random_texts_in_random_pieces(self) -> None:
         """Cuts do not matter, and nothing but white space is lost beside calls."""
         seeded = random.Random(self.parser.__name__)
