@@ -96,7 +96,9 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
   t.first = int32_t(first);
   t.count = int32_t(count);
   const int64_t position = position_of(g, t), context = context_of(g, request);
-  int64_t last = end_seen(g, position + count - 1, g.cu_seqlens_q[request] + first + count - 1, context);
+  const int64_t row = g.cu_seqlens_q[request] + first;
+  int64_t last = end_seen(g, position + count - 1, row + count - 1, context);
+  for (int64_t i = 0; g.falls && i < count; ++i) last = max_of(last, end_seen(g, position + i, row + i, context));
   if (!g.causal) last = g.window > 0 ? min_of(last + g.window - 1, context) : context;
   t.begin = int32_t(first_seen(g, position) / PART);
   t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
@@ -274,6 +276,21 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 
 }  // namespace paged
 
+namespace paged {
+
+// Whether the last keys of any request fall from one of its tokens to the next.
+inline bool falling(const int32_t* last_keys, const int32_t* cu_seqlens_q, int64_t requests, int64_t tokens) {
+  for (int64_t b = 0; last_keys != nullptr && b < requests; ++b) {
+    const int64_t end = min_of(cu_seqlens_q[b + 1], tokens);
+    for (int64_t i = max_of(cu_seqlens_q[b], 0) + 1; i < end; ++i) {
+      if (last_keys[i] < last_keys[i - 1]) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace paged
+
 // geometry: as for cache_write.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
@@ -289,7 +306,8 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
                            table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, slope_roots != 0,
-                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures, true, last_keys};
+                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures, true, last_keys,
+                           paged::falling(last_keys, cu_seqlens_q, requests, tokens)};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

@@ -75,7 +75,9 @@ struct Attention {
   const float* temperatures = nullptr;  // by position, of capped scores; null = none
   int64_t num_temperatures = 0;
   bool visits_together = true;  // requests that share what they begin with; it keeps a state for each
-  const int32_t* last_keys = nullptr;  // [tokens]: the last key that each sees, not falling in a request; null = its own
+  // [tokens]: the last key that each sees, of those behind it none whose own entry is less; null = its own.
+  const int32_t* last_keys = nullptr;
+  bool falls = false;  // entries fall within a request: some keys behind a query are not seen
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -599,7 +601,9 @@ struct UnitRows {
   // windows past the context do, is empty where it begins.
   Span span(int64_t r, int64_t n, int64_t base) const {
     const int from = span(r, base).from;
-    return {from, int(max_of(from, span(r + n - 1, base).to))};
+    int to = span(r + n - 1, base).to;
+    for (int64_t i = r; g.falls && i + 1 < r + n; i += group) to = int(max_of(to, span(i, base).to));
+    return {from, int(max_of(from, to))};
   }
 
   // Whether scores are more than products times a scale.
@@ -629,6 +633,7 @@ struct UnitRows {
     }
     hide(line, from, own.from);
     hide(line, own.to, to);
+    if (g.falls) hide_lower(r, base, line, own);
     vf top = ld(line + from);
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;
@@ -649,7 +654,7 @@ struct UnitRows {
   // soften for the rows [r, r + n). Rows that see the same keys go in fours, whose long chains of maxima,
   // powers and sums the machine then runs side by side.
   void soften_all(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
-    const bool plain = !transforms();
+    const bool plain = !transforms() && !g.falls;
     for (int64_t i = 0; i < n;) {
       float *line = s + i * LINE, *best = state.best + r + i, *sum = state.sum + r + i;
       if (plain && i + 4 <= n && !seen.empty() && span(r + i, base) == seen && span(r + i + 3, base) == seen) {
@@ -708,6 +713,15 @@ struct UnitRows {
   // read next need not wait for pieces to reach the cache.
   static void hide(float* line, int from, int to) {
     for (int j = from / W * W; j < to; j += W) st(line + j, outside(ld(line + j), from - j, to - j));
+  }
+
+  // -inf for keys behind row r whose own last key is less than the row's.
+  void hide_lower(int64_t r, int64_t base, float* line, Span own) const {
+    const int32_t* const last_keys = g.last_keys + g.cu_seqlens_q[t.request] + t.first;  // of the tile's rows on
+    const int64_t p = position + r / group;
+    for (int64_t j = max_of(own.from, p + 1 - base); j < own.to; ++j) {
+      if (last_keys[base + j - position] < last_keys[r / group]) line[j] = -__builtin_inff();
+    }
   }
 
   void transform(float* line, int from, int to) const {

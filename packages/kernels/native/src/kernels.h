@@ -24,6 +24,7 @@
 #include "k_quant_rounding.h"
 #include "packed_rows.h"
 #include "head_linear.h"
+#include "sorted_entries.h"
 #include "moe.h"
 #include "quant_experts.h"
 #include "attention_tiles.h"
@@ -34,6 +35,8 @@
 #include "attention_varlen.h"
 #include "attention_latent.h"
 #include "index_tokens.h"
+#include "low_rank_tiles.h"
+#include "low_rank.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "packed.h"
@@ -53,6 +56,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_gated),
     HR_ENTRY(moe),
     HR_ENTRY(expert_linear),
+    HR_ENTRY(low_rank),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
     HR_ENTRY(latent_attention),
@@ -98,6 +102,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
     HR_ENTRY(expert_linear),
+    HR_ENTRY(low_rank),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
     HR_ENTRY(latent_cache_write),

@@ -7,42 +7,6 @@
 namespace headrace::HR_ISA {
 namespace {
 
-// Entries sorted by expert: those of the i-th used expert are order[begin[i]] .. order[begin[i+1]-1].
-struct Sorted {
-  int32_t* order;
-  int32_t* begin;
-  int32_t* expert;
-  int64_t used;
-  int64_t entries() const { return begin[used]; }
-};
-
-// Entries of the `others` ids from `experts` on are left out.
-inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts, int64_t others, Sorted& sorted) {
-  int32_t* memory = static_cast<int32_t*>(scratch(SCRATCH_B, size_t(2 * entries + 3 * experts + 2) * 4));
-  int32_t* counts = memory;
-  sorted = {counts + experts, counts + experts + 2 * entries, counts + experts + 2 * entries + experts + 1, 0};
-  for (int64_t e = 0; e < experts; ++e) counts[e] = 0;
-  for (int64_t i = 0; i < entries; ++i) {
-    if (ids[i] < 0 || ids[i] >= experts + others) return BAD_INDEX;
-    if (ids[i] < experts) ++counts[ids[i]];
-  }
-  int32_t at = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    const int32_t many = counts[e];
-    counts[e] = at;
-    if (many > 0) {
-      sorted.expert[sorted.used] = int32_t(e);
-      sorted.begin[sorted.used++] = at;
-    }
-    at += many;
-  }
-  sorted.begin[sorted.used] = at;
-  for (int64_t i = 0; i < entries; ++i) {
-    if (ids[i] < experts) sorted.order[counts[ids[i]]++] = int32_t(i);
-  }
-  return OK;
-}
-
 // f(expert, begin, many, p, sums) for every panel p < panels of every used expert and piece of its
 // sorted entries, on all threads; sums has SUMS floats for each of PANEL features of `many` rows.
 template <int SUMS, class WT, class F>

@@ -17,10 +17,10 @@ namespace headrace::HR_ISA {
 namespace {
 
 // Sets the shapes of the tiles while it lives: `lines` of sums and activations, `steps` of K, which are four
-// bytes of an activation each.
+// bytes of an activation each, and columns of sums and weights.
 class TileShapes {
  public:
-  TileShapes(int64_t lines, int64_t steps) {
+  TileShapes(int64_t lines, int64_t steps, int64_t columns = 16) {
     struct alignas(64) {
       uint8_t palette, start_row, reserved[14];
       uint16_t row_bytes[16];
@@ -29,7 +29,7 @@ class TileShapes {
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
       config.rows[tile] = uint8_t(tile < 6 ? lines : steps);
-      config.row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? 4 * steps : 64);
+      config.row_bytes[tile] = uint16_t(4 * (tile == 4 || tile == 5 ? steps : columns));
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }

@@ -89,6 +89,15 @@ def rounded_numbers(op: Any, weight: Tensor, bits: int) -> Tensor:
     return torch.cat([part.flatten().float() for part in parts if isinstance(part, Tensor)])
 
 
+def adapted(op: Any, slots: Tensor, x: Tensor, out: Tensor, *factors: Tensor) -> Tensor:
+    """What adapters add, their memory made here."""
+    memory = op.allocate(2, factors[0].shape[0], x.shape[1], [out.shape[1]], x)
+    op.write(memory, 1, 0, *factors, 0.5)
+    own = torch.empty(*out.shape, dtype=out.dtype).copy_(out)
+    found: Tensor = op(own, x, memory, slots)
+    return found
+
+
 def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """(what, a function of a way to call ops, its arguments)."""
     for width in _WIDTHS:
@@ -102,6 +111,14 @@ def calls(ops: Any, dtype: str) -> Iterator[tuple[str, Callable[..., Any], tuple
         ids, by = torch.arange(26).remainder(3).view(13, 2), rand(13, 2)
         experts = ops["expert_linear"].pack(weight.expand(3, -1, -1).contiguous())
         yield f"experts of {width}", ops["expert_linear"], (x, experts, ids, by)
+        slots = torch.arange(13, dtype=torch.int32).remainder(2)
+        for rank in (1, 9):
+            factors = rand(rank, width, dtype=dtype), rand(40, rank, dtype=dtype)
+            arguments = slots, rand(13, width, dtype=dtype), x
+            yield f"low_rank, {width} to 40", adapted, (ops["low_rank"], *arguments, *factors)
+            factors = rand(rank, 40, dtype=dtype), rand(width, rank, dtype=dtype)
+            arguments = slots, x, rand(13, width, dtype=dtype)
+            yield f"low_rank, 40 to {width}", adapted, (ops["low_rank"], *arguments, *factors)
         integers = ops["quant_linear"].round(weight, dtype, Rounding(8, None), activations="float")
         joined = ops["quant_linear"].join([integers] * 3)
         yield f"routed integers of {width}", ops["quant_linear"].routed, (x, joined, ids)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_core.errors import CaptureRefused
+from headrace_core.errors import CaptureRefused, ReplayFailed
 from headrace_core.graph import GraphNeed
 from headrace_core.ops import KernelNeed, KernelProvider, bind_ops
 from headrace_kernels.cpu import library
@@ -32,6 +32,7 @@ from headrace_testing.graphs.steps import (
     make_batch,
 )
 from headrace_testing.ops import bits_equal
+from headrace_testing.ops.optional.low_rank import Adapters
 from headrace_testing.ops.weights import KINDS
 
 if library.path() is None:
@@ -179,6 +180,54 @@ def test_steps_of_packed_weights_replay_to_the_same_bits():
         batch = dataclasses.replace(batch, logits_rows=torch.arange(len(lengths)))
         assert graph.fits(batch)
         StepGraphConformance().check_same(model, graph, batch)
+
+
+class Adapted:
+    """A linear op to whose results adapters add, of slots in memory that steps share."""
+
+    def __init__(self, ops: Mapping[str, Any]) -> None:
+        self.op, self.low_rank = ops["linear"], ops["low_rank"]
+        self.slots = torch.full((40,), -1, dtype=torch.int32)
+        self.layers: list[tuple[Any, Adapters, Any]] = []
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        packed = self.op.pack(weight)
+        adapters = Adapters(weight.shape[1], (weight.shape[0],), 2, "bfloat16", "cpu")
+        adapters.draw(1, 0, 9, seed=len(self.layers))
+        self.layers.append((packed, adapters, adapters.written(self.low_rank)))
+        return packed
+
+    def __call__(self, x: torch.Tensor, packed: Any, *bias: Any) -> torch.Tensor:
+        [memory] = [memory for own, _, memory in self.layers if own is packed]
+        return self.low_rank(self.op(x, packed, *bias), x, memory, self.slots)
+
+    def gated(self, *arguments: Any) -> torch.Tensor:
+        return self.op.gated(*arguments)
+
+
+def test_adapters_are_those_of_the_step_and_not_of_the_recording():
+    """Slots, and what is in them, are read as the step is replayed."""
+    kernels = library.load(library.isa())
+    ops = native_ops(kernels)
+    linear = Adapted(ops)
+    model, graph = SmallModel({**ops, "linear": linear}, "bfloat16"), NativeStepGraph(kernels)
+    graph.capture(model, GraphNeed((3, 16), max_num_seqs=12, num_groups=NUM_GROUPS))
+    batch = make_batch([(1, 9), (7, 12), (2, 2)], seed=1)
+    batch = dataclasses.replace(batch, logits_rows=torch.arange(3))
+    base = graph.replay(batch).clone()
+    linear.slots[1:8] = 1
+    StepGraphConformance().check_same(model, graph, batch)
+    adapted = graph.replay(batch).clone()
+    assert bits_equal(adapted[0], base[0])
+    assert not bits_equal(adapted[1], base[1])
+    for _, adapters, memory in linear.layers:
+        adapters.draw(1, 0, 3, seed=99)
+        linear.low_rank.write(memory, 1, 0, *adapters.factors[1, 0])
+    StepGraphConformance().check_same(model, graph, batch)
+    assert not bits_equal(graph.replay(batch)[1], adapted[1])
+    linear.slots[1] = 2
+    with pytest.raises(ReplayFailed):
+        graph.replay(batch)
 
 
 REQUESTS = st.tuples(st.integers(1, 12), st.integers(0, 8)).map(lambda r: (r[0], r[0] + r[1]))

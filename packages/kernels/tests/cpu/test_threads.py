@@ -16,6 +16,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.ops import KernelNeed, QuantizedWeight
 from headrace_kernels.cpu import library
 from headrace_testing.ops import bits_equal, paged_case, rand
+from headrace_testing.ops.optional.low_rank import Adapters
 from headrace_testing.ops.weights import KINDS
 
 if library.path() is None:
@@ -74,6 +75,12 @@ def everything(ops):
     experts = ops["expert_linear"].pack(rand(8, 70, 300, dtype=DTYPE))
     yield ops["expert_linear"](x, experts, ids)
     yield ops["expert_linear"](x, experts, ids, weights)
+    adapters = Adapters(300, (700, 65), 3, DTYPE, "cpu")
+    for place, rank in {(0, 0): 70, (0, 1): 7, (2, 1): 64}.items():
+        adapters.draw(*place, rank)
+    memory, (out, x_of_rows) = adapters.written(ops["low_rank"]), adapters.rows(130)
+    for chosen in (torch.arange(130).remainder(4) - 1, torch.zeros(130)):
+        yield ops["low_rank"](out.clone(), x_of_rows, memory, chosen.int())
     joined = ops["quant_linear"].join([packed] * 8)
     yield ops["quant_linear"].routed(x, joined, ids)
     yield ops["quant_linear"].routed(x, joined, ids, weights)

@@ -60,7 +60,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def small_ops(dtype: torch.dtype) -> None:
-    from headrace_kernels.triton import activations, elementwise, head_linear, norms
+    from headrace_kernels.triton import activations, elementwise, head_linear, linear, norms
 
     x, weight = torch.ones(5, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     norms.rms_norm(x, weight, 1e-6)
@@ -81,10 +81,12 @@ def small_ops(dtype: torch.dtype) -> None:
     elementwise.mix(streams, weights, streams)
     op = head_linear.HeadLinear()
     op(torch.ones(5, 8, 128, dtype=dtype), op.pack(torch.ones(8, 512, 128, dtype=dtype)))
+    whole = linear.FixedOrderLinear()
+    whole(x, whole.pack(torch.ones(512, 4096, dtype=dtype)), torch.ones(512, dtype=dtype))
 
 
 def expert_ops(dtype: torch.dtype) -> None:
-    from headrace_kernels.triton import moe, routing
+    from headrace_kernels.triton import low_rank, moe, routing
 
     scores, bias = torch.ones(3, 64, dtype=dtype), torch.ones(64)
     routing.route_experts(scores, 6)
@@ -108,6 +110,13 @@ def expert_ops(dtype: torch.dtype) -> None:
         for kind, added in (("silu", ()), ("clamped_swiglu", biases)):
             op = moe.MoE()
             op(x, op.pack(gate_up, down, *added), *chosen, kind)
+    adapters = low_rank.LowRank()
+    for rows, slots in (
+        (3, torch.zeros(8, dtype=torch.int32)),
+        (300, torch.zeros(300, dtype=torch.int32)),
+    ):
+        x = torch.ones(rows, 2048, dtype=dtype)
+        adapters(x, x, adapters.allocate(4, 64, 2048, (1024, 512, 512), x), slots)
 
 
 def rotary_ops(dtype: torch.dtype) -> None:

@@ -35,7 +35,7 @@ from headrace_testing.ops import bits_equal, rand
 from headrace_testing.ops.quantized import WEIGHTS, QuantizedConformance, as_entered
 from headrace_testing.ops.weights import KINDS
 
-pytestmark = pytest.mark.keep(1)  # interpreted, a case takes up to seconds
+pytestmark = pytest.mark.keep(6, every_value=False)  # interpreted, a case takes up to seconds
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -75,6 +75,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "quant_routed": (_I, [_P] * 6 + [_L] * 5 + [_I] * 2),
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
     "moe": (_I, [_P] * 8 + [_L] * 7 + [_F] + [_I] * 2),
+    "low_rank": (_I, [_P] * 8 + [_L] * 8 + [_I]),
     "expert_linear": (_I, [_P] * 5 + [_L] * 7 + [_I]),
     "paged_attention": (_I, [_P] * 14 + [_L] * 13 + [_F] * 2 + [_I] * 3),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),

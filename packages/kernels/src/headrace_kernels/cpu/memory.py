@@ -29,8 +29,10 @@ def packed_buffer(num_bytes: int) -> Tensor:
         region = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         region = mmap.mmap(-1, num_bytes + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     skip = -whole.data_ptr() % HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # An end of less than half a page is small pages: a large one would be mostly empty.
+        pages = (num_bytes + HUGE_PAGE // 2) // HUGE_PAGE
+        region.madvise(mmap.MADV_HUGEPAGE, skip, pages * HUGE_PAGE)
     return whole[skip : skip + num_bytes]

@@ -23,9 +23,10 @@ class TritonProvider:
         TRITON_INTERPRET: ``1`` = triton's own switch to interpret kernels with numpy; what makes
             ``cpu`` possible. It is hundreds of times slower than the reference, so the priority
             is below the reference's and only ``choose={...: "triton"}`` selects it.
-        HEADRACE_BATCH_INVARIANT: ``1`` = attention, experts and packed weights use one tile shape,
-            attention never splits the context and packed weights never split their inputs, so that a
-            row's result does not depend on the other rows.
+        HEADRACE_BATCH_INVARIANT: ``1`` = attention, experts, adapters and weights use one tile shape,
+            attention never splits the context and weights never split their inputs, so that a row's result
+            does not depend on the other rows. Weights in floats are multiplied by our kernel then, which is
+            slower than the vendor's.
     """
 
     name = "triton"
@@ -53,6 +54,8 @@ class TritonProvider:
             channelwise,
             elementwise,
             head_linear,
+            linear,
+            low_rank,
             mla_attention,
             moe,
             norms,
@@ -66,6 +69,7 @@ class TritonProvider:
 
         invariant = self.row_invariant(need)
         return {
+            **({"linear": linear.FixedOrderLinear()} if invariant else {}),
             "rms_norm": norms.rms_norm,
             "add_rms_norm": norms.add_rms_norm,
             "layer_norm": norms.layer_norm,
@@ -82,6 +86,7 @@ class TritonProvider:
             "route_experts": routing.route_experts,
             "moe": moe.MoE(batch_invariant=invariant),
             "expert_linear": moe.ExpertLinear(batch_invariant=invariant),
+            "low_rank": low_rank.LowRank(batch_invariant=invariant),
             "rotary": rotary.rotary,
             "cache_write": cache_write.cache_write,
             "rotary_cache_write": rotary.rotary_cache_write,
@@ -103,7 +108,7 @@ class TritonProvider:
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
-        """True under HEADRACE_BATCH_INVARIANT=1; only attention, experts and packed weights look at the
+        """True under HEADRACE_BATCH_INVARIANT=1; only attention, experts, adapters and weights look at the
         batch."""
         return os.environ.get("HEADRACE_BATCH_INVARIANT") == "1"
 

@@ -2,7 +2,7 @@
 
 For query row (position p of request b, head h) over keys j of the request, visible if ``j <= p``
 and, with a window W, ``p - j < W``, or, with chunks of C, ``j // C == p // C``; or all of them, if
-not causal; with last keys ``j <= last_keys`` instead of ``j <= p``:
+not causal; with last keys also ``p < j <= last_keys``, where j's own last key is no less:
 
     s_j = scale * q . k_j;  with a soft cap t: s_j = t * tanh(s_j / t)
     with ALiBi: s_j += slope_h * (j - p)  (Press et al. 2021, arXiv:2108.12409)
@@ -147,6 +147,8 @@ def _attend(
     query,
     position,
     last_seen,
+    last_key_ptr,
+    context_len,
     slope,
     top,
     total,
@@ -169,6 +171,7 @@ def _attend(
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SLOPE_ROOTS: tl.constexpr,
+    HAS_LAST_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -176,6 +179,8 @@ def _attend(
     WIDEN: tl.constexpr,
 ):
     """Run over tiles [first_tile, last_tile) of TILE keys; returns (sum of p v, maximum, sum of p).
+
+    ``last_key_ptr``: of the request's first new token, which stands at ``context_len``.
 
     Tiles start at multiples of TILE whatever the window or the segment, so the order of a row's
     sums does not depend on the rows that it shares a program with.
@@ -216,6 +221,11 @@ def _attend(
         visible = key_ok[None, :]
         if CAUSAL:
             visible = visible & (key_at[None, :] <= last_seen[:, None])
+        if HAS_LAST_KEYS:  # of keys behind a row's own, those that see as far
+            is_new = key_ok & (key_at >= context_len)
+            keys_last = tl.load(last_key_ptr + (key_at - context_len), mask=is_new, other=0)
+            is_behind = key_at[None, :] > position[:, None]
+            visible = visible & (~is_behind | (keys_last[None, :] >= last_seen[:, None]))
         if WINDOW > 0:
             visible = visible & (position[:, None] - key_at[None, :] < WINDOW)
         if CHUNK > 0:
@@ -293,10 +303,11 @@ def _attention_kernel(
     context_len = seq_len - query_len
     last_new = tl.minimum(first_new + BLOCK_Q, query_len) - 1
     last_seen, most_seen = context_len + new, context_len + last_new
-    if HAS_LAST_KEYS:  # they do not fall along a request: the last row's is the most
-        last_seen = tl.load(last_key_ptr + query_start + new, mask=row_ok, other=0)
+    if HAS_LAST_KEYS:
+        last_key_ptr += query_start
+        last_seen = tl.load(last_key_ptr + new, mask=row_ok, other=0)
+        most_seen = tl.maximum(tl.max(last_seen, axis=0), most_seen)
         last_seen = tl.maximum(last_seen, context_len + new)
-        most_seen = tl.maximum(tl.load(last_key_ptr + query_start + last_new), most_seen)
     begin, end = _visible_range(seq_len, context_len + first_new, most_seen, WINDOW, CHUNK, CAUSAL)
 
     query = load_query(
@@ -307,18 +318,20 @@ def _attention_kernel(
     first, first_top = tl.zeros([BLOCK_M, D_BLOCK], tl.float32), top
     if HAS_PREFIX:  # one block, which every row sees all of
         first, first_top, total = _attend(
-            query, context_len + new, last_seen, slope, top, total,
+            query, context_len + new, last_seen, last_key_ptr, context_len, slope, top, total,
             0, tl.cdiv(prefix_len, TILE), 0, prefix_len,
             prefix_key_ptr, prefix_value_ptr, prefix_strides, prefix_strides,
             table_ptr, kv_head, prefix_len, scale, soft_cap,
-            0, 0, False, False, False, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+            0, 0, False, False, False, False, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
         )  # fmt: skip
         top = first_top
     out, top, total = _attend(
-        query, context_len + new, last_seen, slope, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
+        query, context_len + new, last_seen, last_key_ptr, context_len, slope, top, total,
+        begin // TILE, tl.cdiv(end, TILE), begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HAS_LAST_KEYS, HEAD_DIM, D_BLOCK, TILE,
+        BLOCK_M, WIDEN,
     )  # fmt: skip
     if HAS_PREFIX:
         out += first * tl.exp(first_top - top)[:, None]
@@ -392,10 +405,11 @@ def _split_kernel(
     # The sink enters once, at the end of the reduction; here a segment without keys is (0, -inf, 0).
     top, total = _start_sums(sink_ptr, head, row_ok, False, BLOCK_M)
     out, top, total = _attend(
-        query, position + row * 0, position + row * 0, slope, top, total, first, last, begin, end,
+        query, position + row * 0, position + row * 0, None, 0, slope, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M,
+        WIDEN,
     )  # fmt: skip
     at = (tokens.to(tl.int64) * NUM_HEADS + head) * SEGMENTS + segment
     dim = tl.arange(0, D_BLOCK)

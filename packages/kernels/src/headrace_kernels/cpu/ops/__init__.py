@@ -20,6 +20,7 @@ from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.k_quant import RoundKQuant
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
+from headrace_kernels.cpu.ops.low_rank import LowRank
 from headrace_kernels.cpu.ops.mla import IndexTokens, MLAAttention, MLACacheWrite
 from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, MatchRMS, RMSNorm
@@ -90,6 +91,7 @@ def native_ops(library: Library) -> NativeOps:
         "round_k_quant": RoundKQuant(library),
         "moe": MoE(library),
         "expert_linear": ExpertLinear(library),
+        "low_rank": LowRank(library),
         "sample": Sample(library),
         "top_logprobs": TopLogprobsKernel(library),
     }

@@ -1,0 +1,1 @@
+"""What CUDA devices need beside kernels."""
