@@ -68,10 +68,14 @@ def test_pieces_of_names_are_left_in_floats() -> None:
         assert type(method.for_layer(LinearSpec(name, 32, (8,), "float32"))) is kind
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(48, 8), (32, 12)])
-def test_sizes_that_do_not_divide_are_refused(inputs: int, outputs: int) -> None:
-    spec = LinearSpec("a.b", inputs, (outputs,), "float32")
-    with pytest.raises(ConfigError, match=r"a\.b"):
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [(48, 8, "in_features = 48.*multiple of 32"), (32, 12, "outputs = 12.*multiple of 8")],
+)
+def test_sizes_that_do_not_divide_are_refused(inputs: int, outputs: int, message: str) -> None:
+    spec = LinearSpec("a.b", inputs, (8, outputs), "float32")
+    words = rf"'a\.b\.qweight'.*{message}.*tensor_parallel_size"
+    with pytest.raises(ConfigError, match=words):
         TestGroups().method().for_layer(spec).create(spec)
 
 

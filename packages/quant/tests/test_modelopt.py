@@ -12,8 +12,9 @@ from torch import Tensor
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, WeightsError
-from headrace_core.linear import LinearSpec
-from headrace_quant.modelopt import ALGORITHMS, ModelOpt
+from headrace_core.linear import LinearSpec, QuantMethod
+from headrace_core.ops import KernelNeed, bind_ops
+from headrace_quant.modelopt import ALGORITHMS, MIXED, ModelOpt
 from headrace_reference.quantized import dequantized
 from headrace_testing.model.quant_methods import QuantConformance
 
@@ -153,15 +154,28 @@ class TestMxfp8(Export):
         return {"weight": codes, "weight_scale": stored}, meant
 
 
+OPS = bind_ops(KernelNeed(device="cpu", dtype="float32"), choose={"*": "reference"})
+
+
 def method(block: dict[str, Any]) -> ModelOpt:
     found = TestFp8().method(config=block)
     assert isinstance(found, ModelOpt)
     return found
 
 
-def test_names_of_its_kinds_are_names_of_the_format() -> None:
-    for name in ("modelopt_fp4", "modelopt_mxfp8"):
-        assert plugins.load("headrace.quantization", name) is ModelOpt
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("modelopt_fp4", "NVFP4"), ("modelopt_mxfp8", "MXFP8")]
+)
+def test_names_of_its_kinds_read_these_alone(name: str, algorithm: str) -> None:
+    kind: type[QuantMethod] = plugins.load("headrace.quantization", name)
+    assert kind.name == name
+    assert kind.from_config(config(algorithm), OPS).name == name
+    for other in {*ALGORITHMS, MIXED} - {algorithm}:
+        words = f"quant_algo = '{other}': must be '{algorithm}' with '{name}'; 'modelopt' reads the others"
+        with pytest.raises(ConfigError, match=words):
+            kind.from_config(config(other), OPS)
+    with pytest.raises(ConfigError, match=f"{name!r} needs a checkpoint made with it"):
+        kind.from_config(None, OPS)
 
 
 def test_mixed_precision_is_by_module() -> None:

@@ -136,7 +136,10 @@ def test_only_experts_are_blocks() -> None:
 
 def test_refusals() -> None:
     layer = SmallFloatWeight(OPS, STORED)
-    with pytest.raises(ConfigError, match=r"3\.down_proj': in_features = 40 .* the 32 inputs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3\.down_proj\.weight_blocks': .* in_features = 40: must be a multiple of 32",
+    ):
         layer.create(LinearSpec(NAME, 40, (2,), "float32"))
     tensors = {
         "weight_blocks": torch.zeros(2, 2, 16, dtype=torch.uint8),

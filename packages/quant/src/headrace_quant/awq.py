@@ -20,7 +20,13 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import signed, unpack_rows
-from headrace_quant.config_checks import listed_names, refusal, warn_of_unknown
+from headrace_quant.config_checks import (
+    listed_names,
+    refusal,
+    uneven_inputs,
+    uneven_outputs,
+    warn_of_unknown,
+)
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales, scale_spec
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
@@ -57,15 +63,10 @@ class AWQWeight(IntegerMethod):
         inputs, outputs = spec.in_features, spec.out_features
         size = self.group_size or inputs
         if inputs % size:
-            raise ConfigError(
-                f"layer {spec.name!r}: in_features = {inputs} is not a multiple of group_size = {size}; "
-                "fewer ranks (tensor_parallel_size) may help"
-            )
+            raise uneven_inputs(spec, "qweight", size, "group_size")
         for part in spec.out_parts:
             if part % PER_WORD:
-                raise ConfigError(
-                    f"layer {spec.name!r}: {part} outputs: awq packs them by {PER_WORD}"
-                )
+                raise uneven_outputs(spec, "qweight", part, PER_WORD, "values of a word")
         in_dim = None if self.group_size is None else 0
         words = outputs // PER_WORD
         return {

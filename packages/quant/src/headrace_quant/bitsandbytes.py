@@ -93,9 +93,9 @@ class BlockwiseWeight(IntegerMethod):
         size, rows, inputs = group_size(spec.in_features), spec.out_features, spec.in_features
         if not size:
             raise ConfigError(
-                f"layer {spec.name!r}: in_features = {inputs}: blocks of {BLOCK} weights, which bitsandbytes "
-                f"counts along the rows, are served for multiples of {_LEAST_GROUP}; fewer ranks "
-                "(tensor_parallel_size) may help"
+                f"tensor '{module_names(spec)[0]}.weight': a rank's in_features = {inputs}: blocks of "
+                f"{BLOCK} weights, which bitsandbytes counts along the rows, are served for multiples of "
+                f"{_LEAST_GROUP}; fewer ranks (tensor_parallel_size) may help"
             )
         return {
             "weight": TensorSpec((rows, inputs // 2), "uint8", in_dim=1),
@@ -328,7 +328,8 @@ class NF4Online(BitsAndBytes):
             raise refusal(
                 "quant_method",
                 config.get("quant_method"),
-                f"absent: {cls.name!r} rounds checkpoints of floats; 'bitsandbytes' reads stored codes",
+                f"absent: {cls.name!r} rounds checkpoints of floats; leave the setting out: "
+                "'bitsandbytes' reads stored codes",
             )
         return super().from_config(None, ops)
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection, Mapping
 
 from headrace_core.errors import ConfigError
+from headrace_core.linear import LinearSpec
+from headrace_quant.ignored_layers import module_names
 
 logger = logging.getLogger(__name__)
 
@@ -13,6 +15,29 @@ logger = logging.getLogger(__name__)
 def refusal(key: str, value: object, accepted: str) -> ConfigError:
     """Error for a value that is not supported."""
     return ConfigError(f"quantization_config: {key} = {value!r:.200}: must be {accepted}")
+
+
+def uneven_inputs(spec: LinearSpec, tensor: str, size: int, what: str) -> ConfigError:
+    """Error for a layer whose inputs, or a rank's share of them, do not end where groups or words do.
+
+    Args:
+        tensor: the first that cannot be cut: its name below the module's.
+        size: inputs must be a multiple of it.
+        what: so many inputs are; for the message.
+    """
+    return ConfigError(
+        f"tensor '{module_names(spec)[0]}.{tensor}': a rank's in_features = {spec.in_features}: must be a "
+        f"multiple of {size} ({what}). With one rank, quantization_config does not fit the model; with "
+        "several, fewer of them (tensor_parallel_size) may have whole ones"
+    )
+
+
+def uneven_outputs(spec: LinearSpec, tensor: str, part: int, size: int, what: str) -> ConfigError:
+    """As :func:`uneven_inputs`, for the outputs of one fused part."""
+    return ConfigError(
+        f"tensor '{module_names(spec)[0]}.{tensor}': a rank's outputs = {part}: must be a multiple of {size} "
+        f"({what}). Fewer ranks (tensor_parallel_size) may have whole ones"
+    )
 
 
 def listed_names(key: str, value: object) -> list[str]:

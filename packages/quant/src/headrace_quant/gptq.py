@@ -19,6 +19,7 @@ format ``gptq`` a zero point of 0 is stored as the largest value (0 less 1, cut 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import WIDTHS, held_bits, signed, unpack_rows, words_for
-from headrace_quant.config_checks import refusal
+from headrace_quant.config_checks import refusal, uneven_inputs, uneven_outputs
 from headrace_quant.int_linear_methods import checked_scales, scale_spec
 from headrace_quant.none import PlainWeight
 from headrace_quant.parted import method_by_name
@@ -74,16 +75,13 @@ class GPTQWeight(SortedMethod):
         bits, inputs, outputs = self.form.bits, spec.in_features, spec.out_features
         size = self.form.group_size or inputs
         if inputs % size:
-            raise ConfigError(
-                f"layer {spec.name!r}: in_features = {inputs} is not a multiple of group_size = {size}; "
-                "fewer ranks (tensor_parallel_size) may help"
-            )
-        for what, count in (("in_features", inputs), *(("outputs", n) for n in spec.out_parts)):
-            if words_for(count, bits) < 0:
-                raise ConfigError(
-                    f"layer {spec.name!r}: {what} = {count}: values of {bits} bits fill no whole words "
-                    "of 32"
-                )
+            raise uneven_inputs(spec, "qweight", size, "group_size")
+        by, words = 32 // math.gcd(32, bits), f"words of 32 bits, values of {bits}"
+        if words_for(inputs, bits) < 0:
+            raise uneven_inputs(spec, "qweight", by, words)
+        for part in spec.out_parts:
+            if words_for(part, bits) < 0:
+                raise uneven_outputs(spec, "qzeros", part, by, words)
         groups = inputs // size
         in_dim = None if self.form.group_size is None else 0
         return {

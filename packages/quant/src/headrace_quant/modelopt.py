@@ -12,7 +12,8 @@
 ``MIXED_PRECISION``            one of these for each module of ``quantized_layers``
 =============================  =====================================================================
 
-It stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations of
+``modelopt_fp4`` and ``modelopt_mxfp8`` are names for exports in NVFP4 alone and in MXFP8 alone. The algorithm
+stands in ``quantization_config``, or in ``hf_quant_config.json`` below ``quantization``. Activations of
 ``FP8_PER_CHANNEL_PER_TOKEN`` are ``fp8`` (:data:`headrace_core.ops.QUANT_ACTIVATIONS`), all others floats,
 whatever the export says of them, and their scales are passed over; those of the cache are used where it is
 in FP8.
@@ -23,7 +24,7 @@ Source: github.com/NVIDIA/TensorRT-Model-Optimizer (``modelopt.torch.export``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -80,6 +81,8 @@ class ModelOpt(QuantMethod):
     """
 
     name: ClassVar[str] = "modelopt"
+    algorithms: ClassVar[Collection[str]] = (*ALGORITHMS, MIXED)
+    """``quant_algo`` that this name reads."""
 
     def __init__(
         self,
@@ -99,8 +102,8 @@ class ModelOpt(QuantMethod):
     def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> ModelOpt:
         if config is None:
             raise ConfigError(
-                "quantization 'modelopt' needs a checkpoint made with it; 'fp8' and 'mxfp4' quantize while "
-                "loading",
+                f"quantization {cls.name!r} needs a checkpoint made with it; 'fp8' and 'mxfp4' quantize "
+                "while loading",
                 field="model.quantization",
             )
         inner = config.get("quantization")
@@ -118,6 +121,12 @@ class ModelOpt(QuantMethod):
         algorithm, size = found.get("quant_algo"), found.get("group_size")
         if isinstance(algorithm, str):
             algorithm = algorithm.upper()
+        if algorithm not in cls.algorithms:
+            accepted = " or ".join(map(repr, cls.algorithms))
+            own = (
+                "" if cls is ModelOpt else f" with {cls.name!r}; {ModelOpt.name!r} reads the others"
+            )
+            raise refusal("quant_algo", algorithm, f"{accepted}{own}")
         exclude = [
             entry
             for key in ("exclude_modules", "ignore")
@@ -198,6 +207,20 @@ class ModelOpt(QuantMethod):
             elif isinstance(storage, FloatLayout) and last == storage.outer:
                 tensor = self.parts.spread(module, tensor)
             yield name, tensor, file
+
+
+class ModelOptFp4(ModelOpt):
+    """Exports in NVFP4 alone."""
+
+    name: ClassVar[str] = "modelopt_fp4"
+    algorithms: ClassVar[Collection[str]] = ("NVFP4",)
+
+
+class ModelOptMxfp8(ModelOpt):
+    """Exports in MXFP8 alone."""
+
+    name: ClassVar[str] = "modelopt_mxfp8"
+    algorithms: ClassVar[Collection[str]] = ("MXFP8",)
 
 
 def _scale_of_fp8(scale: Tensor, layout: Fp8Layout) -> Tensor:

@@ -74,7 +74,7 @@ class CodeBook:
         scales = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
         step = max(1, _ROWS // max(1, inputs))
         for start in range(0, rows, step):
-            piece = weight[start : start + step].float()
+            piece = weight[start : start + step].float().contiguous()
             padded = torch.nn.functional.pad(piece, (0, groups * size - inputs))
             grouped = padded.view(len(piece), groups, size)
             largest = grouped.abs().amax(-1)

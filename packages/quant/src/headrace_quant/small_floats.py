@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.errors import WeightsError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import unpack_octets
@@ -30,6 +30,7 @@ from headrace_quant.code_books import (
     octet_codes,
     table,
 )
+from headrace_quant.config_checks import uneven_inputs
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales
 
 if TYPE_CHECKING:
@@ -86,10 +87,7 @@ class SmallFloatWeight(IntegerMethod):
         bits = _BITS[layout.element]
         size = layout.group_size or inputs
         if inputs % size or inputs * bits % 8:
-            raise ConfigError(
-                f"layer {spec.name!r}: in_features = {inputs} is not a multiple of the {size} inputs that "
-                "share a scale; fewer ranks (tensor_parallel_size) may help"
-            )
+            raise uneven_inputs(spec, layout.codes, size, "inputs that share a scale")
         groups = inputs // size
         octets = inputs * bits // 8
         shape = (rows, groups, octets // groups) if layout.in_blocks else (rows, octets)

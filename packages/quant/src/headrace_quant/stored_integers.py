@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearSpec, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import held_bits, unpack_rows, words_for
+from headrace_quant.config_checks import uneven_inputs, uneven_outputs
 from headrace_quant.int_linear_methods import IntegerMethod, checked_scales, scale_spec
 from headrace_quant.sorted_inputs import Sorted, SortedMethod, sorted_order
 
@@ -49,7 +49,7 @@ class StoredInt8(IntegerMethod):
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         rows, inputs, size = spec.out_features, spec.in_features, self.form.group_size
         if size is not None:
-            _must_divide(spec, "in_features", inputs, size, f"group_size {size}")
+            _check_groups(spec, self.form.codes, size)
         groups = 1 if size is None else inputs // size
         scales = scale_spec((rows, groups), None if size is None else 1)
         if self.form.of_module:
@@ -120,9 +120,12 @@ class PackedWords(SortedMethod):
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         size = self.form.group_size
-        words = self._words(spec, "in_features", spec.in_features, "format 'pack-quantized'")
+        bits = self.form.bits
+        words = words_for(spec.in_features, bits)
+        if words < 0:
+            raise uneven_inputs(spec, "weight_packed", *_in_words(bits))
         if size is not None:
-            _must_divide(spec, "in_features", spec.in_features, size, f"group_size {size}")
+            _check_groups(spec, "weight_packed", size)
         groups = 1 if size is None else spec.in_features // size
         in_dim = None if size is None else 1
         wanted = {
@@ -130,10 +133,7 @@ class PackedWords(SortedMethod):
             "weight_scale": scale_spec((spec.out_features, groups), in_dim),
         }
         if self.form.has_zeros:
-            rows = sum(
-                self._words(spec, "out_features", part, "zero points in words")
-                for part in spec.out_parts
-            )
+            rows = sum(_check_outputs(spec, part, bits) for part in spec.out_parts)
             wanted["weight_zero_point"] = TensorSpec((rows, groups), "int32", in_dim=in_dim)
         if self.form.by_importance:
             wanted["weight_g_idx"] = TensorSpec((spec.in_features,), "int32", part_dim=None)
@@ -142,14 +142,6 @@ class PackedWords(SortedMethod):
     def kept_bytes(self, spec: LinearSpec) -> int:
         form = self.form
         return _kept_bytes(spec, held_bits(form.bits), form.group_size, has_zeros=form.has_zeros)
-
-    def _words(self, spec: LinearSpec, what: str, values: int, why: str) -> int:
-        """Words that so many values fill."""
-        words = words_for(values, self.form.bits)
-        if words < 0:
-            by = 32 // math.gcd(32, self.form.bits)
-            _must_divide(spec, what, values, by, why)
-        return words
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear | Sorted:
         bits, size, zeros = self.form.bits, self.form.group_size, None
@@ -185,8 +177,19 @@ def _signed(values: Tensor, bits: int) -> Tensor:
     return (values.short() - (1 << (bits - 1))).to(torch.int8)
 
 
-def _must_divide(spec: LinearSpec, what: str, size: int, by: int, why: str) -> None:
-    if size % by:
-        raise ConfigError(
-            f"layer {spec.name!r}: {what} = {size}: {why} is served for multiples of {by} only"
-        )
+def _check_groups(spec: LinearSpec, tensor: str, size: int) -> None:
+    if spec.in_features % size:
+        raise uneven_inputs(spec, tensor, size, "group_size")
+
+
+def _check_outputs(spec: LinearSpec, part: int, bits: int) -> int:
+    """Words that the zero points of so many outputs fill."""
+    words = words_for(part, bits)
+    if words < 0:
+        raise uneven_outputs(spec, "weight_zero_point", part, *_in_words(bits))
+    return words
+
+
+def _in_words(bits: int) -> tuple[int, str]:
+    """Least number of values that fill words of 32 bits, and what they do."""
+    return 32 // math.gcd(32, bits), f"words of 32 bits, values of {bits}"

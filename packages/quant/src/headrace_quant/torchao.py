@@ -37,7 +37,7 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNee
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.bits import held_bits
 from headrace_quant.code_books import nibble_codes
-from headrace_quant.config_checks import listed_names, refusal
+from headrace_quant.config_checks import listed_names, refusal, uneven_inputs
 from headrace_quant.fp8.layers import Fp8Layers
 from headrace_quant.fp8.tensors import Fp8Layout, decode_fp8
 from headrace_quant.ignored_layers import module_names
@@ -86,10 +86,7 @@ class NibbleWeight(IntegerMethod):
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         rows, inputs, size = spec.out_features, spec.in_features, self.group_size
         if inputs % size:
-            raise ConfigError(
-                f"layer {spec.name!r}: in_features = {inputs} is not a multiple of group_size = {size}; "
-                "fewer ranks (tensor_parallel_size) may help"
-            )
+            raise uneven_inputs(spec, CODES, size, "group_size")
         return {
             CODES: TensorSpec((rows, inputs // 2), "uint8", in_dim=1),
             SCALES: scale_spec((rows, inputs // size), 1),
