@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import GenerateError
-from headrace_core.sandbox_process import ProcessEnded
+from headrace_core.reliability.sandbox_process import ProcessEnded
 from headrace_multimodal.decoder_pool import GOOD, DecoderPool
 from headrace_multimodal.decoder_turns import DecodeJob, DecoderTurns
 from headrace_multimodal.reading import Reading, current, reading

@@ -137,6 +137,11 @@ class AutoMediaProcessor:
         kept = {name: a for name, a in whole.inputs.items() if not a.dtype.startswith("float")}
         return replace(whole, inputs=kept)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self._mark, self._vector)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         return self._text
 

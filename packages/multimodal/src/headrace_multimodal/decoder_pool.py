@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from headrace_core.errors import GenerateError, QueueFull, RequestError
-from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
+from headrace_core.reliability.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
 from headrace_multimodal.decoder_turns import DecodeJob, DecoderTurns
 from headrace_multimodal.reading import current
 
@@ -30,7 +30,7 @@ class DecoderPool:
         argv: its arguments.
         what: what a file is, for messages: ``image``.
         max_bytes: of a file.
-        seconds: of decoding one, on the wall clock.
+        seconds: of processor time to decode one.
         processes: how many; so many files are decoded at once.
     """
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from headrace_core.sandbox_process import SandboxProcess
+from headrace_core.reliability.sandbox_process import SandboxProcess
 from headrace_multimodal.reading import Reading
 
 

@@ -21,7 +21,7 @@ import av.logging
 import numpy as np
 import soundfile
 
-from headrace_core.sandbox_process import address_space, limit_time, serve
+from headrace_core.reliability.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.audio.decoding import DAMAGED, GOOD, AudioDecodeJob
 from headrace_multimodal.audio.formats import (
     CODECS,

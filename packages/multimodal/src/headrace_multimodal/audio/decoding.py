@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace_core.errors import MissingDependency, QueueFull, RequestError
-from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
+from headrace_core.reliability.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
 from headrace_core.speech.model import AudioClip
 from headrace_multimodal.audio.decoded_limit import HeldAudio
 
@@ -43,7 +43,7 @@ class AudioLimits:
     seconds: float = 7200.0
     """Seconds of sound, whatever the file's size: 25 MB may hold days."""
     decode_seconds: float = 60.0
-    """On the wall clock; then the child is killed."""
+    """Of processor time; then the child is killed."""
     held_seconds: float = 28_800.0
     """Seconds of sound in all files that are decoded and still in use; at least one file's."""
 

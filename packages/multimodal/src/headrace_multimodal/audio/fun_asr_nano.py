@@ -86,6 +86,11 @@ class FunAsrNanoProcessor:
         item = MediaItem("audio", silence, content_hash("audio", silence), {})
         return self.process([item], {})[0]
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.audio_token,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's own chat template writes it."""
         return "<|object_ref_start|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -24,7 +24,6 @@ _HALVINGS = 4
 """Frames of a state of the encoder, of which it keeps some."""
 _TOKENS, _AUDIO, _BEGIN, _END = 188, 262_273, 256_000, 262_272
 _RATE, _BINS, _EVERY = 16_000, 128, 4
-_FRAME_MS, _HOP_MS, _LOW, _HIGH, _EMPHASIS, _FLOOR = 32.0, 10.0, 125.0, 7600.0, 0.97, 1e-5
 """Values that settings may leave out."""
 
 
@@ -32,7 +31,7 @@ class Gemma3nRecordings:
     """See :class:`headrace_core.multimodal.MediaProcessor`; no line ends are among a recording's tokens."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
-        self._mel = _Spectrogram(audio_settings(path))
+        self._mel = Spectrogram(audio_settings(path))
         encoder = part(config, "audio_config")
         if self._mel.bins != integer(encoder, "input_feat_size", _BINS):
             raise UnsupportedModel(
@@ -63,16 +62,7 @@ class Gemma3nRecordings:
         return [self._processed(samples_of(item, self._mel.rate), cut) for item in items]
 
     def _processed(self, samples: Float, cut: bool) -> ProcessedMedia:
-        seconds, most = len(samples) / self._mel.rate, self._most / self._mel.rate
-        # Resampling a clip of exactly the limit may yield a few samples more.
-        if len(samples) >= self._most + self._mel.hop and not cut:
-            raise _wrong(
-                f"audio of {seconds:.2f} s: at most {most:g} s are taken at once; cut it, or "
-                "set mm_processor_kwargs to {'truncation': true}"
-            )
-        frames = self._mel(samples[: self._most])
-        if not len(frames):
-            raise _wrong(f"audio of {seconds:.3f} s: too short for one frame")
+        frames = self._mel.of_clip(samples, self._most, cut=cut)
         packed = PackedArray("float32", frames.shape, frames.tobytes())
         runs = ((1, self._number),)
         return ProcessedMedia({INPUT_FEATURES: packed}, len(self._tokens), self._tokens, runs)
@@ -83,6 +73,11 @@ class Gemma3nRecordings:
         item = MediaItem("audio", silence, content_hash("audio", silence), {})
         return self.process([item], {})[0]
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.placeholder_id,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's own chat template writes it."""
         return "<audio_soft_token>"
@@ -92,7 +87,7 @@ class Gemma3nRecordings:
         return expanded(token_ids, media, self.placeholder_id)
 
 
-class _Spectrogram:
+class Spectrogram:
     """Logarithms of magnitudes, from a signal whose high pitches are raised.
 
     Args:
@@ -102,25 +97,32 @@ class _Spectrogram:
         UnsupportedModel: it is another signal that is looked at.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "frame_length_ms": 32.0, "hop_length_ms": 10.0, "min_frequency": 125.0, "max_frequency": 7600.0,
+        "preemphasis": 0.97, "mel_floor": 1e-5, "input_scale_factor": 1.0, "fft_overdrive": True,
+    }  # fmt: skip
+    """Values that settings may leave out."""
+    window_type: ClassVar[type[np.floating[Any]]] = np.float32
+    """Of the numbers that the window is computed in."""
+
     def __init__(self, stated: Mapping[str, Any]) -> None:
         for key, accepted in (("preemphasis_htk_flavor", True), ("dither", 0.0)):
             if stated.get(key, accepted) != accepted:
                 raise UnsupportedModel(
                     f"preprocessor: {key} = {stated[key]!r}: must be {accepted!r}"
                 )
+        stated = {**self.defaults, **stated}
         self.rate = integer(stated, "sampling_rate", _RATE)
         self.bins = integer(stated, "feature_size", _BINS)
-        self.length = round(self.rate * _number(stated, "frame_length_ms", _FRAME_MS) / 1000)
-        self.hop = round(self.rate * _number(stated, "hop_length_ms", _HOP_MS) / 1000)
-        self.size = (1 << (self.length - 1).bit_length()) * (
-            1 + bool(stated.get("fft_overdrive", True))
-        )
-        low, high = _number(stated, "min_frequency", _LOW), _number(stated, "max_frequency", _HIGH)
+        self.length = round(self.rate * _number(stated, "frame_length_ms") / 1000)
+        self.hop = round(self.rate * _number(stated, "hop_length_ms") / 1000)
+        self.size = (1 << (self.length - 1).bit_length()) * (1 + bool(stated["fft_overdrive"]))
+        low, high = _number(stated, "min_frequency"), _number(stated, "max_frequency")
         self.filters = htk_filters(self.bins, self.size, self.rate, low, high)
-        self.emphasis = np.float32(_number(stated, "preemphasis", _EMPHASIS))
-        self.loudness = np.float32(_number(stated, "input_scale_factor", 1.0))
-        self.floor = np.float32(_number(stated, "mel_floor", _FLOOR))
-        places = np.arange(self.length, dtype=np.float32)
+        self.emphasis = np.float32(_number(stated, "preemphasis"))
+        self.loudness = np.float32(_number(stated, "input_scale_factor"))
+        self.floor = np.float32(_number(stated, "mel_floor"))
+        places = np.arange(self.length, dtype=self.window_type)
         self.window = (0.5 * (1 - np.cos(2 * np.pi * places / self.length))).astype(np.float32)
         self.mean = self._of_bins(stated, "per_bin_mean", 0.0)
         self.spread = self._of_bins(stated, "per_bin_stddev", 1.0)
@@ -133,21 +135,49 @@ class _Spectrogram:
         return values
 
     def __call__(self, samples: Float) -> Float:
-        """[n] -> [frames, bins]; silence fills it up, and each frame sees a sample more than it takes."""
-        more = -len(samples) % _MULTIPLE
-        signal = np.pad(samples, (0, more)) * self.loudness
+        """[n] -> [frames, bins]; each frame sees a sample more than it takes."""
+        signal = self.padded(samples) * self.loudness
         if len(signal) <= self.length:
             return np.zeros((0, self.bins), np.float32)
         cut = np.lib.stride_tricks.sliding_window_view(signal, self.length + 1)[:: self.hop]
         first = cut[:, :1] * (1 - self.emphasis)
         frames = np.concatenate([first, cut[:, 1:-1] - self.emphasis * cut[:, :-2]], axis=1)
         magnitudes = np.abs(np.fft.rfft(frames * self.window, n=self.size, axis=1))
-        mel = np.log(np.maximum(magnitudes @ self.filters, self.floor))
+        mel = np.log(self.floored(magnitudes @ self.filters))
         return np.ascontiguousarray((mel - self.mean) / self.spread, dtype=np.float32)
 
+    def of_clip(self, samples: Float, most: int, *, cut: bool) -> Float:
+        """The same of a recording of at most so many samples.
 
-def _number(stated: Mapping[str, Any], key: str, default: float) -> float:
-    value = stated.get(key, default)
+        Args:
+            cut: what is longer is cut off.
+
+        Raises:
+            RequestError: it is longer, or too short.
+        """
+        seconds = len(samples) / self.rate
+        # Resampling a clip of exactly the limit may yield a few samples more.
+        if len(samples) >= most + self.hop and not cut:
+            raise _wrong(
+                f"audio of {seconds:.2f} s: at most {most / self.rate:g} s are taken at once; cut it, or "
+                "set mm_processor_kwargs to {'truncation': true}"
+            )
+        frames = self(samples[:most])
+        if not len(frames):
+            raise _wrong(f"audio of {seconds:.3f} s: too short for one frame")
+        return frames
+
+    def padded(self, samples: Float) -> Float:
+        """A signal with the silence that belongs to it, which fills it up."""
+        return np.pad(samples, (0, -len(samples) % _MULTIPLE))
+
+    def floored(self, mel: Float) -> Float:
+        """Numbers that have logarithms."""
+        return np.maximum(mel, self.floor)
+
+
+def _number(stated: Mapping[str, Any], key: str) -> float:
+    value = stated[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise UnsupportedModel(f"preprocessor: {key} = {value!r}: must be a number from 0 on")
     return float(value)

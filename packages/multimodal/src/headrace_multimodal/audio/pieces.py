@@ -113,6 +113,11 @@ class PiecesProcessor:
         length = min(most, self.frames_per_token * self.mel.hop * tokens)
         return self._processed(np.zeros(length, np.float32), cut=False)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.audio_token,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         return self.text
 

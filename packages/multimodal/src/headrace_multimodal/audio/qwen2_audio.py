@@ -72,6 +72,11 @@ class Qwen2AudioProcessor:
             raise wrong_fact("vectors", num_vectors, f"at most {most}, which a clip has")
         return ProcessedMedia({}, num_vectors)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.audio_token,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's own chat template writes it."""
         return f"Audio {index + 1}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"

@@ -105,6 +105,11 @@ class UltravoxProcessor:
             raise wrong_fact("vectors", num_vectors, f"at most {self._most}")
         return ProcessedMedia({}, num_vectors)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self._token,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's cards write it."""
         return _WRITTEN

@@ -103,6 +103,11 @@ class VoxtralProcessor:
             )
         return ProcessedMedia({}, num_vectors)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.audio_token,)
+
     def placeholder(self, modality: Modality, index: int) -> str:
         """As the model's tokenizer spells it."""
         return "[BEGIN_AUDIO][AUDIO]"

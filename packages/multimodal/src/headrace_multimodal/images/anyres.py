@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from headrace_multimodal.images.steps import BICUBIC, CLIP_MEAN, CLIP_STD, cut, 
 PINPOINTS = "image_grid_pinpoints"
 Size = tuple[int, int]
 """Height and width."""
+Scaled = Callable[[int, int, int], int]
 
 
 class AnyresProcessor(ImageProcessor):
@@ -41,6 +42,13 @@ class AnyresProcessor(ImageProcessor):
     """Where neither config has any."""
     tile_size: ClassVar[int] = 336
     """Where ``vision_config`` has none."""
+    background: tuple[int, ...] = (0, 0, 0)
+    """Colour of the canvas beside the image."""
+
+    @staticmethod
+    def scaled(length: int, new: int, old: int) -> int:
+        """Of :func:`without_margins`."""
+        return rounded(length, new, old)
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
@@ -57,7 +65,7 @@ class AnyresProcessor(ImageProcessor):
                 f"image processor: makes tiles of {self._shape.size}, and config.json says "
                 f"vision_config.image_size = {size}"
             )
-        self._resample = int(self.stated.get("resample", BICUBIC))
+        self.resample = int(self.stated.get("resample", BICUBIC))
         self.sizes = self._canvases()
 
     def tile_shape(self) -> OneSize:
@@ -67,8 +75,8 @@ class AnyresProcessor(ImageProcessor):
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         image = pixels.shape[0], pixels.shape[1]
         canvas = best_canvas(image, self.sizes)
-        whole = resized(pixels, self.tile, self.tile, self._resample)
-        tiles = [whole, *cut(on_canvas(pixels, canvas, self._resample), self.tile)]
+        fitted = resized(pixels, *self.fitting(image, canvas), self.resample)
+        tiles = [self.whole(pixels), *cut(on_canvas(fitted, canvas, self.background), self.tile)]
         inputs = {
             PIXEL_VALUES: packed(np.stack([self._shape(tile) for tile in tiles])),
             IMAGE_SIZES: packed(np.array(image, np.int64)),
@@ -84,8 +92,17 @@ class AnyresProcessor(ImageProcessor):
         canvas = best_canvas(image, self.sizes)
         per = self.side, self.tile
         grid = canvas[0] // per[1] * per[0], canvas[1] // per[1] * per[0]
-        rows, columns = self.fitted(without_margins(grid, image))
+        kept = without_margins(grid, image, self.scaled)
+        rows, columns = self.fitted(kept)
         return self.side**2 + rows * (columns + 1)
+
+    def whole(self, pixels: Pixels) -> Pixels:
+        """All of an image in one tile."""
+        return resized(pixels, self.tile, self.tile, self.resample)
+
+    def fitting(self, image: Size, canvas: Size) -> Size:
+        """The size of an image on its canvas."""
+        return fitting(image, canvas)
 
     def fitted(self, grid: Size) -> Size:
         """Rows and columns of vectors, of those that the tower makes."""
@@ -169,27 +186,51 @@ def best_canvas(image: Size, sizes: Sequence[Size]) -> Size:
     return max(sizes, key=worth)
 
 
-def on_canvas(pixels: Pixels, canvas: Size, resample: int) -> Pixels:
-    """[*canvas, 3]: the image as large as it fits, in the middle, black around it."""
-    height, width = pixels.shape[:2]
+def fitting(image: Size, canvas: Size) -> Size:
+    """As large as fits into a canvas, rounded up."""
+    height, width = image
     scales = canvas[0] / height, canvas[1] / width
     if scales[1] < scales[0]:
-        size = min(math.ceil(height * scales[1]), canvas[0]), canvas[1]
-    else:
-        size = canvas[0], min(math.ceil(width * scales[0]), canvas[1])
-    top, left = (canvas[0] - size[0]) // 2, (canvas[1] - size[1]) // 2
-    whole = np.zeros((*canvas, 3), np.uint8)
-    whole[top : top + size[0], left : left + size[1]] = resized(pixels, *size, resample)
+        return min(math.ceil(height * scales[1]), canvas[0]), canvas[1]
+    return canvas[0], min(math.ceil(width * scales[0]), canvas[1])
+
+
+def on_canvas(pixels: Pixels, canvas: Size, colour: Sequence[int]) -> Pixels:
+    """[*canvas, 3]: the image in the middle, a colour around it."""
+    height, width = pixels.shape[:2]
+    top, left = (canvas[0] - height) // 2, (canvas[1] - width) // 2
+    whole = np.empty((*canvas, 3), np.uint8)
+    whole[:] = colour
+    whole[top : top + height, left : left + width] = pixels
     return whole
 
 
-def without_margins(grid: Size, image: Size) -> Size:
-    """Rows and columns of a canvas's vectors, less those that stand for the margins around the image."""
+def rounded(length: int, new: int, old: int) -> int:
+    """About length * new / old: cut off behind a product that is rounded to seven places."""
+    return int(round(length * (new / old), 7))
+
+
+def exact(length: int, new: int, old: int) -> int:
+    """As :func:`rounded`, cut off in whole numbers."""
+    return length * new // old
+
+
+def cut_off(length: int, new: int, old: int) -> int:
+    """As :func:`rounded`, cut off behind a product of floats."""
+    return int(length * (new / old))
+
+
+def without_margins(grid: Size, image: Size, scaled: Scaled = rounded) -> Size:
+    """Rows and columns of a canvas's vectors, less those that stand for the margins around the image.
+
+    Args:
+        scaled: says how many are no margin.
+    """
     rows, columns = grid
     height, width = image
     if width / height > columns / rows:
-        return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
-    return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        return rows - (rows - scaled(height, columns, width)) // 2 * 2, columns
+    return rows, columns - (columns - scaled(width, rows, height)) // 2 * 2
 
 
 def _listed(stated: object) -> list[tuple[int, ...]]:

@@ -53,8 +53,11 @@ class Blip2Processor(ImageProcessor):
         return self._shape.size
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
-        """Images that the prompt has no place for stand in front of it."""
-        ids = list(token_ids)
-        if self.placeholder_id not in ids:
-            ids = [self.placeholder_id] * len(media) + ids
-        return expanded(ids, media, self.placeholder_id)
+        """Images stand in front of all else, the token that begins a text included, wherever they are.
+
+        Raises: RequestError: the prompt has marks of images, and not one for each.
+        """
+        marks = [token for token in token_ids if token == self.placeholder_id]
+        others = [token for token in token_ids if token != self.placeholder_id]
+        marks = marks or [self.placeholder_id] * len(media)
+        return expanded([*marks, *others], media, self.placeholder_id)

@@ -13,7 +13,7 @@ import struct
 import sys
 
 from headrace_core.errors import RequestError
-from headrace_core.sandbox_process import address_space, limit_time, serve
+from headrace_core.reliability.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.decoder_pool import DAMAGED, GOOD
 from headrace_multimodal.images.pixels import ImageLimits, Pixels, decode_image
 from headrace_multimodal.memory_limit import limit_memory

@@ -16,7 +16,7 @@ class ImageDecoder:
 
     Args:
         limits: of one file.
-        seconds: of decoding one, on the wall clock.
+        seconds: of processor time to decode one.
         processes: how many; so many files are decoded at once.
         background: what transparent pixels are laid on.
     """

@@ -56,6 +56,11 @@ class Gemma3Processor(ImageProcessor):
         """The token that begins an image, as prompts have it."""
         return token_id(self.config, "boi_token_index", "boi_token_id")
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token that begins an image, and that of a vector."""
+        return (self.placeholder_id, self._image)
+
     def options(self) -> Sequence[str]:
         return (SPLITS, LEAST, MOST, RATIO)
 

@@ -77,6 +77,11 @@ class Llama4Processor(ImageProcessor):
         """The token of the whole, which prompts have for an image."""
         return special_token_id(self.path, self.text)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token of the whole, and that of a vector."""
+        return (self.placeholder_id, self._patch)
+
     def options(self) -> Sequence[str]:
         return (MOST, LARGEST)
 

@@ -173,7 +173,7 @@ def check_shape(pixels: Pixels) -> None:
     if max(height, width) > _LONGEST * min(height, width):
         raise RequestError(
             f"image of {width} x {height} pixels: one side may be {_LONGEST} times the other at most",
-            param="messages",
+            param="multi_modal_data",
         )
 
 

@@ -47,6 +47,11 @@ class ImageProcessor(ABC):
         """The token that stands for an image."""
         return token_id(self.config, "image_token_id", "image_token_index")
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return (self.placeholder_id,)
+
     def modalities(self) -> Sequence[Modality]:
         return ("image",)
 
@@ -54,7 +59,7 @@ class ImageProcessor(ABC):
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
         """Raises: RequestError if an image is too narrow, or an option is unknown."""
-        unknown = sorted(set(options) - set(self.options()))
+        unknown = sorted(set(options) - set(self.accepted()))
         if unknown:
             raise RequestError(
                 f"mm_processor_kwargs.{unknown[0]}: no such option; this model's are "
@@ -70,6 +75,10 @@ class ImageProcessor(ABC):
     def options(self) -> Sequence[str]:
         """Names that ``mm_processor_kwargs`` may have."""
         return ()
+
+    def accepted(self) -> Sequence[str]:
+        """The same, and names that the processor itself gives to options."""
+        return self.options()
 
     @abstractmethod
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:

@@ -128,16 +128,19 @@ def smart_size(
     most: int,
     *,
     frames: tuple[int, int] = (1, 1),
+    given: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
     """Height and width near the image's, both multiples of ``factor``, within bounds of pixels.
 
     Args:
         frames: of a video whose frames share the bounds: their number, and that in whole patches.
+        given: height and width before a family's own rule changed them, for messages.
 
     Raises:
         RequestError: one is more than :data:`MAX_ASPECT` times the other.
     """
     if max(height, width) / min(height, width) > MAX_ASPECT:
+        height, width = given or (height, width)
         raise RequestError(
             f"image of {width} x {height} pixels: one side is more than {MAX_ASPECT} times the other",
             param="multi_modal_data",

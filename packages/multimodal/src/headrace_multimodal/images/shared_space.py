@@ -49,6 +49,11 @@ class ClipProcessor(ImageProcessor):
         """Any token: its vector is not used."""
         return _PLACEHOLDER
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """None: texts may have that token."""
+        return ()
+
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         return ProcessedMedia({PIXEL_VALUES: packed(self._shape(pixels))}, 1)
 

@@ -71,6 +71,13 @@ class Words:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
+    def whole(self, text: str) -> list[int]:
+        """Tokens of a text with those that stand around one, however long it is."""
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        found: list[int] = self._tokenizer.encode(text).ids
+        return found
+
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones among them."""
         found: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -93,21 +100,24 @@ class Words:
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
-    def with_text_before(self, token_ids: Sequence[int], marker: int, text: str) -> list[int]:
+    def with_text_before(
+        self, token_ids: Sequence[int], marker: int, texts: Iterable[str]
+    ) -> list[int]:
         """A prompt with a text in front of each marker, in the tokens that both it and what stands before it,
         back to the nearest special token, have as one text. Tokens that the tokenizer would not make of
-        their text stay."""
+        their text stay. Markers behind the last text stay alone."""
         special = self._tokenizer.get_added_tokens_decoder()
         found: list[int] = []
-        start = 0
+        start, waiting = 0, iter(texts)
         for token in token_ids:
-            if token == marker:
+            text = next(waiting, "") if token == marker else ""
+            if text:
                 before = found[start:]
                 plain = self._tokenizer.decode(before, skip_special_tokens=False)
                 whole = self.ids(plain + text) if self.ids(plain) == before else None
                 found[start:] = before + self.ids(text) if whole is None else whole
             found.append(token)
-            if token in special:
+            if token == marker or token in special:
                 start = len(found)
         return found
 

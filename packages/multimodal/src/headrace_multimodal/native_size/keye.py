@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_multimodal.images.processor import part
-from headrace_multimodal.images.qwen_vl import QwenVLProcessor
+from headrace_multimodal.images.qwen_vl import QwenVLProcessor, smart_size
 
 
 class KeyeProcessor(QwenVLProcessor):
@@ -34,4 +34,4 @@ class KeyeProcessor(QwenVLProcessor):
             height, width = factor, round(width * factor / height)
         if width < factor:
             height, width = round(height * factor / width), factor
-        return super().image_size((height, width), limits)
+        return smart_size(height, width, factor, *limits, given=(size[0], size[1]))

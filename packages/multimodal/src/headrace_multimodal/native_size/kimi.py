@@ -7,7 +7,7 @@ Kimi Team 2025, arXiv:2504.07491; Kimi Team 2026, arXiv:2602.02276.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,9 +48,9 @@ class KimiVLProcessor(ImageProcessor):
         super().__init__(config, path)
         stated = self.settings()
         vision = part(config, "vision_config")
-        self._patch = _number(stated, ("patch_size",), vision.get("patch_size", 14))
-        self._merge = _side(stated, vision)
-        self._most = _number(stated, self.limit_keys, self.limit)
+        self._patch = whole_number(stated, ("patch_size",), vision.get("patch_size", 14))
+        self._merge = square_of(stated, vision)
+        self._most = whole_number(stated, self.limit_keys, self.limit)
         self._numbers = Numbers.of(stated, *self.colours)
         self.check(stated)
 
@@ -68,17 +68,25 @@ class KimiVLProcessor(ImageProcessor):
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: the image has too many patches on a side."""
-        height, width = self.image_size((pixels.shape[0], pixels.shape[1]))
-        unit = self._patch * self._merge
-        small = resized(pixels, height, width)
-        whole = np.zeros((_up(height, unit), _up(width, unit), 3), np.uint8)
-        whole[:height, :width] = small
+        whole = self.fitted(pixels, self.image_size((pixels.shape[0], pixels.shape[1])))
         size = whole.shape[0] // self._patch, whole.shape[1] // self._patch
         inputs = {
             PIXEL_VALUES: packed(self._patches(self._numbers(whole))),
             SIZES: packed(np.array(size, np.int64)),
         }
         return ProcessedMedia(inputs, math.prod(size) // self._merge**2)
+
+    def fitted(self, pixels: Pixels, size: Size) -> Pixels:
+        """An image of a size, with its edge."""
+        height, width = size
+        whole = np.zeros((self.up(height), self.up(width), 3), np.uint8)
+        whole[:height, :width] = resized(pixels, height, width)
+        return whole
+
+    def up(self, length: int) -> int:
+        """The next multiple of a token's side."""
+        unit = self._patch * self._merge
+        return -(-length // unit) * unit
 
     def image_size(self, size: Size) -> Size:
         """Height and width to which an image is brought, before it gets its edge.
@@ -88,12 +96,8 @@ class KimiVLProcessor(ImageProcessor):
         rows, columns = (length // self._patch for length in size)
         scale = math.sqrt(self._most / (rows * columns)) if rows * columns > self._most else 1.0
         height, width = (int(length * scale) for length in size)
-        unit = self._patch * self._merge
-        if (
-            max(_up(height, unit), _up(width, unit)) // self._patch >= _SIDE
-            or not height
-            or not width
-        ):
+        longest = max(self.up(height), self.up(width)) // self._patch
+        if longest >= _SIDE or not height or not width:
             raise RequestError(
                 f"image of {size[1]} x {size[0]} pixels: a side would have more than {_SIDE - 1} patches of "
                 f"{self._patch} pixels, or none: the image is too narrow",
@@ -108,14 +112,23 @@ class KimiVLProcessor(ImageProcessor):
         return cut.transpose(1, 3, 0, 2, 4).reshape(-1, 3 * patch**2)
 
     def largest_size(self) -> Size:
-        """Of images with about as many patches as are taken, one whose edge adds most."""
-        patch, longest = self._patch, self.longest_side()
+        return self.largest_within(self._most, self.longest_side(), self._num_tokens)
+
+    def largest_within(self, most: int, longest: int, num_tokens: Callable[[Size], int]) -> Size:
+        """Of images with about as many patches as are taken, one whose edge adds most.
+
+        Args:
+            most: patches.
+            longest: pixels of a side.
+            num_tokens: size -> tokens.
+        """
+        patch = self._patch
         sizes = [
-            ((rows + 1) * patch - 1, min((self._most // rows + more) * patch - 1, longest))
+            ((rows + 1) * patch - 1, min((most // rows + more) * patch - 1, longest))
             for rows in range(1, _SIDE)
             for more in (1, 2)
         ]
-        return max(sizes, key=self._num_tokens)
+        return max(sizes, key=num_tokens)
 
     def longest_side(self) -> int:
         """Pixels of a side that is taken as it is."""
@@ -125,7 +138,7 @@ class KimiVLProcessor(ImageProcessor):
         """Tokens of an image; 0: it is not taken."""
         unit = self._patch * self._merge
         try:
-            return math.prod(-(-length // unit) for length in self.image_size(size))
+            return math.prod(self.up(length) // unit for length in self.image_size(size))
         except RequestError:
             return 0
 
@@ -143,8 +156,7 @@ class KimiK25Processor(KimiVLProcessor):
     colours = (HALVES, HALVES)
 
     def settings(self) -> Mapping[str, Any]:
-        """Published checkpoints have them in an object of their own."""
-        return part(self.stated, "media_proc_cfg") or self.stated
+        return own_settings(self.stated)
 
     def check(self, stated: Mapping[str, Any]) -> None:
         """Raises: UnsupportedModel: all images have as many tokens."""
@@ -152,14 +164,16 @@ class KimiK25Processor(KimiVLProcessor):
             raise UnsupportedModel(
                 f"image processor: fixed_output_tokens = {stated['fixed_output_tokens']!r}: must be null"
             )
-        size = stated.get("size")
-        stated = {**stated, **(size if isinstance(size, Mapping) else {})}
-        self._side = _number(stated, ("patch_limit_on_one_side", "max_height"), _SIDE)
+        self._side = side_of(stated)
 
     def image_size(self, size: Size) -> Size:
-        patch, longest = self._patch, self._side * self._patch
+        return self.bounded(size, self._most, self._side)
+
+    def bounded(self, size: Size, most: int, side: int) -> Size:
+        """Height and width of at most so many patches, together and on a side."""
+        patch, longest = self._patch, side * self._patch
         count = math.prod(max(1, length // patch) for length in size)
-        scale = min(1.0, math.sqrt(self._most / count), *(longest / length for length in size))
+        scale = min(1.0, math.sqrt(most / count), *(longest / length for length in size))
         height, width = (min(max(1, int(length * scale)), longest) for length in size)
         return height, width
 
@@ -167,12 +181,19 @@ class KimiK25Processor(KimiVLProcessor):
         return self._side * self._patch
 
 
-def _up(length: int, unit: int) -> int:
-    """The next multiple."""
-    return -(-length // unit) * unit
+def own_settings(stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Kimi K2.5's settings; published checkpoints have them in an object of their own."""
+    return part(stated, "media_proc_cfg") or stated
 
 
-def _side(stated: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
+def side_of(stated: Mapping[str, Any]) -> int:
+    """Most patches of a side of Kimi K2.5's images."""
+    size = stated.get("size")
+    stated = {**stated, **(size if isinstance(size, Mapping) else {})}
+    return whole_number(stated, ("patch_limit_on_one_side", "max_height"), _SIDE)
+
+
+def square_of(stated: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
     """Patches of a side of the square that becomes a token."""
     for found in (
         stated.get("merge_kernel_size"),
@@ -181,11 +202,15 @@ def _side(stated: Mapping[str, Any], vision: Mapping[str, Any]) -> int:
     ):
         if found is not None:
             side = found[0] if isinstance(found, list) and len(set(found)) == 1 else found
-            return _number({"merge_kernel_size": side}, ("merge_kernel_size",), 2)
+            return whole_number({"merge_kernel_size": side}, ("merge_kernel_size",), 2)
     return 2
 
 
-def _number(stated: Mapping[str, Any], keys: tuple[str, ...], default: object) -> int:
+def whole_number(stated: Mapping[str, Any], keys: tuple[str, ...], default: object) -> int:
+    """A setting by the first of some keys that has a value.
+
+    Raises: UnsupportedModel: it is no number above 0.
+    """
     key = next((key for key in keys if stated.get(key) is not None), keys[0])
     value = stated.get(key, default)
     if type(value) is not int or not 0 < value <= _MOST:

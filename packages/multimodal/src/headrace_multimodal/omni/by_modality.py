@@ -41,6 +41,11 @@ class ByModality:
             name: token for part in parts for name, token in part.placeholders.items()
         }
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """See :class:`headrace_core.multimodal.MediaProcessor`."""
+        return tuple(self._placeholders.values())
+
     def modalities(self) -> Sequence[Modality]:
         return tuple(self._parts)
 

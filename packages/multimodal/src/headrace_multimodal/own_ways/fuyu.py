@@ -83,7 +83,8 @@ class FuyuProcessor(ImageProcessor):
             return expanded(token_ids, media, self.placeholder_id)
         if len(media) > 1:
             raise RequestError(
-                f"the prompt comes with {len(media)} images: this model takes one", param="messages"
+                f"the prompt comes with {len(media)} images: this model takes one",
+                param="multi_modal_data",
             )
         text = [token for token in token_ids if token not in (self.placeholder_id, self._begin)]
         if text[-1:] != [self._answer]:
@@ -103,7 +104,7 @@ class FuyuProcessor(ImageProcessor):
         if not all(own):
             raise RequestError(
                 f"image of {width} x {height} pixels: is too narrow for this model",
-                param="messages",
+                param="multi_modal_data",
             )
         return own
 

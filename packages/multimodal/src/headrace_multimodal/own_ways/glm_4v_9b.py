@@ -49,6 +49,11 @@ class Glm4V9BProcessor(ImageProcessor):
         """The token that begins an image."""
         return token_id(self.config, "boi_token_id")
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token that begins an image, and that of its place."""
+        return (self.placeholder_id, self._pad)
+
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         values = self._numbers(resized(pixels, self._side, self._side, BICUBIC))
         count = len(self._ids)
@@ -61,7 +66,8 @@ class Glm4V9BProcessor(ImageProcessor):
         """
         if len(media) > 1:
             raise RequestError(
-                f"the prompt comes with {len(media)} images: this model takes one", param="messages"
+                f"the prompt comes with {len(media)} images: this model takes one",
+                param="multi_modal_data",
             )
         if not media:
             return expanded(token_ids, media, self.placeholder_id)
@@ -74,7 +80,8 @@ class Glm4V9BProcessor(ImageProcessor):
         whole = len(token_ids) - len(kept) == 2 and self._end not in kept
         if self.placeholder_id in kept and not whole:
             raise RequestError(
-                f"the image's mark in the prompt must be {self.text}, once", param="messages"
+                f"the image's mark in the prompt must be {self.text}, once",
+                param="multi_modal_data",
             )
         return expanded(kept, media, self.placeholder_id)
 

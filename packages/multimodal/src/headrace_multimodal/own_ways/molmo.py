@@ -101,6 +101,11 @@ class MolmoProcessor(ImageProcessor):
     def find_placeholder(self) -> int:
         return special_token_id(self.path, self.text)
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token that may be written for an image, and that of a vector."""
+        return (self.placeholder_id, self._patch)
+
     def options(self) -> Sequence[str]:
         return (MOST,)
 
@@ -162,7 +167,7 @@ class MolmoProcessor(ImageProcessor):
         if not height or not width:
             raise RequestError(
                 f"image of {image.shape[1]} x {image.shape[0]} pixels: is too narrow for this model",
-                param="messages",
+                param="multi_modal_data",
             )
         whole, mask = np.zeros((*size, 3), np.float32), np.zeros(size, np.float32)
         top, left = (size[0] - height) // 2, (size[1] - width) // 2

@@ -71,6 +71,11 @@ class _OvisProcessor(ImageProcessor):
         )
         self._ids = self.mark_ids()
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token of an image, and those that take vectors."""
+        return (self.placeholder_id, *self._ids.values())
+
     @abstractmethod
     def tower(self) -> tuple[Mapping[str, Any], Any]:
         """The tower's part of the config, and how many patches of a side are a word."""
@@ -233,7 +238,7 @@ class OvisProcessor(_OvisProcessor):
         if not all(own):
             raise RequestError(
                 f"image of which a part has {width} x {height} pixels: is too narrow for this model",
-                param="messages",
+                param="multi_modal_data",
             )
         tile = np.zeros((3, side, side), np.float32)
         top, left = (side - own[0]) // 2, (side - own[1]) // 2

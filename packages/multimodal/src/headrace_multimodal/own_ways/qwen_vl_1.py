@@ -46,6 +46,11 @@ class QwenVL1Processor(ImageProcessor):
         """The token that begins an image."""
         return token_id(part(self.config, "visual"), "image_start_id")
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        """The token that begins an image, and that of a vector."""
+        return (self.placeholder_id, self._ids[1])
+
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         values = self._numbers(resized(pixels, self._side, self._side, BICUBIC))
         inputs = {PIXEL_VALUES: packed(values)}
@@ -72,7 +77,8 @@ class QwenVL1Processor(ImageProcessor):
                 kept.append(token)
         if waiting:
             raise RequestError(
-                f"an image in the prompt must be {self.text}: it does not end", param="messages"
+                f"an image in the prompt must be {self.text}: it does not end",
+                param="multi_modal_data",
             )
         return expanded(kept, media, self.placeholder_id)
 

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from headrace_multimodal.images.pixels import Pixels
+
 Float = npt.NDArray[np.float32]
 
 
@@ -45,3 +47,57 @@ def _taps(before: int, after: int) -> tuple[npt.NDArray[np.int64], Float]:
     shares = np.maximum(single(1) - np.abs(away), single(0)) * (places < ends[:, None])
     shares /= shares.sum(axis=1, keepdims=True)
     return np.minimum(places, before - 1), shares.astype(single)
+
+
+def stretched(pixels: Pixels, height: int, width: int) -> Pixels:
+    """[H, W, C] uint8 -> [height, width, C]: each pixel by the four around its place (``antialias=False``),
+    rounded to bytes."""
+    image = pixels.astype(np.float32)
+    (top, bottom, down), (left, right, across) = (
+        _between(before, after)
+        for before, after in zip(pixels.shape[:2], (height, width), strict=True)
+    )
+    one, across, down = np.float32(1), across[:, None], down[:, None, None]
+    rows = image[:, left] * (one - across) + image[:, right] * across
+    found = rows[top] * (one - down) + rows[bottom] * down
+    return np.rint(found).clip(0, 255).astype(np.uint8)
+
+
+def _between(before: int, after: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float]:
+    """[after] each: pixels on both sides of each new one, and the share of the second; in single precision,
+    as there."""
+    single = np.float32
+    scale = single(before) / single(after)
+    places = (np.float64(scale) * (np.arange(after) + 0.5) - 0.5).astype(single).clip(0)
+    first = np.minimum(places.astype(np.int64), before - 1)
+    share = np.clip(places - first.astype(single), 0, 1).astype(single)
+    return first, np.minimum(first + 1, before - 1), share
+
+
+def stretched_bytes(pixels: Pixels, height: int, width: int) -> Pixels:
+    """[H, W, C] uint8 -> [height, width, C], as torch resizes bytes (``antialias=False``): rows first, then
+    columns, each rounded to bytes, by shares of 15 bits."""
+    for axis, size in ((1, width), (0, height)):
+        if pixels.shape[axis] != size:
+            pixels = _stretched_along(pixels, size, axis)
+    return pixels
+
+
+def _stretched_along(pixels: Pixels, size: int, axis: int) -> Pixels:
+    before = pixels.shape[axis]
+    places = (before / size * (np.arange(size) + 0.5) - 0.5).clip(0)
+    first = np.minimum(places.astype(np.int64), before - 1)
+    share = (places - first).clip(0, 1)
+    bits = _bits(float(max(share.max(), (1 - share).max())))
+    shape = [1] * pixels.ndim
+    shape[axis] = size
+    total = np.full(1, 1 << (bits - 1), np.int64)
+    for taken, part in ((first, 1 - share), (np.minimum(first + 1, before - 1), share)):
+        weight = np.floor(part * (1 << bits) + 0.5).astype(np.int64).reshape(shape)
+        total = total + np.take(pixels, taken, axis) * weight
+    return (total >> bits).clip(0, 255).astype(np.uint8)
+
+
+def _bits(most: float) -> int:
+    """Bits behind the point with which no share, the largest being ``most``, has more than 15."""
+    return next(bits for bits in range(22) if int(0.5 + most * (1 << (bits + 1))) >= 1 << 15)

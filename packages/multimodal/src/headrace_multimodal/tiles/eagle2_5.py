@@ -1,5 +1,5 @@
 """Images of Eagle 2.5: cut into tiles by the rule of Nemotron Nano VL, each image behind a text that says its
-number.
+number; and videos, each frame one tile behind its time.
 
 Chen et al. 2025, arXiv:2504.15271, section 3.
 """
@@ -13,34 +13,39 @@ from typing import Any
 
 import numpy as np
 
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
 from headrace_multimodal.images.internvl import tile_option
 from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import (
     PIXEL_VALUES,
-    ImageProcessor,
     packed,
     part,
     token_id,
 )
-from headrace_multimodal.images.steps import HALVES, Numbers
+from headrace_multimodal.images.steps import HALVES, Numbers, resized
 from headrace_multimodal.images.vocabulary import special_token_id
 from headrace_multimodal.tiles.nemotron_vl import grid_of, in_tiles
 from headrace_multimodal.tiles.pieces import PromptPieces, numbered
+from headrace_multimodal.video.introduced import IntroducedVideo, IntroducedVideos
+from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS, Frames
 
 LEAST, MOST = "min_dynamic_tiles", "max_dynamic_tiles"
-_MARK = re.compile(r"<image-(\d+)>|<IMG_CONTEXT>")
+_MARK = re.compile(r"<(image|video)-(\d+)>|<IMG_CONTEXT>")
 _MOST_TILES = 1 << 10
+_ORDINALS = (
+    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
+)  # fmt: skip
+"""What videos of a prompt are called."""
 
 
-class Eagle25Processor(ImageProcessor):
+class Eagle25Processor(IntroducedVideos):
     """A token for each vector of each tile, between one of begin and one of end. ``pixel_values`` are
-    [tiles, 3, side, side].
+    [tiles, 3, side, side], of videos ``pixel_values_videos``.
 
-    Prompts have ``<image-1>`` and so on, by the images' numbers, which are text and no tokens; or the token
-    of a vector, for the next one. What says an image's number becomes tokens together with what stands
-    before it.
+    Prompts have ``<image-1>``, ``<video-1>`` and so on, by the items' numbers, which are text and no tokens;
+    or the token of a vector, for the next image. What says an item's number becomes tokens together with
+    what stands before it.
     """
 
     text = "<IMG_CONTEXT>"
@@ -73,7 +78,7 @@ class Eagle25Processor(ImageProcessor):
         return token_id(self.config, "image_token_index")
 
     def placeholder(self, modality: Modality, index: int) -> str:
-        return f"<image-{index + 1}>"
+        return f"<{modality}-{index + 1}>"
 
     def options(self) -> Sequence[str]:
         return (LEAST, MOST)
@@ -89,20 +94,38 @@ class Eagle25Processor(ImageProcessor):
         tokens = (self._begin, *[self.placeholder_id] * count, self._end)
         return ProcessedMedia({PIXEL_VALUES: packed(x)}, count + 2, tokens, ((1, count),))
 
+    def one_video(
+        self, frames: Frames, metadata: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> ProcessedMedia:
+        side = self._side
+        values = np.stack([self._numbers(resized(frame, side, side)) for frame in frames])
+        tile = [self._begin, *[self.placeholder_id] * self._per_tile, self._end]
+        rate, sampled = _rates(len(frames), metadata)
+        indices = metadata.get("frames_indices") or range(len(frames))
+        times = [f" sample at {index / rate:.2f}s" if rate else "" for index in indices]
+        first, *others = [f"Frame {number}{time}: " for number, time in enumerate(times, 1)]
+        said = f" sampled with {sampled:.2f} fps" if sampled else ""
+        texts = [f" video{said}: {first}", *others]
+        return self.introduced({PIXEL_VALUES_VIDEOS: packed(values)}, texts, tile)
+
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
-        """Raises: RequestError: images and their marks are not of the same numbers."""
+        """Raises: RequestError: items and their marks are not of the same numbers, or there are more videos
+        than the model has words for."""
         if not media:
             return super().place(token_ids, media)
         text = self._pieces.text(token_ids)
         matches = list(_MARK.finditer(text))
-        order = numbered([match[1] for match in matches], len(media))
         found: list[int] = []
         offsets, done = [-1] * len(media), 0
-        for index, match in zip(order, matches, strict=True):
-            found += self._pieces.words.ids(f"{text[done : match.start()]}<image {index + 1}>")
+        for match, (index, number) in zip(matches, _order(matches, media), strict=True):
+            words = _words(media[index], number)
+            found += self._pieces.words.ids(f"{text[done : match.start()]}{words}")
             offsets[index], done = len(found), match.end()
             found += media[index].token_ids
         return MediaPlacement(found + self._pieces.words.ids(text[done:]), offsets)
+
+    def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:
+        return max(1, min(num_frames, num_tokens // self._per_tile)), self._side, self._side
 
     def largest_size(self) -> tuple[int, int]:
         """The size of as many tiles as are cut, side by side."""
@@ -129,3 +152,40 @@ class Eagle25Processor(ImageProcessor):
                 f"image processor: {key} = {value!r}: must be a number from 1 to {_MOST_TILES}"
             )
         return value
+
+
+def _rates(count: int, metadata: Mapping[str, Any]) -> tuple[float, float]:
+    """Frames a second of a file, and of those that are taken; 0: nobody knows."""
+    rate, total = metadata.get("fps") or 0.0, metadata.get("total_num_frames")
+    return rate, count / total * rate if total else rate
+
+
+def _order(
+    matches: Sequence[re.Match[str]], media: Sequence[ProcessedMedia]
+) -> list[tuple[int, int]]:
+    """Of each mark, the item's index and its number among those of its kind, from 0.
+
+    Raises: RequestError: they are not each item once.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for is_video in (False, True):
+        items = [i for i, own in enumerate(media) if isinstance(own, IntroducedVideo) is is_video]
+        marks = [i for i, match in enumerate(matches) if (match[1] == "video") is is_video]
+        order = numbered([matches[mark][2] for mark in marks], len(items))
+        found |= {mark: (items[number], number) for mark, number in zip(marks, order, strict=True)}
+    return [found[mark] for mark in range(len(matches))]
+
+
+def _words(item: ProcessedMedia, number: int) -> str:
+    """What stands in front of an item.
+
+    Raises: RequestError: there are more videos than words.
+    """
+    if not isinstance(item, IntroducedVideo):
+        return f"<image {number + 1}>"
+    if number >= len(_ORDINALS):
+        raise RequestError(
+            f"{number + 1} videos: this model takes at most {len(_ORDINALS)} in a prompt",
+            param="multi_modal_data.video",
+        )
+    return f"The {_ORDINALS[number]}{item.intro}"

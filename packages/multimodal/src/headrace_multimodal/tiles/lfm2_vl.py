@@ -85,7 +85,7 @@ class Lfm2VlProcessor(ImageProcessor):
         if max(height, width) > _LONGEST * min(height, width):
             raise RequestError(
                 f"image of {width} x {height} pixels: one side may be {_LONGEST} times the other at most",
-                param="messages",
+                param="multi_modal_data",
             )
         size = self._fitted((height, width), chosen)
         grid = self._grid((height, width), chosen)

@@ -129,7 +129,7 @@ class Phi3VProcessor(ImageProcessor):
             raise RequestError(
                 f"image of {pixels.shape[1]} x {pixels.shape[0]} pixels: its longer side is more than "
                 f"{width} times its shorter one",
-                param="messages",
+                param="multi_modal_data",
             )
         rows = -(-height // self._side)
         canvas = np.full((rows * self._side, width, 3), 255, np.uint8)

@@ -24,7 +24,7 @@ import av.logging
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.sandbox_process import address_space, limit_time, serve
+from headrace_core.reliability.sandbox_process import address_space, limit_time, serve
 from headrace_multimodal.decoder_pool import DAMAGED, GOOD
 from headrace_multimodal.memory_limit import limit_memory
 from headrace_multimodal.video.formats import CODECS, DEMUXERS, NAMES, recognised

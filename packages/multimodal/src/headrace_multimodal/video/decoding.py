@@ -25,7 +25,7 @@ class VideoDecoder:
     Args:
         limits: of one file.
         sampling: frames that are taken; no other is kept in memory.
-        seconds: of decoding one, on the wall clock.
+        seconds: of processor time to decode one.
         processes: how many; so many files are decoded at once.
     """
 

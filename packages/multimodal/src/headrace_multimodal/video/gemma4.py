@@ -29,7 +29,7 @@ _ACCEPTED = (70, 140, 280, 560, 1120)
 _OF_IMAGES, _OF_VIDEOS = 280, 70
 """Vectors of a picture where the settings do not say how many."""
 _FILM = "<|video|>"
-_MARK = -1
+MARK = -1
 """Stands for a video in a prompt's tokens: its text need be no token."""
 _ZEROS, _ONES = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
@@ -75,7 +75,7 @@ class Gemma4Processor(VideoProcessor):
     def find_video_placeholder(self) -> int | None:
         """Not the token of its vectors, which the tokenizer need not know."""
         self._film = super().find_video_placeholder()
-        return None if self._film is None else _MARK
+        return None if self._film is None else MARK
 
     def options(self) -> Sequence[str]:
         return (MOST,)
@@ -114,18 +114,26 @@ class Gemma4Processor(VideoProcessor):
         return TimedVideo(inputs, len(ids), tuple(ids), tuple(runs), first)
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
-        """What stands before a video becomes tokens together with its first time."""
+        return self.with_spans(super().place(self.marked(token_ids, media), media), media)
+
+    def marked(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> Sequence[int]:
+        """A prompt with a mark for each video; what stands before it becomes tokens together with its first
+        time."""
         films = [one for one in media if isinstance(one, TimedVideo)]
-        if films:
-            around = [(one.time, "") for one in films]
-            token_ids = self._words.with_text_around(token_ids, _FILM, around, _MARK)
-        placed = super().place(token_ids, media)
+        if not films:
+            return token_ids
+        around = [(one.time, "") for one in films]
+        return self._words.with_text_around(token_ids, _FILM, around, MARK)
+
+    def with_spans(self, placed: MediaPlacement, media: Sequence[ProcessedMedia]) -> MediaPlacement:
+        """With the pictures whose tokens see each other."""
         if not self._sees_whole:
             return placed
         spans = [
             (offset + first, offset + first + number)
             for item, offset in zip(media, placed.offsets, strict=True)
             for first, number in item.runs
+            if GRIDS in item.inputs
         ]
         return placed._replace(whole_spans=spans)
 

@@ -6,6 +6,7 @@ Chen et al. 2024, arXiv:2404.16821.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class InternVLVideos(VideoProcessor, InternVLProcessor):
         """The first frame's number becomes one text with what stands before the video."""
         video = self.video_placeholder_id
         if video is not None and video in token_ids:
-            token_ids = self._words.with_text_before(token_ids, video, "Frame1: ")
+            token_ids = self._words.with_text_before(token_ids, video, repeat("Frame1: "))
         return super().place(token_ids, media)
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ Chen et al. 2024, arXiv:2404.16821.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,7 +60,7 @@ class InternVLChatVideos(VideoProcessor, InternVLChatProcessor):
         if videos and video is not None:
             if video not in token_ids:
                 token_ids = self._words.replaced(token_ids, self.written_video, video)
-            token_ids = self._words.with_text_before(token_ids, video, "Frame1: ")
+            token_ids = self._words.with_text_before(token_ids, video, repeat("Frame1: "))
         return super().place(token_ids, media)
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:

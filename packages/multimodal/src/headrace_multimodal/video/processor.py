@@ -60,6 +60,11 @@ class VideoProcessor(ImageProcessor):
             if self.video_placeholder_id is not None and found not in (None, value):
                 raise UnsupportedModel(f"video processor: {key} = {found!r}: must be {value!r}")
 
+    @property
+    def placeholder_ids(self) -> tuple[int, ...]:
+        number = self.video_placeholder_id
+        return (*super().placeholder_ids, *(() if number is None else (number,)))
+
     def modalities(self) -> Sequence[Modality]:
         return ("image",) if self.video_placeholder_id is None else ("image", "video")
 

@@ -228,13 +228,13 @@ class Qwen3VLVideos(Qwen2VLVideos):
     def frame_size(
         self, count: int, height: int, width: int, least: int, most: int
     ) -> tuple[int, int]:
-        factor = self._patch * self._merge
+        factor, given = self._patch * self._merge, (height, width)
         if height < factor or width < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
         count = max(count, self._frames)
         frames = round(count / self._frames) * self._frames
-        return smart_size(height, width, factor, least, most, frames=(count, frames))
+        return smart_size(height, width, factor, least, most, frames=(count, frames), given=given)
 
     def most_of_frame(self, count: int) -> int:
         return self._most_video // count

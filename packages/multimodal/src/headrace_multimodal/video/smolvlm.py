@@ -6,7 +6,6 @@ Marafioti et al. 2025, arXiv:2504.05299.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,16 @@ from headrace_multimodal.images.pixels import Pixels
 from headrace_multimodal.images.processor import packed
 from headrace_multimodal.images.steps import HALVES, LANCZOS, Numbers, resized
 from headrace_multimodal.images.words import widened
+from headrace_multimodal.video.introduced import MARK, IntroducedVideo
 from headrace_multimodal.video.number_words import MOST, in_words
 from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS, Frames, VideoProcessor
 
 FRAME_RATE = 24.0
 """Frames a second of a video that says none."""
 _FILM = "<video>"
-_MARK = -1
-"""Stands for a video in a prompt's tokens: :data:`_FILM` need be no token."""
+"""Need be no token."""
 _FRAME = "<fake_token_around_image><global-img><image><fake_token_around_image>"
 _BEHIND = "\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class IntroducedVideo(ProcessedMedia):
-    """A video whose tokens begin and end with special ones; the text in front of them is one with what
-    stands before it."""
-
-    intro: str = ""
 
 
 class SmolVLMVideos(VideoProcessor, Idefics3Processor):
@@ -57,7 +48,7 @@ class SmolVLMVideos(VideoProcessor, Idefics3Processor):
         self._video_numbers = Numbers.of(stated, HALVES, HALVES)
 
     def find_video_placeholder(self) -> int | None:
-        return _MARK
+        return MARK
 
     def one_video(
         self, frames: Frames, metadata: Mapping[str, Any], options: Mapping[str, Any]
@@ -92,7 +83,7 @@ class SmolVLMVideos(VideoProcessor, Idefics3Processor):
         videos = [one for one in media if isinstance(one, IntroducedVideo)]
         if videos:
             around = [(one.intro, _BEHIND) for one in videos]
-            token_ids = self._words.with_text_around(token_ids, _FILM, around, _MARK)
+            token_ids = self._words.with_text_around(token_ids, _FILM, around, MARK)
         return super().place(token_ids, media)
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:
