@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
+import torch
+from adapter_files import choose, merge_files, stored_modules, with_adapters
 from safetensors.torch import load_file
+from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.platform import CpuPlatform
 from headrace_models.layers.base import Layer
 from headrace_models.loading.loader import load_model
+from headrace_models.lora.adapters import Adapters
 from headrace_models.resolve import resolve
-from headrace_testing.model.decoders import Checkpoint, ModelConformance
+from headrace_testing.model.adapters import linear_modules, matches, merged, write_adapter
+from headrace_testing.model.decoders import (
+    Checkpoint,
+    ModelConformance,
+    PagedDriver,
+    build_context,
+)
 
 
 class FamilyConformance(ModelConformance):
     """What is left for a family: its config and its transformers class."""
+
+    without_adapters: ClassVar[tuple[str, ...]] = ()
+    """Patterns of names of linear modules that take no adapters: they are refused by name."""
+    takes_adapters: ClassVar[bool] = True
+    """False: the class is refused where adapters are to be taken."""
 
     def resolve(self, path: Path, **settings: Any) -> ModelInfo:
         return resolve(ModelConfig(model=str(path), **settings), LoadConfig(), CpuPlatform())
@@ -40,3 +59,55 @@ class FamilyConformance(ModelConformance):
         files = checkpoint.path.glob("*.safetensors")
         stored = sum(t.numel() for file in files for t in load_file(file).values())
         assert sum(tensor.numel() for _, tensor in named) > 0.85 * stored
+
+    def test_an_adapter_of_all_linear_modules(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        """In a slot it computes what the model with its product in its weights does; a request without
+        beside it is the base's."""
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
+        context, slots = with_adapters(build_context(info))
+        if not self.takes_adapters:
+            with pytest.raises(UnsupportedModel, match="takes no low-rank adapters"):
+                self.load(info, context)
+            return
+        model = self.load(info, context)
+        modules = self.modules_of(checkpoint, slots)
+        left = {n: size for n, size in modules.items() if matches(n, self.without_adapters)}
+        added = write_adapter(
+            tmp_path / "adapter", {n: size for n, size in modules.items() if n not in left}
+        )
+        prompt = self.prompt(13)
+        slots.place(1, slots.read(str(tmp_path / "adapter")))
+        choose(slots, [1] * 13 + [-1] * 13)
+        logits = PagedDriver(model).step({"a": prompt, "b": prompt})
+        base, expected = (
+            checkpoint.logprobs(prompt),
+            self.with_added(checkpoint, slots, added, prompt),
+        )
+        assert float((expected - base).abs().max()) > 0.1
+        self.assert_close(logits[:13], expected)
+        self.assert_close(logits[13:], base)
+        for pattern in self.without_adapters:
+            name = next(name for name in left if matches(name, (pattern,)))
+            write_adapter(tmp_path / "adapter", {name: left[name]})
+            with pytest.raises(UnsupportedModel, match=re.escape(name)):
+                slots.read(str(tmp_path / "adapter"))
+
+    def modules_of(self, checkpoint: Checkpoint, slots: Adapters) -> dict[str, tuple[int, int]]:
+        """Linear modules of the reference, or where it is another model of the published one: those of its
+        matrices that are no tables."""
+        if isinstance(checkpoint.reference, torch.nn.Module):
+            return linear_modules(checkpoint.reference)
+        return stored_modules(checkpoint.path, slots)
+
+    def with_added(
+        self, checkpoint: Checkpoint, slots: Adapters, added: dict[str, Tensor], prompt: list[int]
+    ) -> Tensor:
+        """Log-probabilities of the model with these terms in its weights: the reference's, or where that is
+        another model than the published one headrace's own."""
+        if isinstance(checkpoint.reference, torch.nn.Module):
+            changed = merged(checkpoint.reference, added)
+            return Checkpoint(changed, checkpoint.path).logprobs(prompt)
+        with tempfile.TemporaryDirectory() as folder:
+            merge_files(checkpoint.path, Path(folder), slots, added)
+            logits = PagedDriver(self.open(Path(folder))).step({"a": prompt})
+        return torch.log_softmax(logits, dim=-1)

@@ -11,8 +11,10 @@ from pooling_families_conformance import PoolingFamilyConformance
 
 from headrace_testing.model.decoders import Checkpoint, ModelConformance, PagedDriver
 from headrace_testing.model.pooling import pooling_batch
+from headrace_testing.sampling import turns
 
 
+@turns(3)
 class PoolingDecoderConformance(PoolingFamilyConformance):
     """Config and class come from the suite of the class that generates."""
 

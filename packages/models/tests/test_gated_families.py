@@ -64,6 +64,7 @@ class TestJais2(GatedConformance):
 class TestMllama(GatedConformance):
     """Layers for images before, between and after those for text."""
 
+    without_adapters = (r"layers\.[048]\.",)
     stem = "Mllama"
     own: ClassVar = {"num_hidden_layers": 9, "cross_attention_layers": [0, 4, 8],
                      "rope_parameters": LLAMA3_ROPE}  # fmt: skip
@@ -294,6 +295,7 @@ class TestApertus(GatedConformance):
 class TestGemma3n(GatedConformance):
     """Two layers read the caches below, a window and none; sparse gates; a table that is too short."""
 
+    without_adapters = ("altup_(un|proj)", "_coefs$", "per_layer_model")
     stem = "Gemma3n"
     own: ClassVar = {
         "num_hidden_layers": 5, "head_dim": 20, "sliding_window": 7, "num_kv_shared_layers": 2,
@@ -318,6 +320,7 @@ class TestGemma3n(GatedConformance):
 class TestGemma4(GatedConformance):
     """E2B: inputs for every layer, and wider MLPs above, where layers read the caches below."""
 
+    without_adapters = ("per_layer_model",)
     stem = "Gemma4"
     own: ClassVar = {
         "num_hidden_layers": 5, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,
@@ -341,6 +344,7 @@ class TestGemma4(GatedConformance):
 class TestGemma4Large(TestGemma4):
     """31B: no further inputs; layers without a window have few heads, whose values are their keys."""
 
+    without_adapters = ()
     own: ClassVar = {
         **TestGemma4.own, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,

@@ -343,7 +343,9 @@ class TestFiles:
 
     @pytest.mark.req("SEC-22", "REL-13")
     @settings(
-        max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=200,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(data=st.data())
     def test_changed_bytes_and_cuts_are_harmless_or_refused(

@@ -313,6 +313,8 @@ class TestOPT(FamilyConformance):
 class TestOPT350M(TestOPT):
     """Norms behind the halves, a smaller embedding."""
 
+    without_adapters = ("project_(in|out)",)
+
     def hf_config(self, **overrides: Any) -> Any:
         own = {"do_layer_norm_before": False, "word_embed_proj_dim": 44}
         return super().hf_config(**{**own, **overrides})
@@ -356,6 +358,8 @@ class TestCTRL(FamilyConformance):
 
 
 class TestModernBertDecoder(FamilyConformance):
+    without_adapters = (r"lm_head\.dense",)
+
     def hf_class(self) -> Any:
         from transformers import ModernBertDecoderForCausalLM
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from adapter_files import with_adapters
 from audio_conformance import HeardAlone
 from safetensors.torch import load_file, save_file
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from vision_conformance import IMAGE
 
+from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel, WeightsError
+from headrace_core.platform import CpuPlatform
+from headrace_models.loading.loader import load_model
+from headrace_models.resolve import resolve
+from headrace_testing.model.decoders import build_context
 
 BINS, BLOCK, WINDOW = 10, 7, 6
 ENCODER: dict[str, Any] = {
@@ -85,6 +92,15 @@ class TestGraniteSpeech(Granite):
 
         return GraniteSpeechConfig
 
+    def check_slots(self, folder: Path, adapter: Path) -> None:
+        """A request's adapter may change what the checkpoint's own has changed already."""
+        info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+        info = replace(info, processor=info.architecture)
+        context, slots = with_adapters(build_context(info))
+        load_model(info, context)
+        places = {piece.place.name for piece in slots.read(str(adapter)).pieces}
+        assert places == {f"model.layers.{i}.self_attn.qkv_proj" for i in (0, 1)}
+
     def test_published_names(self, reference: Any, folder: Path) -> None:
         names = load_file(folder / "model.safetensors").keys()
         assert {name.split(".")[0] for name in names} == {"encoder", "projector", "language_model"}
@@ -121,6 +137,7 @@ class TestGraniteSpeech(Granite):
         ]
         torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=0)
         assert float((both[0] - both[2]).abs().max()) > 0.1
+        self.check_slots(plain, plain)
         text = self.load(plain, limit_mm_per_prompt={"audio": 0})
         found = self.forward(text, [5, 6, 7], [], [], [3])
         torch.testing.assert_close(

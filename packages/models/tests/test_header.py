@@ -111,7 +111,9 @@ entries = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     header=st.dictionaries(st.text(max_size=3), entries | numbers, max_size=4),
@@ -135,7 +137,9 @@ def test_generated_headers_are_read_whole_or_refused(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(place=st.integers(0, 400), value=st.integers(0, 255))
 @pytest.mark.req("F8")
@@ -168,6 +172,7 @@ class TestIndex:
         ]
         assert len(checkpoint_headers(tmp_path)) == 2
 
+    @pytest.mark.req("SEC-21")
     @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "", "..", 3, "a/b"])
     def test_files_elsewhere(self, tmp_path: Path, name: object) -> None:
         with pytest.raises(WeightsError, match=r"'a'.*not a plain file name"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,21 +80,29 @@ IRRELEVANT = {"architectures", "transformers_version", "use_cache", "model_type"
 
 
 @pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    found = {}
-    for name, suite in SUITES.items():
-        path = suite.make_checkpoint(tmp_path_factory.mktemp(name)).path
-        found[name] = path, json.loads((path / "config.json").read_text())
-    return found
+def configs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Makes a suite's checkpoint once; returns its folder and config."""
+
+    @functools.cache
+    def made(name: str) -> tuple[Path, dict[str, Any]]:
+        path = SUITES[name].make_checkpoint(tmp_path_factory.mktemp(name)).path
+        return path, json.loads((path / "config.json").read_text())
+
+    return made
 
 
+@pytest.mark.keep(11, every_value=False)
 @pytest.mark.parametrize("name", SUITES)
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_one_wrong_value(name: str, data: st.DataObject, configs: Any) -> None:
-    path, config = configs[name]
+    path, config = configs(name)
     key = data.draw(st.sampled_from(sorted(set(config) - IRRELEVANT)))
     changed = {**config, key: data.draw(JSON)}
     if isinstance(config[key], dict) and data.draw(st.booleans()):

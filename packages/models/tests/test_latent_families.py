@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 from model_families_conformance import FamilyConformance
+
+from headrace_models.layers.attention import mla
+from headrace_testing.model.decoders import Checkpoint
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -59,6 +64,17 @@ class TestDeepseekV3(FamilyConformance):
 
         own = {"first_k_dense_replace": 1, "rope_parameters": YARN, "attention_bias": True}
         return DeepseekV3Config(**{**TINY, **EXPERTS, **own, **overrides})
+
+    def test_an_adapter_where_prompts_are_expanded(
+        self, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mla, "EXPAND_FROM", 5)
+        expanded, to_key = [], mla.HeadProjections.to_key
+        monkeypatch.setattr(
+            mla.HeadProjections, "to_key", lambda *a: expanded.append(a) or to_key(*a)
+        )
+        self.test_an_adapter_of_all_linear_modules(checkpoint, tmp_path)
+        assert expanded
 
 
 class TestDeepseekV3Direct(TestDeepseekV3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +134,12 @@ class TestErnie45Moe(MoEConformance):
 class TestErnie45VLMoe(MoEConformance):
     """Experts for images stand beside those of text, with another size; text never reaches them."""
 
+    # Where images can be taken, the class is the one that sees, whose shared experts take both kinds.
+    without_adapters = (
+        "vision_tower",
+        "resampler",
+        *(["shared_experts"] if find_spec("headrace_multimodal") else []),
+    )
     own: ClassVar = {"moe_intermediate_size": [40, 24], "moe_num_experts": 5, "moe_k": 4,
                      "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
                                          "mrope_section": [3, 3, 3]}}  # fmt: skip

@@ -191,7 +191,9 @@ class TestHostile:
 
     @pytest.mark.parametrize("zipped", [True, False])
     @settings(
-        max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=150,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(data=st.data())
     def test_changed_bytes_and_cuts_are_harmless_or_refused(

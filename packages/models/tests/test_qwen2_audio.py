@@ -37,6 +37,7 @@ ENCODER = {
 class TestText(FamilyConformance):
     """Without audio it is a Qwen2, behind a prefix."""
 
+    without_adapters = ("audio_tower", "multi_modal")
     flips_ties = False
 
     def hf_class(self) -> Any:

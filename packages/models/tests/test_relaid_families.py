@@ -405,6 +405,7 @@ class TestSolar(Stepped):
 class TestOuro(Stepped):
     """Three passes."""
 
+    without_adapters = ("early_exit",)
     published = "OuroForCausalLM"
 
     def hf_config(self, **overrides: Any) -> Any:
@@ -446,6 +447,7 @@ class TestOuro(Stepped):
 class TestIQuestLoop(Stepped):
     """Two passes, a window of nine in the second; the reference's attention is written out."""
 
+    without_adapters = ("gate_projections",)
     published = "IQuestLoopCoderForCausalLM"
 
     def prepare(self, reference: Any) -> None:
@@ -596,6 +598,8 @@ class TestBaichuan7B(RelaidLlama):
 class TestBaichuan2Of13B(TestBaichuan7B):
     """ALiBi, of as many heads as no power of two, and a head whose rows have length 1."""
 
+    without_adapters = ("lm_head",)
+
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def small_vocabulary(cls) -> Any:
@@ -743,6 +747,7 @@ class TestQWen(RelaidLlama):
 
 
 class TestMiMo(RelaidLlama):
+    without_adapters = ("mtp_layers",)
     published = "MiMoForCausalLM"
 
     def hf_class(self) -> Any:

@@ -151,6 +151,8 @@ class _Experts(torch.nn.Module):
 class TestNomicBertWithExperts(PoolingFamilyConformance):
     """transformers has none: its layers get other MLPs and biases here."""
 
+    in_layers = "self_attn"
+
     default_pooling: ClassVar[str] = "MEAN"
     a_matrix: ClassVar[str] = ".1.mlp.router"
 

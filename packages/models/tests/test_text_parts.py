@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from adapter_files import choose, with_adapters
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -31,6 +33,7 @@ from headrace_models.catalogue.multimodal import (
 )
 from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.adapters import linear_modules, merged, write_adapter
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
@@ -130,13 +133,16 @@ BY_HAND = {
     "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
     "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "NemotronH_Nano_VL_V2", "Phi4MMForCausalLM",
-    "Phi4MultimodalForCausalLM", "MiniCPMV", "UltravoxModel", "DotsOCRForCausalLM",
+    "Phi4MultimodalForCausalLM", "MiniCPMO", "MiniCPMV", "UltravoxModel", "DotsOCRForCausalLM",
     "OpenCUAForConditionalGeneration", "Tarsier2ForConditionalGeneration", "KeyeForConditionalGeneration",
     "KeyeVL1_5ForConditionalGeneration", "Phi3VForCausalLM",
     "BeeForConditionalGeneration", "RForConditionalGeneration", "MantisForConditionalGeneration",
     "InternS1ForConditionalGeneration", "NVLM_D_Model", "SkyworkR1VChatModel",
     "H2OVLChatModel", "Llama_Nemotron_Nano_VL", "Eagle2_5_VLForConditionalGeneration",
-    "MolmoForCausalLM", "Ovis", "ChameleonForConditionalGeneration",
+    "MolmoForCausalLM", "Ovis", "Ovis2_5", "ChameleonForConditionalGeneration",
+    "DeepseekOCRForCausalLM",
+    "DeepseekVLV2ForCausalLM", "TarsierForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration",
+    "MiDashengLMModel", "HCXVisionForCausalLM", "KananaVForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
@@ -251,6 +257,7 @@ def check_equal(folder: Path, model: Any, **limits: int) -> None:
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@pytest.mark.keep(24, every_value=False)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_text_is_equal(name: str, kind: str, tmp_path: Path) -> None:
     model = make(name, kind, tmp_path)
@@ -544,3 +551,37 @@ def test_language_models_are_rows_of_the_catalogue() -> None:
     for wrapper in WRAPPERS.values():
         assert set(wrapper.texts.values()) <= set(ARCHITECTURES)
         assert wrapper.name not in ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Gemma3ForConditionalGeneration"],
+)  # fmt: skip
+def test_an_adapter_of_the_language_model(name: str, tmp_path: Path) -> None:
+    """Under the names of transformers' modules, and under those that it had before 4.52; modules of towers
+    are refused by name."""
+    check_adapter(name, next(iter(WRAPPERS[name].texts)), tmp_path)
+
+
+def check_adapter(name: str, kind: str, folder: Path) -> None:
+    model = make(name, kind, folder)
+    info = resolved(folder)
+    context, slots = with_adapters(build_context(info))
+    own = load_model(info, context)
+    decoder = next(n for n, module in model.named_modules() if module is model.get_decoder())
+    modules = linear_modules(model)
+    modules = {n: size for n, size in modules.items() if n.startswith((f"{decoder}.", "lm_head"))}
+    terms = write_adapter(folder / "new", modules)
+    older = {n: re.sub("^model.language_model", "language_model.model", n) for n in modules}
+    write_adapter(folder / "old", {older[n]: size for n, size in modules.items()})
+    expected, plain = wanted(merged(model, terms)), wanted(model)
+    for slot, layout in enumerate(("new", "old")):
+        slots.place(slot, slots.read(str(folder / layout)))
+        choose(slots, [slot] * len(PROMPT) + [-1] * len(PROMPT))
+        found = PagedDriver(own).step({"a": PROMPT, "b": PROMPT}).log_softmax(-1)
+        torch.testing.assert_close(found[: len(PROMPT)], expected, atol=2e-4, rtol=0)
+        torch.testing.assert_close(found[len(PROMPT) :], plain, atol=2e-4, rtol=0)
+    tower = next(n for n in linear_modules(model) if n not in modules)
+    write_adapter(folder / "tower", {tower: (8, 8)})
+    with pytest.raises(UnsupportedModel, match=tower):
+        slots.read(str(folder / "tower"))

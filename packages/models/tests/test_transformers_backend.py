@@ -34,6 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not o
 class ByTransformers(FamilyConformance):
     """A suite of a family, with the other implementation."""
 
+    takes_adapters = False
+
     def resolve(self, path: Path, **settings: Any) -> ModelInfo:
         return super().resolve(path, **{"model_impl": "transformers", **settings})
 
@@ -71,6 +73,8 @@ class TestGPT2ByTransformers(ByTransformers, families.TestGPT2):
 
 class PoolsByTransformers(PoolingFamilyConformance):
     """A suite of a pooling model, with the other implementation."""
+
+    takes_adapters = False
 
     def resolve(self, path: Path, **settings: Any) -> ModelInfo:
         return super().resolve(path, **{"model_impl": "transformers", **settings})

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from audio_conformance import Heard
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from video_conformance import VALUES, VIDEO, Laid, VideoConformance
@@ -46,6 +47,12 @@ def padded(patches: Tensor, grids: Tensor) -> tuple[Tensor, Tensor]:
         values.append(torch.nn.functional.pad(own, (0, 0, 0, more)))
         places.append(torch.nn.functional.pad(at, (0, 0, 0, more), value=-1))
     return torch.stack(values), torch.stack(places)
+
+
+def bound_all(reference: Any) -> None:
+    for name, bound in reference.named_buffers():
+        if name.endswith(("_min", "_max")):
+            bound.fill_(-1.5 if name.endswith("_min") else 1.25)
 
 
 class Gemma4(VideoConformance):
@@ -123,9 +130,7 @@ class TestGemma4OfLargeModels(Gemma4):
 
     def save(self, reference: Any, folder: Path) -> None:
         """With bounds that some numbers are beyond."""
-        for name, bound in reference.named_buffers():
-            if name.endswith(("_min", "_max")):
-                bound.fill_(-1.5 if name.endswith("_min") else 1.25)
+        bound_all(reference)
         super().save(reference, folder)
 
     def in_pieces(self, model: Any, laid: Laid, pieces: Sequence[int]) -> Tensor:
@@ -149,3 +154,44 @@ class TestGemma4OfLargeModels(Gemma4):
                 hidden = model.forward(replace(batch, extra=extra))
                 found.append(model.compute_logits(hidden).float())
         return torch.log_softmax(torch.cat(found), dim=-1)
+
+
+AUDIO: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "attention_chunk_size": 4,
+    "attention_context_left": 5, "attention_logit_cap": 2.0, "subsampling_conv_channels": [8, 6],
+    "gradient_clipping": 5.0, "output_proj_dims": 20,
+}  # fmt: skip
+
+
+class TestGemma4Hears(Heard):
+    """Recordings of whole chunks and of more, with bounds that some numbers are beyond; pictures beside
+    them."""
+
+    tolerance: ClassVar = 2e-4
+    takes: ClassVar = ("image", "video", "audio")
+    gemma: ClassVar = Gemma4()
+
+    def hf_class(self) -> Any:
+        return self.gemma.hf_class()
+
+    def hf_config(self) -> Any:
+        from transformers import Gemma4AudioConfig
+
+        config = self.gemma.hf_config()
+        config.audio_config = Gemma4AudioConfig(**AUDIO)
+        config.audio_token_id, config.image_token_id = IMAGE, 122
+        return config
+
+    def save(self, reference: Any, folder: Path) -> None:
+        bound_all(reference)
+        super().save(reference, folder)
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return [{"input_features": drawn(frames, frames, 8)} for frames in (33, 64)]
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        features = [item["input_features"] for item in images]
+        longest = max(map(len, features))
+        frames = [torch.nn.functional.pad(x, (0, 0, 0, longest - len(x))) for x in features]
+        masks = [torch.arange(longest) < len(x) for x in features]
+        return {"input_features": torch.stack(frames), "input_features_mask": torch.stack(masks)}

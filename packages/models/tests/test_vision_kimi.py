@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_text_parts import DEEPSEEK
 from test_vision_language import TEXT, drawn
 from torch import Tensor
+from video_conformance import VALUES, VIDEO, VideoConformance
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
@@ -97,6 +100,76 @@ class Published(Kimi):
             if name.startswith(written):
                 name = published + name.removeprefix(written)
         return name
+
+
+class TestVideosOfKimiK25(VideoConformance, Kimi):
+    """Of stretches of four frames, of two and of one, each behind its time."""
+
+    placeholders = (IMAGE, VIDEO)
+
+    def hf_class(self) -> Any:
+        """The library's with its towers asked about one stretch after another: it expects that all have as
+        many frames, and as many vectors as patches of all of these."""
+        kind = super().hf_class()
+
+        def made(config: Any) -> Any:
+            whole = kind(config)
+            own = whole.model
+
+            def features(pixels: Tensor, grids: Tensor, **_: Any) -> Any:
+                parts = torch.split(pixels, grids.prod(dim=1).tolist())
+                towers = [
+                    own.vision_tower(part, grid_thw=grid[None])
+                    for part, grid in zip(parts, grids, strict=True)
+                ]
+                found = [own.mm_projector(one.pooler_output).squeeze(1) for one in towers]
+                return SimpleNamespace(pooler_output=found)
+
+            own.get_video_features = features
+            return whole
+
+        return made
+
+    architecture = "KimiK25ForConditionalGeneration"
+
+    def hf_config(self) -> Any:
+        config = super().hf_config()
+        config.video_token_id = VIDEO
+        return config
+
+    def videos(self) -> Sequence[dict[str, Tensor]]:
+        shapes = ([(4, 4, 6), (2, 4, 6)], [(4, 2, 4), (1, 2, 4)])
+        return [
+            {
+                VALUES: drawn(seed, sum(map(math.prod, grids)), 3 * PATCH**2),
+                "video_grid_thw": torch.tensor(grids),
+            }
+            for seed, grids in enumerate(shapes)
+        ]
+
+    def times(self, video: dict[str, Tensor]) -> int:
+        return len(video["video_grid_thw"])
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        pictures = [item for item in images if VALUES not in item]
+        found = super().hf_inputs(pictures) if pictures else {}
+        clips = [item for item in images if VALUES in item]
+        if clips:
+            patches = torch.cat([item[VALUES] for item in clips])
+            found[VALUES] = patches.view(-1, 3, PATCH, PATCH)
+            found["video_grid_thw"] = torch.cat([item["video_grid_thw"] for item in clips])
+        return found
+
+    def test_frames_stand_in_time(self, model: Any) -> None:
+        """The same frame twice is another video than once."""
+        patches = drawn(7, 8, 3 * PATCH**2)
+        twice, once = (
+            model.embed_media(
+                "video", [{VALUES: x, "video_grid_thw": torch.tensor([[len(x) // 8, 2, 4]])}]
+            )[0]
+            for x in (torch.cat([patches, patches]), patches)
+        )
+        assert float((twice - once).abs().max()) > 1e-3
 
 
 class TestKimiK25(Published):

@@ -106,7 +106,7 @@ class TestNemotronVLWithOneVector(NemotronVL):
     first = (1, 4)
 
 
-class TestNemotronVL2(NemotronVL):
+class NemotronVL2(NemotronVL):
     """In front of a recurrent decoder."""
 
     first = (2, 3)
@@ -124,6 +124,8 @@ class TestNemotronVL2(NemotronVL):
         own = {"architectures": ["NemotronH_Nano_VL_V2"], "model_type": "NemotronH_Nano_VL_V2"}
         return {**super().hf_config(), **own, "llm_config": text}
 
+
+class TestNemotronVL2(NemotronVL2):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
@@ -148,5 +150,5 @@ class TestNemotronVL2(NemotronVL):
         (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
         with pytest.raises(UnsupportedModel, match=named):
             self.load(tmp_path)
-        text = self.load(tmp_path, limit_mm_per_prompt={"image": 0})
+        text = self.load(tmp_path, limit_mm_per_prompt={"image": 0, "video": 0})
         assert not hasattr(text, "tower")

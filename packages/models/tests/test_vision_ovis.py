@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import save_file
 from test_vision_language import TEXT, drawn
 from torch import Tensor, nn
+from video_conformance import VALUES, VideoConformance
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
+from headrace_testing.model.plain_media import PlainMedia
 
 MARKS = (121, 122, 123, 124, 125)
 TOWER: dict[str, Any] = {
@@ -249,3 +251,102 @@ class TestOvis16(TestOvis):
         "tie_word_embeddings": True,
     }  # fmt: skip
     backbone: ClassVar = {**TOWER, "model_type": "siglip_vision_model"}
+
+
+NAVIT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 20, "patch_size": 4,
+}  # fmt: skip
+
+
+class PlainOvis25(PlainMedia):
+    """Ovis 2.5 by a plain reading: PaddleOCR-VL's tower in transformers is the same but for the norm behind
+    it, and for how positions are stretched."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers.models.paddleocr_vl.configuration_paddleocr_vl import (
+            PaddleOCRVisionConfig,
+        )
+        from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVisionModel
+
+        parts: Any = nn.Module()
+        parts.visual_tokenizer = nn.Module()
+        vit = PaddleOCRVisionModel(PaddleOCRVisionConfig(**NAVIT, spatial_merge_size=2))
+        vit.vision_model.embeddings.interpolation_mode = "bicubic"
+        vit.vision_model.post_layernorm.forward = lambda x: x
+        parts.visual_tokenizer.vit = vit
+        size, words = NAVIT["hidden_size"], WORDS - 4
+        parts.visual_tokenizer.head = nn.Sequential(
+            nn.Linear(4 * size, words, bias=False), nn.LayerNorm(words)
+        )
+        parts.vte = nn.Embedding(WORDS, TEXT["hidden_size"])
+
+        def squares(frame: Tensor, height: int, width: int) -> Tensor:
+            """Words of a frame: the library has its patches row by row."""
+            grid = torch.tensor([[1, height, width]])
+            rows = frame.view(height // 2, width // 2, 2, 2, -1).transpose(1, 2).flatten(0, 3)
+            states = vit(rows.view(1, -1, 3, 4, 4), grid_thw=grid).last_hidden_state
+            cut = states.view(height // 2, 2, width // 2, 2, size).transpose(1, 2)
+            shares: Tensor = parts.visual_tokenizer.head(cut.reshape(-1, 4 * size)).softmax(-1)
+            return shares @ parts.vte.weight[:words]
+
+        def embed(item: Any) -> Tensor:
+            is_video = VALUES in item
+            grid = item["video_grid_thw" if is_video else "image_grid_thw"].tolist()
+            frames = item[VALUES if is_video else "pixel_values"].chunk(grid[0])
+            begin = words + 2 * is_video
+            made = [squares(frame, *grid[1:]) for frame in frames]
+            ends = parts.vte.weight[begin : begin + 2]
+            return torch.cat([ends[:1], *made, ends[1:]])
+
+        text = Qwen3ForCausalLM(Qwen3Config(**config["llm_config"]))
+        super().__init__(config, text, ("", parts), embed, "llm.")
+
+
+class TestOvis25(VideoConformance):
+    architecture, placeholders = "Ovis2_5", (IMAGE, IMAGE)
+
+    def hf_class(self) -> Any:
+        return PlainOvis25
+
+    def hf_config(self) -> Any:
+        text = {
+            **TEXT, "model_type": "qwen3", "head_dim": 12, "tie_word_embeddings": False,
+            "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+            "attention_bias": False,
+        }  # fmt: skip
+        tower = {**NAVIT, "model_type": "siglip2_navit", "fullatt_block_indexes": None}
+        return {
+            "architectures": ["Ovis2_5"], "model_type": "ovis2_5", "hidden_size": TEXT["hidden_size"],
+            "llm_config": text, "vit_config": tower, "visual_vocab_size": WORDS, "image_token": IMAGE,
+        }  # fmt: skip
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return [
+            {
+                "pixel_values": drawn(seed, h * w, 48),
+                "image_grid_thw": torch.tensor([1, h, w]),
+            }
+            for seed, (h, w) in enumerate([(4, 6), (8, 2)])
+        ]
+
+    def videos(self) -> Sequence[dict[str, Tensor]]:
+        return [
+            {VALUES: drawn(seed, t * h * w, 48), "video_grid_thw": torch.tensor([t, h, w])}
+            for seed, (t, h, w) in enumerate([(3, 4, 2), (1, 2, 6)])
+        ]
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        return {"images": images}
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("fullatt_block_indexes", "7|15"), ("num_patches", 256), ("use_rope", False)],
+    )
+    def test_refused(
+        self, reference: Any, folder: Path, tmp_path: Path, key: str, value: object
+    ) -> None:
+        self.with_config(folder, tmp_path, vit_config={key: value})
+        with pytest.raises(UnsupportedModel, match=f"{key} = {value!r}".replace("|", r"\|")):
+            self.load(tmp_path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import test_vision_eagle as eagle
 import test_vision_idefics3 as idefics3
 import test_vision_internvl as internvl
 import test_vision_internvl_chat as internvl_chat
 import test_vision_language as language
 import test_vision_llava_next as llava_next
+import test_vision_nemotron_vl as nemotron_vl
 import test_vision_qwen3_vl as qwen3
 import torch
 from test_vision_language import drawn
@@ -184,3 +186,19 @@ class TestSmolVLM(VideoConformance, idefics3.TestSmolVLM):
     def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
         return {"pixel_values": torch.cat(tiles)[None]}  # type: ignore[arg-type]
+
+
+class PlainTiles(InternVLVideos):
+    """Beside plain readings, for which a frame is a tile."""
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        tiles = [item.get(VALUES, item.get("pixel_values")) for item in images]
+        return {"images": [{"pixel_values": own} for own in tiles]}
+
+
+class TestEagle(PlainTiles, eagle.Eagle):
+    layer, architecture = -1, "Eagle2_5_VLForConditionalGeneration"
+
+
+class TestNemotronVL2(PlainTiles, nemotron_vl.NemotronVL2):
+    architecture = "NemotronH_Nano_VL_V2"

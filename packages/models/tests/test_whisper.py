@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_files import choose, with_adapters
 
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, UnsupportedFeature, UnsupportedModel, WeightsError
@@ -15,6 +16,7 @@ from headrace_core.model import ModelInfo, SupportsAlignment, SupportsEncoderDec
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
+from headrace_testing.model.adapters import linear_modules, merged, write_adapter
 from headrace_testing.model.decoders import build_context, randomise, run_ranks
 from headrace_testing.model.encoder_decoders import EncoderDecoderDriver
 
@@ -308,3 +310,25 @@ def test_without_alignment_heads_times_are_refused_by_name(reference, folder):
     model = load_model(info, build_context(info))
     with pytest.raises(UnsupportedModel, match="head below 3"):
         model.align(batch, clip(0))
+
+
+def test_an_adapter_of_the_decoder(reference, folder, tmp_path):
+    """Of what runs on tokens; the encoder, and keys and values of its states, are refused by name."""
+    info = resolved(folder)
+    context, slots = with_adapters(build_context(info))
+    model = load_model(info, context)
+    foreign = ("encoder_attn.k_proj", "encoder_attn.v_proj")
+    modules = {n: size for n, size in linear_modules(reference).items() if ".decoder." in n}
+    taken = {n: size for n, size in modules.items() if not n.endswith(foreign)}
+    terms = write_adapter(tmp_path, taken)
+    slots.place(1, slots.read(str(tmp_path)))
+    choose(slots, [1] * 4 + [-1] * 4)
+    media = {"a": clip(0), "b": clip(1)}
+    logits = EncoderDecoderDriver(model).listen({"a": PROMPT, "b": PROMPT}, media, STATES)
+    close(logits[:4], logprobs(merged(reference, terms), media["a"], PROMPT))
+    close(logits[4:], logprobs(reference, media["b"], PROMPT))
+    encoder = next(n for n in linear_modules(reference) if ".encoder." in n)
+    for name in (encoder, *(n for n in modules if n.endswith(foreign))):
+        write_adapter(tmp_path, {name: (36, 36)})
+        with pytest.raises(UnsupportedModel, match=name):
+            slots.read(str(tmp_path))

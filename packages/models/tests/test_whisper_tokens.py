@@ -11,11 +11,10 @@ import torch
 
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import ModelInfo
-from headrace_core.speech.declared import DeclaredSpeech
 from headrace_core.speech.model import AudioClip, SpeechToTextConfig, SupportsTranscription
 from headrace_models.families.speech.whisper import WhisperForConditionalGeneration as Whisper
 from headrace_models.families.speech.whisper_tokens import LANGUAGES, WhisperTokens
-from headrace_testing.model.speech import TranscriptionConformance
+from headrace_testing.model.speech import AskedSpeech, TranscriptionConformance
 
 NAMES = [
     "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|haw|>", "<|translate|>",
@@ -240,7 +239,7 @@ def test_checkpoints_that_say_no_timestamps(tmp_path):
         ({"suppress_tokens": every[:3], "max_initial_timestamp_index": 2}, False),
     ):
         model = info(tmp_path, generation, vocab_size=size)
-        assert DeclaredSpeech(Whisper, model).segment_timestamps is says
+        assert AskedSpeech(Whisper, model).segment_timestamps is says
     assert not Whisper.says_timestamps(info(tmp_path, vocab_size=first))
 
 

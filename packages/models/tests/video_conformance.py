@@ -21,6 +21,7 @@ from headrace_core.model import (
 )
 from headrace_core.multimodal import MediaInput
 from headrace_testing.model.decoders import PagedDriver
+from headrace_testing.sampling import turns
 
 VIDEO = 121
 """Placeholder."""
@@ -36,6 +37,7 @@ class Laid(NamedTuple):
     values: Tensor
 
 
+@turns(3)
 class VideoConformance(VisionConformance):
     """A subclass says besides: two videos as the model takes them. Its ``hf_inputs`` takes both kinds, in the
     order of a prompt."""
@@ -127,6 +129,7 @@ class VideoConformance(VisionConformance):
     def test_a_video(self, reference: Any, model: Any) -> None:
         self.check(reference, model, self.videos()[:1])
 
+    @turns(1)
     def test_images_and_videos(self, reference: Any, model: Any) -> None:
         (image, other), (video, last) = self.images(), self.videos()
         self.check(reference, model, [image, video, other, last])

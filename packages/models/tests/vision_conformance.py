@@ -28,11 +28,13 @@ from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise
+from headrace_testing.sampling import turns
 
 IMAGE = 120
 """Placeholder."""
 
 
+@turns(3)
 class VisionConformance:
     """What a subclass must say: the class, its tiny config, and two images as the model takes them."""
 
@@ -122,6 +124,18 @@ class VisionConformance:
                 logits = reference(**given).logits[0]
         return torch.log_softmax(logits.float(), dim=-1)
 
+    def rows(self, offset: int, count: int) -> list[int]:
+        """Places of an image's vectors in the prompt."""
+        return list(range(offset, offset + count))
+
+    def last_keys(self, spans: Sequence[tuple[int, int]], first: int, number: int) -> Tensor:
+        """See :func:`last_keys`."""
+        return last_keys(spans, first, number)
+
+    def borders(self, offsets: Sequence[int]) -> Sequence[int]:
+        """Where a prompt may be cut that has images at these offsets, tokens of which see each other."""
+        return offsets
+
     def forward(
         self,
         model: Any,
@@ -134,7 +148,9 @@ class VisionConformance:
         vectors = self.embed(model, images) if images else []
         driver, found, done = PagedDriver(model), [], 0
         rows = [
-            offset + i for offset, v in zip(offsets, vectors, strict=True) for i in range(len(v))
+            row
+            for offset, v in zip(offsets, vectors, strict=True)
+            for row in self.rows(offset, len(v))
         ]
         values = torch.cat(vectors) if vectors else torch.zeros(0, 1)
         axes = None
@@ -155,7 +171,8 @@ class VisionConformance:
             batch = driver.batch({"a": tokens[done : done + size]})
             if self.sees_whole:
                 spans = [(o, o + len(v)) for o, v in zip(offsets, vectors, strict=True)]
-                batch = driver.prepared(replace(batch, last_keys=last_keys(spans, done, size)))
+                last = self.last_keys(spans, done, size)
+                batch = driver.prepared(replace(batch, last_keys=last))
             with torch.inference_mode():
                 hidden = model.forward(replace(batch, extra=extra))
                 found.append(model.compute_logits(hidden).float())
@@ -174,6 +191,7 @@ class VisionConformance:
             found, self.logprobs(reference, tokens, []), atol=self.tolerance, rtol=0
         )
 
+    @turns(1)
     def test_two_images_in_a_prompt(self, reference: Any, model: Any) -> None:
         images = self.images()
         tokens, offsets = self.prompt([len(v) for v in self.embed(model, images)])
@@ -186,7 +204,7 @@ class VisionConformance:
         tokens, offsets = self.prompt([len(v) for v in self.embed(model, images)])
         pieces = [3, 2, len(tokens) - 7, 1, 1]
         if self.sees_whole:
-            borders = [0, 1, *offsets, len(tokens) - 2, len(tokens) - 1, len(tokens)]
+            borders = [0, 1, *self.borders(offsets), len(tokens) - 2, len(tokens) - 1, len(tokens)]
             pieces = [end - begin for begin, end in itertools.pairwise(borders)]
         found = self.forward(model, tokens, offsets, images, pieces)
         expected = self.logprobs(reference, tokens, images)

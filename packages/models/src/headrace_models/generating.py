@@ -154,33 +154,36 @@ def processor_of(
     if wrapper is None:
         return name
     served = wrapper.tower_of(whole) is not None
-    return name if served and (embeds or _any_taken(wrapper, limits)) else ""
+    return name if served and (embeds or _any_taken(wrapper, whole, limits)) else ""
 
 
-def reads_towers(architecture: str, limits: Mapping[str, Any]) -> bool:
-    """False if the operator limits all modalities of a joined architecture to 0."""
-    wrapper = WRAPPERS.get(architecture)
-    return wrapper is None or _any_taken(wrapper, limits)
-
-
-def _any_taken(wrapper: Wrapper, limits: Mapping[str, Any]) -> bool:
-    return any(media_limit(limits, modality) for modality in wrapper.media)
-
-
-def with_used_towers(
-    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """A config without those of several towers that nothing goes into: all modalities of such a one are
-    limited to 0.
+def reads_towers(architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> bool:
+    """False if the operator limits all modalities of a checkpoint of a joined architecture to 0.
 
     Args:
         whole: ``config.json``.
         limits: ``model.limit_mm_per_prompt``.
     """
     wrapper = WRAPPERS.get(architecture)
-    if (
-        wrapper is None or len(wrapper.takes) == 1
-    ):  # without its only tower, it is its language model
+    return wrapper is None or _any_taken(wrapper, whole, limits)
+
+
+def _any_taken(wrapper: Wrapper, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> bool:
+    return any(media_limit(limits, modality) for modality in wrapper.media_of(whole))
+
+
+def with_used_towers(
+    architecture: str, whole: Mapping[str, Any], limits: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A config without those of several towers that nothing goes into: all modalities of such a one are
+    limited to 0. Where nothing goes into any, the config is whole, as media may come as vectors.
+
+    Args:
+        whole: ``config.json``.
+        limits: ``model.limit_mm_per_prompt``.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None or not _any_taken(wrapper, whole, limits):
         return whole
     return wrapper.without_towers(whole, limits)
 

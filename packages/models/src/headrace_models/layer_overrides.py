@@ -69,7 +69,8 @@ class LayerOverrides(QuantMethod):
     ) -> Iterable[tuple[str, Tensor, Path]]:
         """Raises: ConfigError: an entry names no layer of the model; names the nearest."""
         for entry in sorted(self._unused):
-            near = difflib.get_close_matches(entry, self._seen, 3, 0.5) or self._seen[:3]
+            seen = list(dict.fromkeys(self._seen))
+            near = difflib.get_close_matches(entry, seen, 3, 0.5) or seen[:3]
             raise ConfigError(
                 f"{_FIELD}: {entry!r} is no linear layer of the model; it has {', '.join(near)} and others",
                 field=_FIELD,

@@ -40,7 +40,8 @@ def quantization_config(info: ModelInfo) -> Mapping[str, Any] | None:
 def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     """Name of the method: what the checkpoint says, which the user's choice must equal or be another name
     of (or, of a GGUF file, take its floats: the method itself refuses others); else the user's choice; else
-    ``none``.
+    ``none``. The choice may be a name for a part of what the format has (``modelopt_fp4``): it is then the
+    method, which refuses the rest.
 
     Raises:
         ConfigError: the two differ; names both.
@@ -49,6 +50,8 @@ def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
     if block is None:
         return wanted or PLAIN
     stored = str(block["quant_method"])
+    if wanted is not None and _is_part(wanted, stored):
+        return wanted
     if wanted not in (None, stored) and stored != BLOCKS and not _is_same(wanted, stored):
         raise ConfigError(
             f"model.quantization = {wanted!r}: the checkpoint {info.name!r} is quantized with "
@@ -60,11 +63,22 @@ def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
 
 def _is_same(wanted: str | None, stored: str) -> bool:
     """True if both names lead to one class: names that other engines have for one format's kernels
-    (``gptq_marlin``)."""
-    installed = plugins.installed(GROUP)
-    if wanted is None or wanted not in installed or stored not in installed:
+    (``gptq_marlin``); or if the checkpoint's is a name for a part of the other's format."""
+    if wanted is None or not _are_installed(wanted, stored):
         return False
-    return plugins.load(GROUP, wanted) is plugins.load(GROUP, stored)
+    return plugins.load(GROUP, wanted) is plugins.load(GROUP, stored) or _is_part(stored, wanted)
+
+
+def _is_part(name: str, whole: str) -> bool:
+    """True if a name's method is a subclass of another's that reads the same checkpoints."""
+    if not _are_installed(name, whole):
+        return False
+    part, of = plugins.load(GROUP, name), plugins.load(GROUP, whole)
+    return part is not of and issubclass(part, of)
+
+
+def _are_installed(*names: str) -> bool:
+    return plugins.installed(GROUP).keys() >= set(names)
 
 
 def quant_method(

@@ -164,7 +164,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         pooling=pooling,
         is_encoder_decoder=generating.is_encoder_decoder,
         processor=processor,
-        has_towers=by_transformers or reads_towers(architecture, limits),
+        has_towers=by_transformers or reads_towers(architecture, whole, limits),
         trust_remote_code=config.trust_remote_code,
     )
 

@@ -28,6 +28,7 @@ _SUFFIXES = {
     "ChatModel": Run("generate", "none"),
     "LMHeadModel": Run("generate", "none"),
     "OmniModel": Run("generate", "none"),  # a thinker, which writes, and a talker
+    "MiDashengLMModel": Run("generate", "none"),
     "UltravoxModel": Run("generate", "none"),
     "D_Model": Run("generate", "none"),  # NVLM's
     "ForTextEncoding": Run("pooling", "embed"),

@@ -31,16 +31,24 @@ def text_of(
     media = None if tower is None else _load(tower)
     names = None if media is None or not has_towers else media.media_names
 
-    def translate(
-        self: Any, tensors: Iterable[tuple[str, Tensor, Path]]
+    def renamed(
+        self: Any, tensors: Iterable[tuple[str, Tensor, Path]], then: str = "renamed"
     ) -> Iterable[tuple[str, Tensor, Path]]:
         named = _renamed(wrapper, tensors, names)
         if wrapper.transposes_experts:
             named = _with_rows_first(named, self.settings.integer("hidden_size"))
-        inner = getattr(super(made, self), "translate", None)
+        inner = getattr(super(made, self), then, None) or getattr(
+            super(made, self), "translate", None
+        )
         return named if inner is None else inner(named)
 
-    members: dict[str, Any] = {"translate": translate, "__module__": own.__module__}
+    def translate(
+        self: Any, tensors: Iterable[tuple[str, Tensor, Path]]
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        return renamed(self, tensors, "translate")
+
+    members: dict[str, Any] = {"translate": translate, "renamed": renamed}
+    members["__module__"] = own.__module__
     name = own.__name__
     bases: tuple[type[Any], ...] = (own,)
     if media is not None:

@@ -206,7 +206,12 @@ ROWS = (
         "pool",
     ),
     Architecture(
-        "SiglipTextModel", "encoder.siglip:SiglipTextModel", "SigLIP, text", _NONE, "pool"
+        "SiglipTextModel",
+        "encoder.siglip:SiglipTextModel",
+        "SigLIP, text",
+        _NONE,
+        "pool",
+        lora=False,
     ),
     Architecture(
         "XLMRobertaForSequenceClassification",

@@ -21,6 +21,7 @@ ROWS = (
         alias_of="BaichuanForCausalLM",
     ),
     Architecture("BaichuanForCausalLM", "decoder.baichuan:BaichuanForCausalLM", "Baichuan 1 and 2"),
+    Architecture("BagelTextForCausalLM", "decoder.bagel:BagelTextForCausalLM", "Bagel, text"),
     Architecture(
         "ChatGLMForConditionalGeneration",
         "decoder.chatglm:ChatGLMModel",
@@ -62,6 +63,7 @@ ROWS = (
         "ChameleonTextForCausalLM", "decoder.chameleon:ChameleonTextForCausalLM", "Chameleon, text"
     ),
     Architecture("MolmoTextForCausalLM", "decoder.molmo:MolmoTextForCausalLM", "Molmo, text"),
+    Architecture("Molmo2TextForCausalLM", "decoder.molmo2:Molmo2TextForCausalLM", "Molmo 2, text"),
     Architecture("OrionForCausalLM", "decoder.orion:OrionForCausalLM", "Orion"),
     Architecture("OuroForCausalLM", "decoder.ouro:OuroForCausalLM", "Ouro"),
     Architecture(
@@ -82,6 +84,7 @@ ROWS = (
     Architecture(
         "Step1ForCausalLM", "decoder.step1:Step1ForCausalLM", "Step 1, the text of Step-Audio"
     ),
+    Architecture("Step3TextForCausalLM", "moe.step3:Step3TextForCausalLM", "Step 3, text"),
     Architecture("TeleChat2ForCausalLM", "decoder.telechat2:TeleChat2ForCausalLM", "TeleChat 2"),
     Architecture(
         "TeleChatForCausalLM",

@@ -21,8 +21,8 @@ class Architecture:
     """``generate``, ``pool`` or ``speech``."""
     alias_of: str = ""
     """Another row whose checkpoints may carry this name; tested there."""
-    lora: bool = False
-    """True if it takes adapters (:class:`headrace_core.model.SupportsLoRA`)."""
+    lora: bool = True
+    """True if its layers take low-rank adapters (:mod:`headrace_models.lora`)."""
     pp: bool = False
     """True if it can be cut into stages (:class:`headrace_core.model.SupportsPP`)."""
     quantization: bool = True

@@ -14,7 +14,7 @@ from headrace_models.formats.mistral_config import has_params
 
 logger = logging.getLogger(__name__)
 
-WANTED_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+WANTED_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenization_*.py")
 """Files of a repository that are downloaded besides weights: configs, tokenizers, chat templates."""
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "auto": ("*.safetensors", "*.bin"),

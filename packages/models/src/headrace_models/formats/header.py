@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace_core import failpoints
 from headrace_core.errors import WeightsError
+from headrace_core.reliability import failpoints
 from headrace_models.checkpoint.regular_file import open_regular
 
 ITEM_BYTES = {

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace_core import failpoints
 from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
+from headrace_core.reliability import failpoints
 from headrace_models.checkpoint.regular_file import check_regular
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.index import (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace_core.errors import ModelError
+from headrace_models.formats.byte_ranks import added_token, byte_level, merges_of, spelled
 
 TEKKEN = "tekken.json"
 MAX_FILE_BYTES = 256 << 20
@@ -57,42 +58,13 @@ def tekken_tokenizer(path: Path) -> TekkenTokenizer:
     specials = _count(path, config, "default_num_special_tokens")
     controls = _controls(path, content, specials, str(config.get("version")))
     ranks = _ranks(path, content, size - specials)
-    spelled = {token: _spelled(token) for token in ranks}
     vocabulary = {token: index for index, token in enumerate(controls)}
-    vocabulary |= {spelled[token]: rank + specials for token, rank in ranks.items()}
+    vocabulary |= {spelled(token): rank + specials for token, rank in ranks.items()}
     if len(vocabulary) != size:
         raise _damaged(path, "a control token is spelled like another token")
-    merges = [[spelled[left], spelled[right]] for left, right in _merges(ranks)]
-    return TekkenTokenizer(
-        json.dumps(_tokenizer(config["pattern"], vocabulary, merges, controls), ensure_ascii=False),
-        _config(path, controls),
-    )
-
-
-def _tokenizer(
-    pattern: str, vocabulary: Mapping[str, int], merges: list[list[str]], controls: list[str]
-) -> dict[str, Any]:
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": True,
-            }
-            for index, token in enumerate(controls)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence", "pretokenizers": [cut, {**bytes_, "use_regex": False}],
-        },
-        "decoder": {**bytes_, "use_regex": True},
-        "model": {
-            "type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
-            "fuse_unk": False, "ignore_merges": True,
-        },
-    }  # fmt: skip
+    added = [added_token(index, token) for index, token in enumerate(controls)]
+    whole = byte_level(config["pattern"], vocabulary, merges_of(ranks), added)
+    return TekkenTokenizer(json.dumps(whole, ensure_ascii=False), _config(path, controls))
 
 
 def _config(path: Path, controls: list[str]) -> dict[str, Any]:
@@ -182,31 +154,6 @@ def _entries(path: Path, entries: Any, name: str) -> Iterator[tuple[int, str]]:
         if type(rank) is not int or rank < 0 or not isinstance(text, str):
             raise _damaged(path, f"{str(entry)[:80]}: must have a 'rank' and {name!r}")
         yield rank, text
-
-
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to make a token of two, lowest rank first."""
-    found = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = ranks.get(token[:cut]), ranks.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((rank, left, right, cut, token))
-    return [(token[:cut], token[cut:]) for _, _, _, cut, token in sorted(found)]
-
-
-def _spelled(token: bytes) -> str:
-    return token.decode("latin-1").translate(_ALPHABET)
-
-
-def _alphabet() -> dict[int, int]:
-    """The character that stands for each byte: itself if printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return {byte: byte if byte in printable else next(others) for byte in range(256)}
-
-
-_ALPHABET = _alphabet()
 
 
 def _damaged(path: Path, why: str) -> ModelError:

@@ -134,6 +134,9 @@ class WeightLayer(Layer, ABC):
     takes_views: bool = False
     """True if :meth:`load` keeps nothing of its tensors: they may then be views of the
     checkpoint's file, or of memory that is used again for the next leaf."""
+    is_twin: bool = False
+    """True of an object that loads tensors in the place of the leaf, which gets its state later
+    (:mod:`headrace_models.loading.update`): it writes into nothing but itself."""
 
     @abstractmethod
     def slots(self) -> Mapping[str, Slot]:
@@ -148,6 +151,10 @@ class WeightLayer(Layer, ABC):
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors, of the slots' shapes and dtypes, on the model's device."""
+
+    def publish(self) -> None:
+        """Write what the leaf holds where others read it, if they do; the leaf has got another's state."""
+        return
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The leaf's weights once it is loaded, by name (``weight``): see :meth:`named_parameters`."""

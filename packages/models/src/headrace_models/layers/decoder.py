@@ -76,6 +76,9 @@ class Decoder(Layer, ABC):
     """
 
     weight_rules: ClassVar[Sequence[WeightRule]]
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ()
+    """Regular expression of names of modules of transformers' class -> what files have in its place, where
+    the two differ: adapters have the former."""
     ties_embeddings: ClassVar[bool] = False
     """The family's default for a config without ``tie_word_embeddings``."""
     embedding_name: ClassVar[str] = "model.embed_tokens"
@@ -231,6 +234,27 @@ class Decoder(Layer, ABC):
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
+
+    @property
+    def num_streams(self) -> int:
+        """See :class:`headrace_core.speculation.ShowsStreams`."""
+        kind = type(self)
+        shown = kind.run_blocks is Decoder.run_blocks and kind.forward is Decoder.forward
+        return len(self.layers) + 1 if shown else 0
+
+    def forward_streams(
+        self, batch: ForwardBatch, layers: Sequence[int]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """See :class:`headrace_core.speculation.ShowsStreams`."""
+        streams: dict[int, Tensor] = {}
+        x, residual = self.embed_tokens(batch), None
+        for index, layer in enumerate([*self.layers, None]):
+            if index in layers:  # a sum of its own: norms write where their inputs are
+                streams[index] = x.clone() if residual is None else x + residual
+            if layer is not None:
+                x, residual = layer(x, residual, batch)
+        hidden, _ = self.final_norm.add(x, residual)
+        return hidden, [streams[index] for index in layers]
 
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.base import Part, Slot, WeightLayer, slot_of
+from headrace_models.layers.linear import with_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from headrace_core.linear import LinearMethod, LinearSpec
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
+    from headrace_models.lora.places import LinearPlace, TablePlace
+
+
+def _with_adapters(place: TablePlace | None, found: Tensor, ids: Tensor) -> Tensor:
+    """found [T, H], the rows of ids, with what their adapters add."""
+    return place(found, ids) if place is not None and place.is_chosen else found
 
 
 class Embedding(WeightLayer):
@@ -23,6 +30,9 @@ class Embedding(WeightLayer):
     Args:
         beyond: the row of ids past the table; None: there are none.
     """
+
+    low_rank: TablePlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     weight: Tensor
 
@@ -47,12 +57,16 @@ class Embedding(WeightLayer):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, size]."""
-        return self.ops.embedding(ids, self.weight, beyond=self.beyond)
+        found = self.ops.embedding(ids, self.weight, beyond=self.beyond)
+        return _with_adapters(self.low_rank, found, ids)
 
 
 class PackedEmbedding(WeightLayer):
     """A table that is also the head's weight: held once, packed for the head, its rows read out of
     that (:meth:`headrace_core.ops.LinearOp.rows`)."""
+
+    low_rank: TablePlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(self, context: BuildContext, name: str, num_rows: int, size: int) -> None:
         self.name = name
@@ -74,11 +88,14 @@ class PackedEmbedding(WeightLayer):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, size]."""
-        return self.ops.linear.rows(ids, self.weight())
+        return _with_adapters(self.low_rank, self.ops.linear.rows(ids, self.weight()), ids)
 
 
 class QuantizedEmbedding(WeightLayer):
     """A table that stays as the checkpoint has quantized it; rows become numbers when they are looked up."""
+
+    low_rank: TablePlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(self, spec: LinearSpec, method: LinearMethod) -> None:
         self.name = spec.name
@@ -99,7 +116,7 @@ class QuantizedEmbedding(WeightLayer):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, size]."""
-        return self.method.rows(self.state, ids)
+        return _with_adapters(self.low_rank, self.method.rows(self.state, ids), ids)
 
 
 Table = Embedding | PackedEmbedding | QuantizedEmbedding
@@ -111,6 +128,9 @@ class QuantizedTableHead(WeightLayer):
     Args:
         state: gives the table's state once that is loaded.
     """
+
+    low_rank: LinearPlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(self, spec: LinearSpec, method: LinearMethod, state: Callable[[], Any]) -> None:
         self.name = spec.name
@@ -125,4 +145,4 @@ class QuantizedTableHead(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, num_rows]."""
-        return self.method.apply(self.state(), x, self.bias)
+        return with_adapters(self.low_rank, self.method.apply(self.state(), x, self.bias), x)

@@ -62,6 +62,8 @@ class Encoder(Layer, ABC):
 
     weight_rules: ClassVar[Sequence[WeightRule]]
     ignored_weights: ClassVar[Mapping[str, str]] = {}
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ()
+    """See :class:`~headrace_models.layers.decoder.Decoder`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
@@ -137,4 +139,6 @@ class PostNormEncoder(Encoder):
     def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         for layer in self.layers[:-1]:
             x = layer(x, batch)
+        if self.context.adapters is not None:  # whose slots are those of all rows
+            return self.chosen(self.layers[-1](x, batch), batch)
         return self.layers[-1](x, batch, batch.logits_rows)

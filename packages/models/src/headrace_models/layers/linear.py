@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
     from headrace_core.parallel import Communicator
+    from headrace_models.lora.places import LinearPlace
 
 
 def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
@@ -49,6 +50,11 @@ def dividing_shard(units: int, communicator: Communicator, *, what: str) -> Shar
     return Shard(world, communicator.rank)
 
 
+def with_adapters(place: LinearPlace | None, out: Tensor, x: Tensor) -> Tensor:
+    """out [T, N] of a layer's x [T, K], with what its rows' adapters add."""
+    return place(out, x) if place is not None and place.is_chosen else out
+
+
 class Linear(WeightLayer):
     """``x @ weight.T + bias`` by the quantization method's choice for this layer.
 
@@ -63,6 +69,11 @@ class Linear(WeightLayer):
     Raises:
         UnsupportedModel: there are several ranks, and the method needs whole layers.
     """
+
+    low_rank: LinearPlace | None = None
+    """The layer's adapters; None: it takes none."""
+    no_adapters: str = ""
+    """Why it takes none, where a layer of its kind usually does."""
 
     def __init__(
         self,
@@ -142,17 +153,22 @@ class Linear(WeightLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features], both as this rank holds them."""
         out = self.method.apply(self.state, x, self.bias)
+        out = with_adapters(self.low_rank, out, x)
         return self.communicator.all_reduce(out) if self.reduce else out
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
         """``act`` of the layer: x [T, in_features] -> [T, out_features]."""
         assert not self.reduce, self.name
+        if self.low_rank is not None and self.low_rank.is_chosen:
+            return self.ops.activation(self(x), activation)
         return self.method.apply_activated(self.ops, self.state, x, activation, self.bias)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """``act(gate(x)) * up(x)`` of a layer whose two parts are gate and up, of equal size:
         x [T, in_features] -> [T, out_features / 2]."""
         assert not self.reduce, self.name
+        if self.low_rank is not None and self.low_rank.is_chosen:
+            return self.ops.activation_and_mul(self(x), activation)
         return self.method.apply_gated(self.ops, self.state, x, activation, self.bias)
 
 
@@ -203,6 +219,9 @@ def row_parallel(
 class PlainLinear(WeightLayer):
     """A small layer that no method quantizes (a router)."""
 
+    low_rank: LinearPlace | None = None
+    """See :class:`Linear`."""
+
     def __init__(
         self,
         context: BuildContext,
@@ -231,7 +250,7 @@ class PlainLinear(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed, self.bias)
+        return with_adapters(self.low_rank, self.ops.linear(x, self.packed, self.bias), x)
 
 
 class TiedLinear(WeightLayer):
@@ -240,6 +259,9 @@ class TiedLinear(WeightLayer):
     Args:
         packed: gives the other layer's weight once that is loaded.
     """
+
+    low_rank: LinearPlace | None = None
+    """See :class:`Linear`."""
 
     def __init__(
         self, context: BuildContext, spec: LinearSpec, packed: Callable[[], PackedLinear]
@@ -256,7 +278,7 @@ class TiedLinear(WeightLayer):
         self.bias = tensors.get("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.packed(), self.bias)
+        return with_adapters(self.low_rank, self.ops.linear(x, self.packed(), self.bias), x)
 
 
 class QuantizedTiedLinear(WeightLayer):
@@ -268,6 +290,9 @@ class QuantizedTiedLinear(WeightLayer):
         method: makes integers of floating weights (:func:`quantizes_floats`).
         weight: gives the other layer's weight once that is loaded.
     """
+
+    low_rank: LinearPlace | None = None
+    """See :class:`Linear`."""
 
     def __init__(
         self, spec: LinearSpec, method: LinearMethod, weight: Callable[[], Tensor]
@@ -292,7 +317,7 @@ class QuantizedTiedLinear(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.state is not None, self.name
-        return self.method.apply(self.state, x, self.bias)
+        return with_adapters(self.low_rank, self.method.apply(self.state, x, self.bias), x)
 
 
 def quantizes_floats(method: LinearMethod, spec: LinearSpec) -> bool:

@@ -31,7 +31,9 @@ _DEFAULTS: Mapping[str, Any] = {
 """Values that configs may leave out."""
 
 
-def qformer_rules(source: str, queries: str, target: str) -> tuple[WeightRule, ...]:
+def qformer_rules(
+    source: str, queries: str, target: str, first_norm: str = "layernorm"
+) -> tuple[WeightRule, ...]:
     """Rules of a :class:`QFormer`: its names in the checkpoint, and in the model."""
     layer, own = f"{source}.encoder.layer.{{}}", f"{target}.layers.{{}}"
     attentions = (
@@ -47,7 +49,7 @@ def qformer_rules(source: str, queries: str, target: str) -> tuple[WeightRule, .
     )
     return (
         WeightRule(queries, f"{target}.queries.vector"),
-        WeightRule(f"{source}.layernorm", f"{target}.first_norm"),
+        WeightRule(f"{source}.{first_norm}", f"{target}.first_norm"),
         *attentions,
         WeightRule(f"{layer}.intermediate_query.dense", f"{own}.up"),
         WeightRule(f"{layer}.output_query.dense", f"{own}.down"),
@@ -97,7 +99,7 @@ class QFormer(Layer):
         eps = settings.number("layer_norm_eps")
         self.first_norm = LayerNorm(context, f"{source}.layernorm", self.size, eps)
         self.layers = [
-            QFormerBlock(
+            self.make_block(
                 context,
                 settings,
                 f"{source}.encoder.layer.{index}",
@@ -105,6 +107,12 @@ class QFormer(Layer):
             )
             for index in range(settings.integer("num_hidden_layers", maximum=MAX_LAYERS))
         ]
+
+    def make_block(
+        self, context: BuildContext, settings: Settings, name: str, state_size: int | None
+    ) -> QFormerBlock:
+        """A block of the kind that this one has."""
+        return QFormerBlock(context, settings, name, state_size)
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [I, S, V] -> [I, Q, H]."""
@@ -146,6 +154,10 @@ class QFormerBlock(Layer):
         x = self.among(x, x)
         if self.across is not None:
             x = self.across(x, states)
+        return self.widened(x)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """x [I, Q, H] -> ``norm(x + mlp(x))``."""
         flat = x.flatten(0, 1)
         return self.norm(flat + self.down(self.up.activated(flat, self.activation))).view(x.shape)
 

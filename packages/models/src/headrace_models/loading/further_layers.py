@@ -1,5 +1,5 @@
 """Layers that predict further tokens, which checkpoints carry behind the model's last one (DeepSeek V3,
-arXiv:2412.19437, section 2.2). They are not loaded."""
+arXiv:2412.19437, section 2.2). The model passes over them: see :mod:`headrace_models.speculators.mtp`."""
 
 from __future__ import annotations
 

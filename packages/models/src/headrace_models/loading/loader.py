@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -23,7 +23,6 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
-    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
     IgnoresWeights,
@@ -47,9 +46,15 @@ from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
 from headrace_models.loading.only_towers import layers_passed_over, with_one_layer
+from headrace_models.loading.packed_tensors import config_hint, left_over_hint
+from headrace_models.loading.pieces import piece_of
+from headrace_models.loading.returned_memory import freed_memory_returns
+from headrace_models.quantization import quantization_config
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from headrace_models.loading.update import LoadRecord
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,7 @@ def load_model(
     progress: ProgressCallback = ignore_progress,
     admit: Callable[[CausalLM], None] | None = None,
     only_towers: bool = False,
+    record: LoadRecord | None = None,
 ) -> CausalLM:
     """Build ``info.architecture`` and fill it; see the module's docstring.
 
@@ -90,6 +96,7 @@ def load_model(
         progress: told the bytes that are done.
         admit: called with the built model before a weight is read; what it raises ends the loading.
         only_towers: of the language model one layer is enough (:mod:`~headrace_models.loading.only_towers`).
+        record: remembers how the model was filled, so that its weights can be replaced.
 
     Raises:
         UnsupportedModel: the config asks for something that the family cannot do, or the class does
@@ -101,11 +108,16 @@ def load_model(
     """
     load = load or LoadConfig()
     built = Built.of(info, context, only_towers=only_towers)
+    if context.adapters is not None:
+        context.adapters.bind(built.model, context, built.weights.rules)
+    if record is not None:
+        record.begin(built, context)
     if admit is not None:
         admit(built.model)
     wanted = load.load_format.lower()
     chosen = None if wanted == "dummy" else choose_format(info.path, load)
-    with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
+    # Not inference_mode: graph capture and compilers want plain tensors.
+    with torch.no_grad(), freed_memory_returns():
         by_rank = cast(object, chosen)
         if isinstance(by_rank, SharesByRank):
             group = context.communicator
@@ -117,7 +129,9 @@ def load_model(
                 if chosen is None
                 else checkpoint_tensors(built, context, load, chosen, progress)
             )
-            fill(built, context, stored)
+            filled = fill(built, context, stored)
+            if record is not None and chosen is not None:
+                record.filled = filled
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
     return built.model
 
@@ -159,8 +173,9 @@ def fill(
     context: BuildContext,
     tensors: Iterable[tuple[str, Tensor, Path]],
     deliver: Callable[[str, Mapping[str, Tensor]], None] | None = None,
-) -> None:
-    """Bring a checkpoint's tensors to the leaves that wait for them.
+) -> frozenset[tuple[Place, int]]:
+    """Bring a checkpoint's tensors to the leaves that wait for them: the slots that got one, and which
+    of their parts.
 
     Args:
         tensors: by the checkpoint's names.
@@ -170,10 +185,11 @@ def fill(
     Raises:
         WeightsError: see :func:`load_model`.
     """
-    filling = _Filling(context, built, deliver)
+    filling = Filling(context, built, deliver)
     for name, tensor, file in tensors:
         filling.take(name, tensor, file)
     filling.close(built.info.path)
+    return frozenset(filling.origin)
 
 
 def checkpoint_tensors(
@@ -288,7 +304,7 @@ class _Scratch:
             self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
-class _Filling:
+class Filling:
     """Collects tensors by leaf and loads each leaf when it is complete."""
 
     def __init__(
@@ -310,6 +326,7 @@ class _Filling:
         self.loaded: set[str] = set()
         self.left_over: list[str] = []
         """Tensors for nobody. From the first on names are compared, and nothing is loaded."""
+        self.quantization = quantization_config(built.info)
         self.scratch = _Scratch()
         self.cache_scales = CacheScales(built.model.attention_layers(), context.kv_cache_dtype)
 
@@ -318,21 +335,21 @@ class _Filling:
         if match is None and self.cache_scales.take(name, tensor, file):
             return
         if match is None:
-            if tensor.numel() and not self._is_harmless(name):
+            if tensor.numel() and not self.is_harmless(name):
                 self.left_over.append(f"tensor {name!r} {list(tensor.shape)} of {file.name}")
                 return
             logger.debug("%s: tensor %r passed over", file, name)
             return
         check_finite(name, tensor, file)
         places, rule = self.weights.stack(match), match.rule
-        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        rows = unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
         for place, row in zip(places, rows, strict=True):
             self._take(place, rule, name, row, file)
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
         parts = parts_of(slot, rule)
-        _check_tensor(slot, parts, rule, name, tensor, file)
+        check_tensor(slot, parts, rule, name, tensor, file, self.quantization)
         for part in parts:
             self._claim(place, part, name, file)
         if self.left_over:
@@ -342,7 +359,7 @@ class _Filling:
             arrived.parts.setdefault(place, {})[part] = (tensor, rule, name, file)
             arrived.missing -= slot.required
         if arrived.missing == 0 and not self._may_get_more(place.leaf):
-            self._load(place.leaf)
+            self.load(place.leaf)
 
     def _claim(self, place: Place, part: int, name: str, file: Path) -> None:
         if (place, part) in self.origin:
@@ -362,12 +379,13 @@ class _Filling:
             wrong.append(f"tensors are missing from the checkpoint: {named}")
         if self.left_over:
             one = "belongs" if len(self.left_over) == 1 else "belong"
-            wrong.append(f"{listed(self.left_over)} {one} to no layer of the model")
+            hint = left_over_hint(self.quantization, self.left_over)
+            wrong.append(f"{listed(self.left_over)} {one} to no layer of the model{hint}")
         if wrong:
             raise WeightsError(f"{path}: {'; '.join(wrong)}")
         for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
             if leaf not in self.loaded:
-                self._load(leaf)
+                self.load(leaf)
         self.cache_scales.report()
 
     def _has(self, place: Place, part: int) -> bool:
@@ -376,7 +394,7 @@ class _Filling:
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
 
-    def _load(self, leaf: str) -> None:
+    def load(self, leaf: str) -> None:
         arrived = self.arrived.pop(leaf)
         views = self.context.device == "cpu" and (
             self.deliver is not None or self.leaves[leaf].takes_views
@@ -413,7 +431,7 @@ class _Filling:
         """
         dtype = getattr(torch, slot.dtype or self.context.dtype)
         if views and len(parts) == 1:
-            piece = self._piece(slot, 0, *parts[0][:2])
+            piece = piece_of(slot, 0, *parts[0][:2])
             if piece.dtype == dtype:
                 return piece
         if views:
@@ -423,7 +441,7 @@ class _Filling:
         start = 0
         for part in range(slot.num_parts):
             tensor, rule, name, file = parts[part]
-            piece = self._piece(slot, part, tensor, rule)
+            piece = piece_of(slot, part, tensor, rule)
             if slot.parts and slot.part_dim is not None:
                 size = slot.parts[part].size
                 out.narrow(slot.part_dim, start, size).copy_(piece)
@@ -436,16 +454,7 @@ class _Filling:
                 )
         return out
 
-    @staticmethod
-    def _piece(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
-        """Piece of a checkpoint's tensor that this rank keeps as one part of a slot; a view."""
-        if rule.transposed and tensor.dim() == 2:
-            tensor = tensor.T
-        if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule)
-        return _cut_shard(slot, part, tensor)
-
-    def _is_harmless(self, name: str) -> bool:
+    def is_harmless(self, name: str) -> bool:
         if self.passes_over(name):
             return True
         # A head that is the embedding may be stored all the same.
@@ -463,7 +472,7 @@ def _check_whole(slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, 
         )
 
 
-def _unstacked(
+def unstacked(
     tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
 ) -> Sequence[Tensor]:
     """The tensors that one holds for so many targets."""
@@ -477,49 +486,19 @@ def _unstacked(
     )
 
 
-def _check_tensor(
-    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
-) -> None:
+def check_tensor(
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     expected = stored_shape(slot, parts, rule)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    hint = config_hint(quantization, slot, dtype)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
-            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
+            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}{hint}"
         )
     accepted = DTYPES if slot.dtype is None or slot.any_float else (slot.dtype,)
-    dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in accepted:
         raise WeightsError(
-            f"{file}: tensor {name!r} has dtype {dtype}, the model needs {' or '.join(accepted)}"
+            f"{file}: tensor {name!r} has dtype {dtype}, the model needs {' or '.join(accepted)}{hint}"
         )
-
-
-def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
-    """One part of a checkpoint tensor that holds several."""
-    if not slot.parts or slot.part_dim is None:
-        return tensor
-    stored = parts_of(slot, rule)
-    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
-    groups = rule.groups
-    if rule.interleaved:
-        groups = sizes[part]
-    elif groups == EACH_KV_HEAD:
-        groups = min(slot.parts[p].units for p in stored)
-    if any(size % groups for size in sizes.values()):
-        raise WeightsError(
-            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
-        )
-    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
-    dim, shape = slot.part_dim, tensor.shape
-    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
-    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
-
-
-def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
-    """This rank's piece of one part."""
-    if slot.parts and slot.part_dim is not None:
-        size, shard = slot.parts[part].size, slot.parts[part].shard
-        tensor = tensor.narrow(slot.part_dim, shard.index * size, size)
-    if slot.in_dim is not None:
-        size = slot.shape[slot.in_dim]
-        tensor = tensor.narrow(slot.in_dim, slot.in_shard.index * size, size)
-    return tensor

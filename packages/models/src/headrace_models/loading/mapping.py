@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.layers.base import Slot
 
 ALL_PARTS: tuple[int, ...] = ()
 """``WeightRule.split`` of a checkpoint tensor that holds several parts of its target (all in order, or
@@ -55,6 +55,12 @@ class Match(NamedTuple):
     rule: WeightRule
 
 
+class HasSlots(Protocol):
+    """A :class:`~headrace_models.layers.base.WeightLayer`, or what stands for one."""
+
+    def slots(self) -> Mapping[str, Slot]: ...
+
+
 class WeightMap:
     """The rules of one built model.
 
@@ -62,7 +68,7 @@ class WeightMap:
         leaves: by path.
     """
 
-    def __init__(self, rules: Sequence[WeightRule], leaves: Mapping[str, WeightLayer]) -> None:
+    def __init__(self, rules: Sequence[WeightRule], leaves: Mapping[str, HasSlots]) -> None:
         # Longest source first: the most specific rule that matches is the one that is meant. Of names
         # that the checkpoint may use, one for each target is the usual one.
         self.rules = sorted(rules, key=lambda rule: (rule.stacked, -len(rule.source)))
@@ -166,9 +172,18 @@ def stored_shape(slot: Slot, parts: Sequence[int], rule: WeightRule) -> tuple[in
     if slot.parts and slot.part_dim is not None:
         stored = (slot.parts[part] for part in parts)
         shape[slot.part_dim] = sum(part.size * part.shard.count for part in stored)
-    if rule.transposed and len(shape) == 2:
+    if is_transposed(slot, rule) and len(shape) == 2:
         shape.reverse()
     return tuple(shape)
+
+
+def is_transposed(slot: Slot, rule: WeightRule) -> bool:
+    """True if a matrix that the rule leads to the slot is stored [in, out].
+
+    Quantizers turn GPT-2's Conv1D before they pack it: a slot of another dtype than the model's, which is
+    one of codes or of scales, has every layer the usual way round. Of experts in one tensor they do not.
+    """
+    return rule.transposed and (rule.stacked or slot.dtype is None)
 
 
 def _numbered(key: str, row: int) -> str:

@@ -64,8 +64,11 @@ class TransformersModel(Layer):
         UnsupportedModel: the class or the config asks for what this cannot do; says what.
     """
 
+    no_adapters = "its layers are those of transformers"
     causal = True
     """True if tokens see only those before them."""
+    is_complete = False
+    """It has had weights, and knows what attention its modules need."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         register()
@@ -157,8 +160,7 @@ class TransformersModel(Layer):
 
     def complete(self) -> None:
         """Every leaf has its weights: tie what is tied, and see what attention needs."""
-        for step in self.later:
-            step()
+        self.tie()
         empty = weight_modules.meta_left(self.tree)
         if empty:
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
@@ -178,6 +180,12 @@ class TransformersModel(Layer):
                 self.layers[name] = made
         self.attend_by_headrace()
         self._try_head(hidden[:1])
+        self.is_complete = True
+
+    def tie(self) -> None:
+        """Make of other leaves' weights what is made of them."""
+        for step in self.later:
+            step()
 
     def attend_by_headrace(self) -> None:
         """Put the attention over the cache in the place of the one that notes how it is called."""
@@ -317,4 +325,11 @@ class _AllLoaded(WeightLayer):
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.model.complete()
+        if not self.is_twin:
+            self.publish()
+
+    def publish(self) -> None:
+        if self.model.is_complete:
+            self.model.tie()
+        else:
+            self.model.complete()

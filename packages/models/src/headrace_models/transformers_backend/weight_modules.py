@@ -38,6 +38,7 @@ class Parameters(WeightLayer):
         self, name: str, module: nn.Module, names: Sequence[str], exact: frozenset[str]
     ) -> None:
         self.name = name
+        self.tensors: Mapping[str, Tensor] = {}
         self.module = module
         self.names, self.exact = tuple(names), exact
 
@@ -54,7 +55,12 @@ class Parameters(WeightLayer):
         return Slot(tuple(tensor.shape), part_dim=None)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
+        self.tensors = dict(tensors)
+        if not self.is_twin:
+            self.publish()
+
+    def publish(self) -> None:
+        for name, tensor in self.tensors.items():
             if name in self.module._parameters:
                 self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:

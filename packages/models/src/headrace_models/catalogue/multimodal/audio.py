@@ -47,6 +47,16 @@ ROWS = (
         takes={"encoder_config": ("audio",)},
     ),
     Wrapper(
+        "MiDashengLMModel",
+        {"qwen2_5_omni_text": "Qwen2ForCausalLM"},
+        "MiDashengLM",
+        ("audio_encoder", "audio_projector"),
+        renames=((r"^decoder\.", ""),),
+        towers={"": "audio_language.midashenglm:MiDashengLM"},
+        takes={"audio_encoder_config": ("audio",)},
+        defaults={"rope_theta": 1_000_000.0},
+    ),
+    Wrapper(
         "MossTranscribeDiarizeForConditionalGeneration",
         {"qwen3": "Qwen3ForCausalLM"},
         "MOSS Transcribe Diarize",

@@ -11,6 +11,7 @@ ROWS = (
         "Eagle 2.5",
         ("vision_model", "mlp1"),
         towers={"siglip_vision_model": "vision_language.eagle2_5:Eagle25"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "H2OVLChatModel",
@@ -56,6 +57,7 @@ ROWS = (
         "Nemotron Nano 2 VL",
         ("vision_model", "mlp1"),
         towers={"": "vision_language.nemotron_nano_vl:NemotronNanoVL2"},
+        takes=VIDEOS,
     ),
     Wrapper(
         "Llama_Nemotron_Nano_VL",

@@ -77,6 +77,14 @@ ROWS = (
         towers={"": "vision_language.idefics3:Idefics3"},
     ),
     Wrapper(
+        "InstructBlipForConditionalGeneration",
+        {"llama": "LlamaForCausalLM", "opt": "OPTForCausalLM"},
+        "InstructBLIP with Vicuna",
+        ("vision_model", "qformer", "query_tokens", "language_projection"),
+        towers={"": "vision_language.instructblip:InstructBlip"},
+        needs_media="its prompts begin with an image",
+    ),
+    Wrapper(
         "Lfm2VlForConditionalGeneration",
         {"lfm2": "Lfm2ForCausalLM"},
         "LFM2-VL",
@@ -129,6 +137,16 @@ ROWS = (
         towers=_one_size("vision_language.llava:Llava"),
     ),
     Wrapper(
+        "MiniMaxVL01ForConditionalGeneration",
+        dict.fromkeys(
+            ("minimax", "minimax_text_01", "MiniMaxText01", "minimax_vl_01_text"),
+            "MiniMaxForCausalLM",
+        ),
+        "MiniMax-VL-01",
+        _WITH_NEWLINE,
+        towers={"clip_vision_model": "vision_language.llava_next:MiniMaxVL01"},
+    ),
+    Wrapper(
         "Mistral3ForConditionalGeneration",
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         "Mistral Small 3.1 and 3.2, Ministral 3",
@@ -166,6 +184,12 @@ ROWS = (
         _IDEFICS,
         towers={"": "vision_language.idefics3:SmolVLM"},
         takes=VIDEOS,
+    ),
+    Wrapper(
+        "TarsierForConditionalGeneration",
+        _LLAVA,
+        "Tarsier",
+        towers=_one_size("vision_language.llava:Llava"),
     ),
     Wrapper(
         "VideoLlavaForConditionalGeneration",

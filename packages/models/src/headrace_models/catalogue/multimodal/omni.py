@@ -12,6 +12,24 @@ _COSMOS = (
     "time_embedder", "audio_proj_in", "audio_proj_out", "audio_modality_embed", "action_proj_in",
     "action_proj_out", "action_modality_embed",
 )  # fmt: skip
+_PHI_4 = {"phi4_multimodal": "Phi3ForCausalLM", "phi4mm": "Phi3ForCausalLM"}
+_ADAPTED = ((r"\.lora_[AB]\.", None), (r"\.base_layer\.", "."))
+_PHI_4_ADAPTERS = {"image": "vision-lora", "audio": "speech-lora", "audio+image": "vision-lora"}
+_PHI_4_NAMES = (
+    (r"\.feed_forward_(in|out)\.net\.0\.linear\.", r".feed_forward_\1.gate_up_proj."),
+    (r"\.feed_forward_(in|out)\.net\.2\.", r".feed_forward_\1.down_proj."),
+    (r"\.self_attn\.linear_([qkv])\.", r".self_attn.\1_proj."),
+    (r"\.self_attn\.linear_out\.", ".self_attn.o_proj."),
+    (r"\.img_projection\.0\.", ".img_projection_up."),
+    (r"\.img_projection\.2\.", ".img_projection_down."),
+    (r"\.image_embed\.glb_GN$", ".image_embed.global_img_feature_extensor"),
+    (r"\.image_embed\.sub_GN$", ".image_embed.sub_img_feature_extensor"),
+    (r"\.audio_projection\.speech\.0\.", ".up_proj_for_speech."),
+    (r"\.audio_projection\.speech\.2\.", ".down_proj_for_speech."),
+    (r"\.audio_projection\.vision\.0\.", ".up_proj_for_vision_speech."),
+    (r"\.audio_projection\.vision\.2\.", ".down_proj_for_vision_speech."),
+)
+"""Published names of what stands in front of the decoder -> those of transformers."""
 ROWS = (
     Wrapper(
         "Cosmos3OmniForConditionalGeneration",
@@ -39,8 +57,8 @@ ROWS = (
         {"gemma4_text": "Gemma4ForCausalLM"},
         "Gemma 4",
         ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
-        towers={"gemma4_vision": "vision_language.gemma4:Gemma4"},
-        takes=VIDEOS,
+        towers={"": "vision_language.gemma4:Gemma4"},
+        takes={**VIDEOS, **AUDIO},
     ),
     Wrapper(
         "Gemma4UnifiedForConditionalGeneration",
@@ -63,15 +81,25 @@ ROWS = (
             "mtp",
         ),
     ),
-    *(
-        Wrapper(
-            name,
-            {"phi4_multimodal": "Phi3ForCausalLM", "phi4mm": "Phi3ForCausalLM"},
-            "Phi-4-multimodal",
-            ("embed_tokens_extend",),
-            renames=((r"\.lora_[AB]\.", None), (r"\.base_layer\.", ".")),
-        )
-        for name in ("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM")
+    Wrapper(
+        "Phi4MMForCausalLM",
+        _PHI_4,
+        "Phi-4-multimodal",
+        ("embed_tokens_extend",),
+        renames=(*_ADAPTED, *_PHI_4_NAMES),
+        towers={"": "omni.phi4_multimodal:Phi4Multimodal"},
+        takes={"embd_layer": ("image",), "audio_processor": ("audio",)},
+        adapters=_PHI_4_ADAPTERS,
+    ),
+    Wrapper(
+        "Phi4MultimodalForCausalLM",
+        _PHI_4,
+        "Phi-4-multimodal, by transformers",
+        ("embed_tokens_extend",),
+        renames=(*_ADAPTED, *_PHI_4_NAMES),
+        towers={"": "omni.phi4_multimodal:Phi4Multimodal"},
+        takes={"vision_config": ("image",), **AUDIO},
+        adapters=_PHI_4_ADAPTERS,
     ),
     *(
         Wrapper(

@@ -15,6 +15,40 @@ ROWS = (
         takes={"vq_config": ("image",)},
     ),
     Wrapper(
+        "DeepseekOCRForCausalLM",
+        {"False": "DeepseekForCausalLM"},
+        "DeepSeek-OCR",
+        ("sam_model", "vision_model", "projector", "image_newline", "view_seperator"),
+        text_key="use_mla",
+        towers={"": "vision_language.deepseek_ocr:DeepseekOCR"},
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "norm_topk_prob": False,
+        },
+    ),
+    Wrapper(
+        "DeepseekVLV2ForCausalLM",
+        {
+            "True": "DeepseekV2ForCausalLM",
+            "None": "DeepseekV2ForCausalLM",
+            "False": "DeepseekForCausalLM",
+        },
+        "DeepSeek-VL2",
+        ("vision", "projector", "image_newline", "view_seperator"),
+        renames=((r"^language\.", "language_model."),),
+        text_key="use_mla",
+        towers={"": "vision_language.deepseek_vl2:DeepseekVL2"},
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+        },
+    ),
+    Wrapper(
         "DeepseekVLForConditionalGeneration",
         {"llama": "LlamaForCausalLM"},
         "DeepSeek-VL",
@@ -60,6 +94,15 @@ ROWS = (
         "GOT-OCR 2",
     ),
     Wrapper(
+        "HCXVisionForCausalLM",
+        {"llama": "LlamaForCausalLM", "hyperclovax": "HyperCLOVAXForCausalLM"},
+        "HyperCLOVA X Seed Vision 3B",
+        ("vision_model", "mm_projector", "image_newline"),
+        towers=dict.fromkeys(
+            ("clip_vision_model", "siglip_vision_model"), "vision_language.hcx_vision:HCXVision"
+        ),
+    ),
+    Wrapper(
         "HyperCLOVAXVisionV2ForConditionalGeneration",
         {"hyperclovax": "HyperCLOVAXForCausalLM"},
         "HyperCLOVA X Seed Vision",
@@ -90,6 +133,20 @@ ROWS = (
         {"qwen3_5_text": "Qwen3_5ForCausalLM"},
         "MiniCPM-OCR",
         ("vision_tower", "merger"),
+    ),
+    Wrapper(
+        "MiniCPMO",
+        {"2.6": "Qwen2ForCausalLM"},
+        "MiniCPM-o 2.6, without its recordings",
+        ("vpm", "resampler"),
+        renames=(
+            (r"^(apm|audio_projection_layer|tts)\.", None),
+            (r"^llm\.", ""),
+        ),
+        text_key="version",
+        towers={"": "vision_language.minicpmv:MiniCPMV"},
+        takes=VIDEOS,
+        processor="MiniCPMV",
     ),
     Wrapper(
         "MiniCPMV",
@@ -129,6 +186,15 @@ ROWS = (
         more_tokens=128,
     ),
     Wrapper(
+        "Molmo2ForConditionalGeneration",
+        {"molmo2_text": "Molmo2TextForCausalLM"},
+        "Molmo 2 4B, 8B and O-7B",
+        ("vision_backbone",),
+        towers={"": "vision_language.molmo2:Molmo2"},
+        takes={"vision_config": ("image", "video"), "vit_config": ("image", "video")},
+        more_tokens=128,
+    ),
+    Wrapper(
         "Ovis",
         {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
         "Ovis 1.6 and 2",
@@ -136,6 +202,15 @@ ROWS = (
         renames=((r"^llm\.", ""),),
         towers={"": "vision_language.ovis:Ovis"},
         takes={"visual_tokenizer_config": ("image",)},
+    ),
+    Wrapper(
+        "Ovis2_5",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Ovis 2.5",
+        ("visual_tokenizer", "vte"),
+        renames=((r"^llm\.", ""),),
+        towers={"siglip2_navit": "vision_language.ovis:Ovis25"},
+        takes={"vit_config": ("image", "video")},
     ),
     Wrapper(
         "Ovis2ForConditionalGeneration",
@@ -151,6 +226,20 @@ ROWS = (
         ("transformer.visual",),
         towers={"": "vision_language.qwen_vl_1:QwenVL1"},
         takes={"visual": ("image",)},
+    ),
+    Wrapper(
+        "Step3VLForConditionalGeneration",
+        {"step3_text": "Step3TextForCausalLM"},
+        "Step 3",
+        ("vision_model", "vit_downsampler", "vit_downsampler2", "vit_large_projector"),
+        towers={"": "vision_language.step3_vl:Step3VL"},
+    ),
+    Wrapper(
+        "StepVLForConditionalGeneration",
+        {"qwen3": "Qwen3ForCausalLM"},
+        "Step3-VL 10B",
+        ("vision_model", "vit_large_projector"),
+        towers={"": "vision_language.step_vl:StepVL"},
     ),
     Wrapper(
         "VideoLlama3ForConditionalGeneration",

@@ -8,6 +8,19 @@ ROUTED = {"norm_topk_prob": True}
 """Setting of models whose routers always divide the chosen experts' weights by their sum."""
 ROWS = (
     Wrapper(
+        "BagelForConditionalGeneration",
+        {"qwen2": "BagelTextForCausalLM"},
+        "Bagel, which understands images",
+        ("vit_model", "connector", "vit_pos_embed"),
+        renames=(
+            (r"_moe_gen\b", None),
+            (r"^(latent_pos_embed|time_embedder|vae2llm|llm2vae|encoder|decoder)\.", None),
+        ),
+        fixed={"tie_word_embeddings": False},
+        towers={"": "native_size.bagel:Bagel"},
+        takes={"vit_config": ("image",)},
+    ),
+    Wrapper(
         "DotsOCRForCausalLM",
         {"dots_ocr": "Qwen2ForCausalLM"},
         "dots.ocr",
@@ -74,6 +87,20 @@ ROWS = (
         ("vit",),
         towers={"": "native_size.hunyuan_vl:HunYuanVL"},
     ),
+    Wrapper(
+        "IsaacForConditionalGeneration",
+        {"isaac": "Qwen3ForCausalLM", "qwen3": "Qwen3ForCausalLM"},
+        "Isaac 0.1 and 0.2",
+        ("vision_embedding",),
+        towers={"": "native_size.isaac:Isaac"},
+    ),
+    Wrapper(
+        "KananaVForConditionalGeneration",
+        dict.fromkeys(("kanana-1.5-3b-instruct", "llama"), "LlamaForCausalLM"),
+        "Kanana-V",
+        ("vision_model", "abstractor"),
+        towers={"": "native_size.kanana_v:KananaV"},
+    ),
     *(
         Wrapper(
             f"{name}ForConditionalGeneration",
@@ -81,6 +108,7 @@ ROWS = (
             models,
             ("visual", "mlp_AR"),
             towers={"": f"native_size.keye:{name}"},
+            takes=VIDEOS,
         )
         for name, models, kinds in (
             ("Keye", "Keye-VL", ("Keye", "keye")),
@@ -95,6 +123,7 @@ ROWS = (
             ("vision_tower", "mm_projector"),
             renames=((r"^language_model\.model\.blocks\.", "language_model.model.layers."),),
             towers={"": "native_size.kimi:KimiK25"},
+            takes=VIDEOS,
             processor="KimiK25ForConditionalGeneration",
         )
         for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")

@@ -26,7 +26,6 @@ _NEEDS_IMAGE = (
     "its class takes no prompt without an image, and headrace does not serve its images yet"
 )
 REFUSED: Mapping[str, str] = {
-    "InstructBlipForConditionalGeneration": _NEEDS_IMAGE,
     "InstructBlipVideoForConditionalGeneration": _NEEDS_IMAGE,
 }
 """Class that joins a known language model with towers -> why not even its text is served."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from headrace_models.catalogue.multimodal.left_out import LEFT_OUT
 from headrace_models.catalogue.multimodal.rows import WRAPPERS
 from headrace_models.catalogue.multimodal.wrapper import PREFIXES, nested_settings
 
 _HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
           "transformer.output_layer.",
-          "thinker.lm_head.", "llm.lm_head.")  # fmt: skip
+          "thinker.lm_head.", "llm.lm_head.", "language.lm_head.", "decoder.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""
 
 
@@ -90,7 +91,7 @@ def joined_settings(
     architecture: str, whole: Mapping[str, Any], text: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A wrapper's text settings with those that its configs leave out, and with those that it says for all of
-    its parts (:attr:`Wrapper.defaults`, :attr:`Wrapper.shared`).
+    its parts (:data:`LEFT_OUT`, :attr:`Wrapper.defaults`, :attr:`Wrapper.shared`).
 
     Args:
         whole: ``config.json``.
@@ -100,16 +101,20 @@ def joined_settings(
     if wrapper is None:
         return dict(text)
     shared = {key: whole[key] for key in wrapper.shared if whole.get(key) is not None}
-    return _with_more_tokens({**wrapper.defaults, **text, **shared}, wrapper.more_tokens)
+    inner = nested_settings(whole)
+    kind = "" if inner is None else str(inner.get("model_type", ""))
+    known = {**LEFT_OUT.get(kind, {}), **wrapper.defaults}
+    return _with_more_tokens({**known, **text, **shared}, wrapper.more_tokens)
 
 
 def _with_more_tokens(text: Mapping[str, Any], number: int) -> dict[str, Any]:
     """With ``vocab_size`` of all tokens, and ``embedding_size`` of the head's; see
     :attr:`Wrapper.more_tokens`."""
     answers = text.get("embedding_size") or text.get("vocab_size")
-    if not number or type(answers) is not int:
+    more = text.get("additional_vocab_size", number)
+    if not number or type(answers) is not int or type(more) is not int:
         return dict(text)
-    return {**text, "embedding_size": answers, "vocab_size": answers + number}
+    return {**text, "embedding_size": answers, "vocab_size": answers + more}
 
 
 def ties_by_tensors(

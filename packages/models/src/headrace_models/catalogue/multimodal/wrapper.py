@@ -14,7 +14,7 @@ VIDEOS: Mapping[str, tuple[str, ...]] = {"vision_config": ("image", "video")}
 AUDIO: Mapping[str, tuple[str, ...]] = {"audio_config": ("audio",)}
 """Values of :attr:`Wrapper.takes`."""
 _THINKER_KEY = "thinker_config"
-_NESTED = ("text_config", "llm_config")
+_NESTED = ("text_config", "llm_config", "language_config")
 """Keys of a config that hold the language model's settings: of transformers, and of remote code."""
 PREFIXES: Mapping[str, str] = {
     "language_model.": "",
@@ -68,6 +68,9 @@ class Wrapper:
     companions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Key of the config that names another checkpoint, which has a part -> the part's key, and what its
     tensors' names begin with in the whole."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Modality, or several joined by ``+`` -> the folder, below the checkpoint's, of the low-rank adapter for
+    prompts that bring media of it."""
     more_tokens: int = 0
     """Tokens behind the head's that prompts may have and answers may not (they mark media), where
     ``vocab_size`` leaves them out."""
@@ -79,6 +82,16 @@ class Wrapper:
         """Modalities that prompts may bring, with towers of the kinds that are served."""
         taken = {modality for part in self.takes.values() for modality in part}
         return tuple(m for m in MODALITIES if self.towers and m in taken)
+
+    def media_of(self, whole: Mapping[str, Any]) -> tuple[str, ...]:
+        """Those of :attr:`media` that go into towers which a config has; all, where it says none.
+
+        Args:
+            whole: ``config.json``.
+        """
+        thinker = thinker_of(whole)
+        stated = {key for key in self.takes if thinker.get(key) is not None} or set(self.takes)
+        return tuple(m for m in self.media if any(m in self.takes[key] for key in stated))
 
     def tower_of(self, whole: Mapping[str, Any]) -> str | None:
         """The entry of :attr:`towers` for a config; None: its media are not served."""

@@ -81,12 +81,18 @@ class GraniteSpeech(MediaDecoder, AnswersAboutClips, SupportsTranscription):
     def unread_weights(self) -> Mapping[str, str]:
         return unread_weights(_TOWER)
 
+    def renamed(
+        self, tensors: Iterable[tuple[str, Tensor, Path]]
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """:meth:`translate` without the adapter that lies beside the weights."""
+        inner = getattr(super(), "translate", None)
+        return tensors if inner is None else inner(tensors)
+
     def translate(
         self, tensors: Iterable[tuple[str, Tensor, Path]]
     ) -> Iterable[tuple[str, Tensor, Path]]:
         """See :class:`headrace_core.model.TranslatesWeights`: the adapter is added."""
-        inner = getattr(super(), "translate", None)
-        named = tensors if inner is None else inner(tensors)
+        named = self.renamed(tensors)
         folder = self.context.path
         own_name = WRAPPERS["GraniteSpeechForConditionalGeneration"].own_name
         adapter = None if folder is None else Adapter.of(folder, own_name)

@@ -52,6 +52,9 @@ _FRAMES_PER_SECOND = 100
 class Qwen2AudioForConditionalGeneration(LlamaDecoder, AnswersAboutClips, SupportsTranscription):
     """Text from text and audio; a clip takes a placeholder for every 40 ms."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = (
+        (r"^model\.language_model\.", f"{_TEXT}model."),
+    )
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(replace(rule, source=f"{_TEXT}{rule.source}") for rule in RULES),
         *encoder_rules("audio_tower", "encoder"),

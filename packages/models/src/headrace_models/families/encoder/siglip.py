@@ -73,6 +73,7 @@ class SiglipTextModel(Encoder):
     """Attention in both directions; fillers are attended to as in training. ``forward`` gives each wanted row
     its text's vector, [R, P]."""
 
+    no_adapters = "texts are filled up to their whole length"
     weight_rules: ClassVar[Sequence[WeightRule]] = (*_rules("text_model."), *_rules(""))
     embed: FilledTexts
 

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V2-Lite: latent attention, experts chosen by a softmax within the best groups.
+"""DeepSeek V2 and V2-Lite: latent attention, experts chosen by a softmax within the best groups; those of
+DeepSeek-VL2 (arXiv:2412.10302) perhaps as V3's are.
 
 DeepSeek-AI 2024, arXiv:2405.04434.
 """
@@ -15,6 +16,7 @@ from headrace_models.layers.decoder import Block
 from headrace_models.layers.decoders.mla import (
     MLA_MOE_RULES,
     MLADecoder,
+    grouped_routing,
     is_dense_by_frequency,
 )
 from headrace_models.layers.mlp import MLPLayer
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 METHODS = ("greedy", "group_limited_greedy")
+_CORRECTED = "noaux_tc"
+"""The method of V3 (arXiv:2412.19437)."""
 
 
 class DeepseekV2ForCausalLM(MLADecoder):
-    """The first layers are dense, the others mixtures with a shared expert; the choice has no
-    correction."""
+    """The first layers are dense, the others mixtures with a shared expert."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = MLA_MOE_RULES
 
@@ -49,7 +52,9 @@ class DeepseekV2ForCausalLM(MLADecoder):
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         if is_dense_by_frequency(self.settings, index):
             return super().make_mlp(context, index, name)
-        return self.make_mixture(context, name, self.routing(), corrected=False)
+        corrected = self.settings.config.get("topk_method") == _CORRECTED
+        routing = grouped_routing(self.settings) if corrected else self.routing()
+        return self.make_mixture(context, name, routing, corrected=corrected)
 
     def routing(self) -> Routing:
         """The probabilities of the chosen are divided by their sum, or multiplied by the factor: one

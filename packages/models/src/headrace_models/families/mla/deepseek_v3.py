@@ -1,7 +1,7 @@
 """DeepSeek V3 and R1, Kimi K2, Moonlight: latent attention, experts chosen by corrected sigmoids.
 
 DeepSeek-AI 2024, arXiv:2412.19437. Layers for predicting several tokens, which checkpoints carry
-behind the last one, are not loaded.
+behind the last one, are loaded by :mod:`headrace_models.speculators.mtp`.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class InputWeightedMoE(SparseMoE):
         super().__init__(context, name, routing=routing, **arguments)
         self.ones = torch.ones(routing.top_k, device=context.device)
         self.mix = context.ops.optional(MIX)
+        if routing.top_k > 1:
+            self.experts.no_adapters = "their rows are a token's for each of several experts"
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x)

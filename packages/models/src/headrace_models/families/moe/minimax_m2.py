@@ -30,6 +30,7 @@ _MLP = "model.layers.{}.block_sparse_moe"
 class MiniMaxM2ForCausalLM(MoEDecoder):
     """MiniMax-M2, M2.1."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ((r"\.mlp\.", ".block_sparse_moe."),)
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(rule for rule in RULES if ".mlp." not in rule.target),
         *HEAD_NORM_RULES,

@@ -25,6 +25,7 @@ _MLP = "model.layers.{}.block_sparse_moe"
 class MixtralForCausalLM(LlamaDecoder):
     """Mixtral 8x7B, 8x22B."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ((r"\.mlp\.", ".block_sparse_moe."),)
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(rule for rule in RULES if ".mlp." not in rule.target),
         *router_rules(f"{_MLP}.gate"),

@@ -31,6 +31,7 @@ _MLP = "model.layers.{}.block_sparse_moe"
 class PhimoeForCausalLM(MoEDecoder):
     """Phi-3.5-MoE, Phi-mini-MoE, Phi-tiny-MoE."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ((r"\.mlp\.", ".block_sparse_moe."),)
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(rule for rule in RULES if ".mlp." not in rule.target),
         *router_rules(f"{_MLP}.gate"),

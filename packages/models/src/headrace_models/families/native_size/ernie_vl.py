@@ -66,6 +66,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 class TwoKinds(SparseMoE):
     """A mixture for text, and beside it one for images; what all tokens go to takes both."""
 
+    no_adapters = "its rows are divided between experts for text and for images"
     images: SparseMoE
 
     def __call__(self, x: Tensor, media_rows: Tensor | None = None) -> Tensor:

@@ -78,12 +78,29 @@ class MediaTokens(Layer):
         self.token_norm = RMSNorm(context, f"{name}.hard_embedding_norm", size, eps)
         self.projection = Linear(context, f"{name}.embedding_projection", size, [Part(out_size)])
         self.last_norm = RMSNorm(context, f"{name}.last_norm", out_size, eps, weight=False)
-        self.made: Tensor | None = None
+        self.ops = context.ops
+        self.made: tuple[Tensor, Tensor] | None = None
 
     def rows(self) -> Tensor:
-        """[number, out_size]: vectors of all tokens, computed when they are first asked for."""
+        """[number + 1, out_size]: vectors of all tokens, and zeros."""
+        return self._tables()[0]
+
+    def put_into(self, vectors: Tensor, ids: Tensor) -> Tensor:
+        """vectors [T, out_size] of tokens [T], with those of this modality's tokens in place of theirs.
+
+        By operations that can be captured: other tokens keep all of a vector and get zeros.
+        """
+        place, (own, keeps) = ids - self.first, self._tables()
+        kept = vectors * self.ops.embedding(place, keeps, beyond=self.number)
+        return kept + self.ops.embedding(place, own, beyond=self.number)
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """:meth:`rows`, and [number + 1, 1], 1 for other tokens; computed in the first step."""
         if self.made is None:
-            self.made = self.projected(self.token_norm(self.table.vector))
+            rows = self.projected(self.token_norm(self.table.vector))
+            keeps = torch.zeros_like(rows[:1, :1]).repeat(self.number + 1, 1)
+            keeps[-1] = 1
+            self.made = torch.cat((rows, torch.zeros_like(rows[:1]))), keeps
         return self.made
 
     def projected(self, x: Tensor) -> Tensor:
@@ -213,11 +230,7 @@ class Gemma3n(MediaDecoder, AnswersAboutClips, SupportsTranscription):
         """ids [T] int64 -> [T, H]: tokens of images and recordings have tables of their own."""
         vectors = super().token_vectors(ids)
         for part in self._parts.values():
-            own = part.tokens
-            place = ids - own.first
-            mine = (place >= 0) & (place < own.number)
-            rows = own.rows()[place.clamp(0, own.number - 1)]
-            vectors = torch.where(mine[:, None], rows.to(vectors.dtype), vectors)
+            vectors = part.tokens.put_into(vectors, ids)
         return vectors
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:

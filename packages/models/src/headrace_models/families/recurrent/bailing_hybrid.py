@@ -371,6 +371,10 @@ class BailingMoeV2_5ForCausalLM(HybridDecoder):
 class BailingHybridForCausalLM(HybridDecoder):
     """Ling 3: Kimi's delta attention in the layers between, a gate for each latent head."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = (
+        (r"\.self_attn\.(forget_gate\.)?", ".attention."),
+        (r"^model\.embed_tokens$", "model.word_embeddings"),
+    )
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *_SHARED_RULES,
         *_MLA_RULES,

@@ -36,6 +36,10 @@ _LATENT_EPS = 1e-6
 class KimiLinearForCausalLM(LlamaDecoder):
     """Kimi Linear 48B-A3B."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = (
+        (r"\.forget_gate\.", "."),
+        (r"\.mlp\.shared_experts\.", ".block_sparse_moe.shared_experts."),
+    )
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         WeightRule("model.embed_tokens", "embed"),
         WeightRule(f"{LAYER}.input_layernorm", "layers.{}.input_norm"),

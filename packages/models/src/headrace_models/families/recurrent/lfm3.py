@@ -65,6 +65,9 @@ class Lfm3Block(Block):
 class Lfm3ForCausalLM(LlamaDecoder):
     """LFM3 1.7B."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = (
+        (r"\.self_attn\.g_proj$", ".self_attn.gate_proj"),
+    )
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *LFM_RULES,
         WeightRule(f"{_ATTENTION}.o_proj", "layers.{}.mixer.out"),

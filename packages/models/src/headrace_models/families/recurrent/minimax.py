@@ -161,6 +161,7 @@ class WeighedNormBlock(Block):
 class MiniMaxForCausalLM(LlamaDecoder):
     """MiniMax-Text-01 in the layout of transformers, and under its own names."""
 
+    module_names: ClassVar[Sequence[tuple[str, str]]] = ((r"\.mlp\.", ".block_sparse_moe."),)
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         WeightRule("model.embed_tokens", "embed"),
         WeightRule(f"{LAYER}.input_layernorm", "layers.{}.input_norm"),

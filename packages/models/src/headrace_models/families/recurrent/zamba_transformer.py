@@ -87,6 +87,8 @@ class SharedTransformer(Layer):
         num_uses: how many the model has.
     """
 
+    no_adapters = "several layers use it, and adapters of transformers' differ by use"
+
     def __init__(
         self,
         context: BuildContext,

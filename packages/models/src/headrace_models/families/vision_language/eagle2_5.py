@@ -32,8 +32,9 @@ _LAYER = -4
 
 
 class Eagle25(MediaDecoder):
-    """Four patches of a tile are a vector."""
+    """Four patches of a tile are a vector; a video's frame is a tile."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
         WeightRule(f"{_PROJECTOR}.0", "projector_norm"),
@@ -76,9 +77,10 @@ class Eagle25(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [tiles, 3, side, side] each.
+            inputs: ``pixel_values`` (of videos ``pixel_values_videos``) [tiles, 3, side, side] each.
         """
-        tiles = [item["pixel_values"] for item in inputs]
+        name = "pixel_values_videos" if modality == "video" else "pixel_values"
+        tiles = [item[name] for item in inputs]
         units = joined(self.tower(torch.cat(tiles)), self.side, self.merge)
         vectors = self.projector(self.projector_norm(units.flatten(0, 1)))
         return torch.split(vectors, [len(own) * units.shape[1] for own in tiles])

@@ -1,4 +1,5 @@
-"""Gemma 4 with images and videos: a tower of patches of any grid, a mean of each square of them.
+"""Gemma 4 with images, videos and recordings: a tower of patches of any grid, a mean of each square of them,
+and an encoder of speech.
 
 Google 2026, Gemma 4. Letters: T patches of all pictures, H size of the tower's states, D head size.
 """
@@ -16,7 +17,9 @@ from headrace_core.attention import LAST_KEYS
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import INPUT_EMBEDS, WeightRule
 from headrace_models.config.settings import MAX_LAYERS, Settings
-from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
+from headrace_models.layers.audio.gemma4 import Gemma4Encoder, encoder_rules
+from headrace_models.layers.base import Layer, Part
+from headrace_models.layers.clipped_linear import ClippedLinear, clipped_rules
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.vision.axes import frequencies, places
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from headrace_models.layers.attention.self_attention import SelfAttention
 
 _TOWER, _PROJECTION = "vision_tower", "embed_vision.embedding_projection"
+_AUDIO, _AUDIO_PROJECTION = "audio_tower", "embed_audio.embedding_projection"
 _LAYER = f"{_TOWER}.encoder.layers"
 _VISION: Mapping[str, Any] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
@@ -40,7 +44,6 @@ _VISION: Mapping[str, Any] = {
 }  # fmt: skip
 """Values that configs may leave out."""
 _THETA = 100.0
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Modality -> name of the model's input."""
 _NORMS = (
@@ -60,18 +63,14 @@ def _layer_rules() -> list[WeightRule]:
     ]
     for module, names in _LINEARS.items():
         for name in names:
-            rules.append(WeightRule(f"{source}.{module}.{name}.linear", f"{target}.{name}.linear"))
-            rules += [
-                WeightRule(f"{source}.{module}.{name}.{bound}", f"{target}.{name}.bounds.{bound}")
-                for bound in _BOUNDS
-            ]
+            rules += clipped_rules(f"{source}.{module}.{name}", f"{target}.{name}")
     return rules
 
 
 class Gemma4(MediaDecoder):
-    """A picture is as many vectors as it has squares of patches; a video is frames behind their times."""
+    """A picture is as many vectors as it has squares of patches; a video is frames behind their times; a
+    recording is a vector for every four frames of its spectrogram."""
 
-    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         WeightRule(f"{_TOWER}.patch_embedder.input_proj", "tower.patches"),
         WeightRule(f"{_TOWER}.patch_embedder.position_embedding_table", "tower.places.vector"),
@@ -79,18 +78,42 @@ class Gemma4(MediaDecoder):
         WeightRule(f"{_TOWER}.std_bias", "tower.mean.vector"),
         WeightRule(f"{_TOWER}.std_scale", "tower.scale.vector"),
         WeightRule(_PROJECTION, "projection"),
+        *encoder_rules(_AUDIO, "hearing.encoder"),
+        WeightRule(_AUDIO_PROJECTION, "hearing.projection"),
     )
 
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """A tower whose part of the config is left out, as when its modalities are limited to 0, is neither
+        made nor loaded."""
+        self.parts = {
+            modality: whole.get(part) is not None
+            for part, modalities in (("vision_config", _PIXELS), ("audio_config", ("audio",)))
+            for modality in modalities
+        }
+
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
-        settings = Settings({**_VISION, **part_of(whole, "vision_config")})
-        self.tower = _Tower(context, settings)
-        size, eps = settings.integer("hidden_size"), settings.number("rms_norm_eps")
-        self.vectors_norm = RMSNorm(context, _PROJECTION, size, eps, weight=False)
-        self.projection = Linear(context, _PROJECTION, size, [Part(self.hidden_size())])
+        if self.parts["image"]:
+            settings = Settings({**_VISION, **part_of(whole, "vision_config")})
+            self.tower = _Tower(context, settings)
+            size, eps = settings.integer("hidden_size"), settings.number("rms_norm_eps")
+            self.vectors_norm = RMSNorm(context, _PROJECTION, size, eps, weight=False)
+            self.projection = Linear(context, _PROJECTION, size, [Part(self.hidden_size())])
+        if self.parts["audio"]:
+            self.hearing = _Hearing(context, part_of(whole, "audio_config"), self.hidden_size())
+
+    @property
+    def modalities(self) -> Sequence[str]:  # type: ignore[override]
+        """Modalities of the towers that the config has."""
+        return tuple(modality for modality, is_there in self.parts.items() if is_there)
 
     def unread_weights(self) -> Mapping[str, str]:
-        """What hears."""
-        return {r"(audio_tower|embed_audio)\..*": "recordings are not served"}
+        """Tensors of a tower that was not made."""
+        names = (("image", "vision"), ("audio", "audio"))
+        return {
+            rf"({name}_tower|embed_{name})\..*": f"{name} is left out of the config, or limited to 0"
+            for modality, name in names
+            if not self.parts[modality]
+        }
 
     def attention(self, context: BuildContext, name: str, **differences: Any) -> SelfAttention:
         """In the large models a picture's tokens see each other in layers with a window, and only there."""
@@ -122,12 +145,34 @@ class Gemma4(MediaDecoder):
         Args:
             inputs: ``pixel_values`` [patches, patch * patch * 3] of an image, of videos
                 ``pixel_values_videos`` of the frames; ``grids`` [pictures, 2]: rows and columns of patches.
+                Of recordings ``input_features`` [frames, bins].
         """
+        if modality == "audio":
+            return [self.hearing(item["input_features"]) for item in inputs]
         grids = [(rows, columns) for own in inputs for rows, columns in own["grids"].tolist()]
         states = self.tower(torch.cat([own[_PIXELS[modality]] for own in inputs]), grids)
         vectors = self.projection(self.vectors_norm(states))
         counts = [int(own["grids"].prod(1).sum()) // self.tower.square for own in inputs]
         return torch.split(vectors, counts)
+
+
+class _Hearing(Layer):
+    """A recording by itself.
+
+    Args:
+        stated: the encoder's part of the config.
+        hidden: size of a vector.
+    """
+
+    def __init__(self, context: BuildContext, stated: Mapping[str, Any], hidden: int) -> None:
+        self.encoder = Gemma4Encoder(context, stated, _AUDIO)
+        size, eps = self.encoder.size, Settings(stated).number("rms_norm_eps", 1e-6)
+        self.norm = RMSNorm(context, _AUDIO_PROJECTION, size, eps, weight=False)
+        self.projection = Linear(context, _AUDIO_PROJECTION, size, [Part(hidden)])
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """frames [F, M] -> [vectors, hidden]."""
+        return self.projection(self.norm(self.encoder(frames)))
 
 
 class _Tower(Layer):
@@ -257,36 +302,6 @@ class _Block(Layer):
             for query, key, value in zip(*pictures, strict=True)
         ]
         return self.o_proj(torch.cat(seen, dim=1).transpose(0, 1).flatten(1))
-
-
-class ClippedLinear(Layer):
-    """A product whose inputs and results stay within bounds, if the checkpoint has any."""
-
-    def __init__(
-        self, context: BuildContext, name: str, before: int, after: int, *, clips: bool
-    ) -> None:
-        self.linear = Linear(context, f"{name}.linear", before, [Part(after)])
-        self.bounds = _Bounds(name) if clips else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, before] -> [T, after]."""
-        if self.bounds is None:
-            return self.linear(x)
-        low, high, least, most = self.bounds.values
-        return self.linear(x.clamp(low, high)).clamp(least, most)
-
-
-class _Bounds(WeightLayer):
-    """Four numbers: of the inputs, and of the results."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def slots(self) -> Mapping[str, Slot]:
-        return {bound: Slot((), "float32", any_float=True) for bound in _BOUNDS}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.values = [float(tensors[bound]) for bound in _BOUNDS]
 
 
 def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision: images in tiles, with a vector at the end of each row;
-frames of videos in one tile, a quarter of whose vectors are kept.
+"""LLaVA-NeXT, LLaVA-NeXT-Video, LLaVA-OneVision and their kin: images in tiles, with a vector at the end of
+each row; frames of videos in one tile, a quarter of whose vectors are kept.
 
 Liu et al. 2024, "LLaVA-NeXT"; Zhang et al. 2024, "LLaVA-NeXT: A Strong Zero-shot Video Understanding Model";
 Li et al. 2024, arXiv:2408.03326.
@@ -21,9 +21,11 @@ from headrace_models.layers.vision.anyres import (
     Size,
     best_canvas,
     canvases,
+    exact,
     halved,
     one_plane,
     reduced,
+    rounded,
     unpadded,
     with_row_ends,
 )
@@ -106,12 +108,33 @@ class LlavaNext(MediaDecoder):
         """states [1 + tiles, side * side, H] -> [vectors, H]."""
         height, width = best_canvas(image, self.sizes)
         plane = one_plane(states[1:], height // self.tile, width // self.tile, self.side)
-        plane = self.fitted(unpadded(plane, image))
+        plane = self.fitted(unpadded(plane, image, self.scaled))
         return torch.cat((states[0], with_row_ends(plane, self.newline.vector)))
+
+    @staticmethod
+    def scaled(length: int, new: int, old: int) -> int:
+        """Of :func:`unpadded`."""
+        return rounded(length, new, old)
 
     def fitted(self, plane: Tensor) -> Tensor:
         """plane [rows, columns, H] as it goes into the prompt."""
         return plane
+
+
+class MiniMaxVL01(LlavaNext):
+    """MiniMax-VL-01: more canvases, the last layer's states, and margins in whole numbers (MiniMax 2025,
+    arXiv:2501.08313)."""
+
+    canvases: ClassVar[Sequence[Size]] = tuple(
+        (height, width)
+        for height, width in itertools.product(range(336, 2017, 336), range(336, 2017, 336))
+        if height * width <= 2016 * 1008
+    )
+    layer: ClassVar[int] = -1
+
+    @staticmethod
+    def scaled(length: int, new: int, old: int) -> int:
+        return exact(length, new, old)
 
 
 class LlavaNextVideo(LlavaNext):

@@ -85,18 +85,21 @@ class NemotronNanoVL(MediaDecoder):
         """See :class:`headrace_core.model.SupportsMultiModal`.
 
         Args:
-            inputs: ``pixel_values`` [tiles, 3, side, side] each, in numbers from 0 to 1; normalised where
-                the tower does not do that.
+            inputs: ``pixel_values`` (of videos ``pixel_values_videos``) [tiles, 3, side, side] each, in
+                numbers from 0 to 1; normalised where the tower does not do that.
         """
-        tiles = [item["pixel_values"] for item in inputs]
+        name = "pixel_values_videos" if modality == "video" else "pixel_values"
+        tiles = [item[name] for item in inputs]
         units = joined(self.tower(torch.cat(tiles)), self.side, self.merge)
         vectors = self.projector(self.projector_norm(units.flatten(0, 1)))
         return torch.split(vectors, [len(own) * units.shape[1] for own in tiles])
 
 
 class NemotronNanoVL2(NemotronNanoVL):
-    """Nemotron Nano V2 VL: images come normalised; the projector squares what is above zero."""
+    """Nemotron Nano V2 VL: images come normalised, a video's frame is a tile; the projector squares what is
+    above zero."""
 
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *radio_rules(_TOWER, "tower"),
         *_PROJECTOR_RULES,

@@ -1,7 +1,7 @@
 """Ovis: a tower whose states become words of a visual vocabulary, each a mean of a table's rows.
 
-Lu et al. 2024, arXiv:2405.20797. Letters: I tiles, W words of a tile, V words of the vocabulary, H hidden
-size.
+Lu et al. 2024, arXiv:2405.20797; Lu et al. 2025, arXiv:2508.11737 (2.5). Letters: I tiles, W words of a
+tile, V words of the vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.decoders.gemma import embedding_scale
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.mlp import GatedMLP
+from headrace_models.layers.native_size.keye import KeyeTower
+from headrace_models.layers.native_size.keye import tower_rules as keye_rules
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
 from headrace_models.layers.vision.clip import ClipTower, Vector, tower_rules
+from headrace_models.layers.vision.grid_decoder import GRID, PIXELS, grid_of
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.shuffle import joined
@@ -41,9 +44,18 @@ _VISION: Mapping[str, Any] = {
     "mlp_bias": False, "vocab_size": 16384, "hidden_stride": 1, "tokenize_function": "softmax",
 }  # fmt: skip
 """Values that configs may leave out."""
+_NAVIT: Mapping[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 512, "patch_size": 16, "hidden_stride": 2,
+}  # fmt: skip
+"""The same of Ovis 2.5."""
+_VOCABULARY = 65_536
 _NORM_EPS = 1e-5
 _TOWER, _BACKBONE = "vision_tower.transformer", "visual_tokenizer.backbone"
-_SIGLIP = f"{_BACKBONE}.vision_model"
+_SIGLIP, _NAVIT_TOWER = f"{_BACKBONE}.vision_model", "visual_tokenizer.vit.vision_model"
+_ENDS: Mapping[str, tuple[int, int]] = {"image": (-4, -3), "video": (-2, -1)}
+"""Modality -> rows of Ovis 2.5's table for an item's begin and its end."""
+_NUM_ENDS = 4
 
 
 class Ovis2(MediaDecoder):
@@ -188,6 +200,57 @@ class Ovis(Ovis2):
         if self.settings.config.get("model_type") != "gemma2":
             return 1.0
         return embedding_scale(self.context, self.hidden_size())
+
+
+class Ovis25(MediaDecoder):
+    """Ovis 2.5: images of any size and videos, each between two marks, which take vectors, too. Four patches
+    are a word."""
+
+    modalities: ClassVar[Sequence[str]] = ("image", "video")
+    media_rules: ClassVar[Sequence[WeightRule]] = (
+        *keye_rules(_NAVIT_TOWER, "tower"),
+        WeightRule("visual_tokenizer.head.0", "words.linear"),
+        WeightRule("visual_tokenizer.head.1", "words.norm"),
+        WeightRule("vte.weight", "table.vector"),
+    )
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        stated = {**_NAVIT, **part_of(whole, "vit_config")}
+        settings = Settings(stated)
+        settings.refuse("fullatt_block_indexes")
+        for key, only in (
+            ("num_patches", -1), ("temporal_patch_size", 1), ("use_rope", True),
+            ("preserve_original_pe", True),
+        ):  # fmt: skip
+            settings.refuse(key, only)
+        self.merge = settings.integer("hidden_stride")
+        stated["spatial_merge_size"] = self.merge
+        self.tower = KeyeTower(context, stated, _NAVIT_TOWER, cubic=True, last_norm=False)
+        number = Settings(whole).integer("visual_vocab_size", _VOCABULARY, minimum=_NUM_ENDS + 1)
+        unit = self.tower.size * self.merge**2
+        self.words = Words(context, unit, number - _NUM_ENDS, Settings({}))
+        self.table = Vector("vte.weight", number, self.hidden_size())
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """What stands behind the tower's blocks."""
+        pattern = _NAVIT_TOWER.replace(".", r"\.")
+        return {rf"{pattern}\.post_layernorm\..*": "behind the states of the tower that are read"}
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: ``pixel_values`` [patches, 3 * patch * patch], square by square, and ``image_grid_thw``
+                [3] each; of videos ``pixel_values_videos`` and ``video_grid_thw``.
+        """
+        grids = [grid_of(item[GRID[modality]]) for item in inputs]
+        states = self.tower([item[PIXELS[modality]] for item in inputs], grids)
+        words = self.words(states.view(1, -1, self.tower.size * self.merge**2))[0]
+        vectors = self.tower.split(words @ self.table.vector[:-_NUM_ENDS], grids)
+        begin, end = (self.table.vector[row][None] for row in _ENDS[modality])
+        return [torch.cat((begin, own, end)) for own in vectors]
 
 
 class Aimv2Tower(Layer):

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace_core import failpoints
 from headrace_core.errors import WeightsError
+from headrace_core.reliability import failpoints
 from headrace_models.checkpoint.regular_file import open_regular
 
 MAGIC = b"GGUF"

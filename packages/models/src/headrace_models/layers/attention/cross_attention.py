@@ -56,6 +56,7 @@ class CrossAttention(Layer):
             unbiased=(0,),
             part_names=(f"{name}.k_proj", f"{name}.v_proj"),
         )
+        self.key_value.no_adapters = "cross-attention makes keys and values of media, not of tokens"
         self.out = row_parallel(context, f"{name}.out_proj", size, hidden_size, bias=True)
         heads = num_heads // shard_of(num_heads, context.communicator, what=f"{name}, heads").count
         self.spec = AttentionLayerSpec(

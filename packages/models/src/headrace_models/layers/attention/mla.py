@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
     from headrace_models.config.rope import RopeSettings
+    from headrace_models.lora.head_places import HeadsPlace
 
 EXPAND_FROM = 256
 """Tokens of a step's longest prompt from which expanding pays where it may be done."""
@@ -325,6 +326,9 @@ class HeadProjections(WeightLayer):
     """W_K and W_V of each head, [H * (K + V), R] in checkpoints; what they make is in the module's
     docstring."""
 
+    low_rank: HeadsPlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
+
     def __init__(
         self, context: BuildContext, name: str, sizes: MLASizes, heads: Part, expands: bool
     ) -> None:
@@ -358,18 +362,23 @@ class HeadProjections(WeightLayer):
 
     def to_latent(self, query: Tensor) -> Tensor:
         """query [T, H, K] -> [T, H, R]."""
-        assert self.latent is not None, self.name
-        return self.ops.head_linear(query, self.latent)
+        return self._times(self.latent, "latent", query)
 
     def to_value(self, latent: Tensor) -> Tensor:
         """latent [T, H, R] -> [T, H, V]."""
-        assert self.value is not None, self.name
-        return self.ops.head_linear(latent, self.value)
+        return self._times(self.value, "value", latent)
 
     def to_key(self, latent: Tensor) -> Tensor:
         """latent [T, H, R] -> [T, H, K], of a layer that expands."""
-        assert self.key is not None, self.name
-        return self.ops.head_linear(latent, self.key)
+        return self._times(self.key, "key", latent)
+
+    def _times(self, weight: PackedLinear | None, product: str, x: Tensor) -> Tensor:
+        """x [T, H, in] by each head's weight, with what adapters add -> [T, H, out]."""
+        assert weight is not None, self.name
+        out = self.ops.head_linear(x, weight)
+        if self.low_rank is not None and self.low_rank.is_chosen:
+            return self.low_rank(product, out, x)
+        return out
 
 
 def mla_scale(rope: RopeSettings, head_dim: int) -> float:

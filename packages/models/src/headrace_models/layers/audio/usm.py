@@ -9,7 +9,7 @@ see K keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer, Part
+from headrace_models.layers.clipped_linear import ClippedLinear
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import RMSNorm
@@ -195,6 +196,8 @@ class HalfFeedForward(Layer):
 class NearAttention(Layer):
     """``x + norm(out(attention(norm(x))))``. A state sees some before it, itself, and perhaps some behind."""
 
+    out: Linear | ClippedLinear
+
     def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
         size, self.num_heads = (
             settings.integer("hidden_size"),
@@ -210,6 +213,7 @@ class NearAttention(Layer):
         self.block = settings.integer("conf_attention_chunk_size", maximum=_WIDEST)
         self.before = max(0, settings.integer("conf_attention_context_left", maximum=_WIDEST) - 1)
         self.after = settings.integer("conf_attention_context_right", minimum=0, maximum=_WIDEST)
+        self.farthest = self.before
         head_dim = size // self.num_heads
         inner = f"{name}.attn"
         self.norm = _norm(context, settings, f"{name}.pre_attn_norm")
@@ -223,7 +227,7 @@ class NearAttention(Layer):
         self.scales = Vector(f"{inner}.per_dim_scale", head_dim)
         places = f"{inner}.relative_position_embedding.pos_proj"
         self.distances = Linear(context, places, size, [Part(size)])
-        self.sines = _sines(self.before, self.after, size).to(
+        self.sines = sines(self.before, self.after, size).to(
             context.device, getattr(torch, context.dtype)
         )
         self.out = Linear(context, f"{name}.post", size, [Part(size)])
@@ -236,9 +240,7 @@ class NearAttention(Layer):
 
     def _attend(self, x: Tensor) -> Tensor:
         length, size = x.shape
-        query, key, value = (
-            part.reshape(length, self.num_heads, -1) for part in self.qkv(x).chunk(3, dim=-1)
-        )
+        query, key, value = self.projected(x)
         scale = query.shape[2] ** -0.5 / math.log(2.0)
         query = query * scale * functional.softplus(self.scales.vector)
         more = -length % self.block
@@ -247,8 +249,14 @@ class NearAttention(Layer):
         scores = torch.einsum("uwnd,uknd->unwk", q, k) + self._by_distance(q)
         scores = (scores / self.cap).tanh() * self.cap
         hidden = ~self._visible(length, len(q), x.device)
-        weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).to(x.dtype)
-        return torch.einsum("unwk,uknd->uwnd", weights, v).reshape(-1, size)[:length]
+        weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
+        seen = torch.einsum("unwk,uknd->uwnd", weights, v).reshape(-1, size)[:length]
+        return seen.to(x.dtype)
+
+    def projected(self, x: Tensor) -> Sequence[Tensor]:
+        """x [T, H] -> queries, keys and values [T, N, D]."""
+        parts = self.qkv(x).chunk(3, dim=-1)
+        return [part.reshape(len(x), self.num_heads, -1) for part in parts]
 
     def _around(self, states: Tensor, more: int) -> Tensor:
         """[T, N, D] -> [U, K, N, D]: the states that a block's queries may see."""
@@ -259,7 +267,7 @@ class NearAttention(Layer):
     def _by_distance(self, q: Tensor) -> Tensor:
         """[U, N, W, K]: what queries say to the distance of each key, which a query's row is shifted for."""
         table = self.distances(self.sines).view(len(self.sines), self.num_heads, -1)
-        scores = torch.einsum("uwnd,fnd->unwf", q, table)
+        scores = torch.einsum("uwnd,fnd->unwf", q, table.to(q.dtype))
         width = self.before + self.block + self.after
         rows = functional.pad(scores, (0, width + 1 - len(table))).flatten(2)
         return rows[..., : self.block * width].view(*rows.shape[:2], self.block, width)
@@ -271,7 +279,7 @@ class NearAttention(Layer):
         width = self.before + self.block + self.after
         keys = begins - self.before + torch.arange(width, device=device)
         apart = queries[:, :, None] - keys[:, None]
-        near = (apart <= self.before) & (apart >= -self.after)
+        near = (apart <= self.farthest) & (apart >= -self.after)
         there = ((keys >= 0) & (keys < length))[:, None]
         return ((near & there) | (queries >= length)[:, :, None])[:, None]
 
@@ -302,7 +310,7 @@ def _norm(context: BuildContext, settings: Settings, name: str) -> RMSNorm:
     return RMSNorm(context, name, settings.integer("hidden_size"), _EPS)
 
 
-def _sines(before: int, after: int, size: int) -> Tensor:
+def sines(before: int, after: int, size: int) -> Tensor:
     """[before + after + 1, size] float32: sines, then cosines, of distances, the farthest before first."""
     places = torch.arange(before, -after - 1, -1).float()
     step = math.log(_LONGEST_WAVE) / max(size // 2 - 1, 1)

@@ -9,12 +9,14 @@ import torch
 
 from headrace_models.layers.base import Slot, WeightLayer
 from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.linear import with_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
+    from headrace_models.lora.places import LinearPlace
 
 _LEAST = -3e4
 """Logit of a token that is never an answer; float16 has it."""
@@ -50,6 +52,9 @@ class ShortHead(WeightLayer):
         silent: further tokens that are never answers.
     """
 
+    low_rank: LinearPlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
+
     def __init__(
         self,
         context: BuildContext,
@@ -81,4 +86,4 @@ class ShortHead(WeightLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, size] -> [T, tokens]."""
         assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed, self.bias)
+        return with_adapters(self.low_rank, self.ops.linear(x, self.packed, self.bias), x)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_models.lora.places import ExpertsPlace
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -45,6 +46,12 @@ class Experts(WeightLayer):
         bias: of all products, of gated experts.
         identities: numbers behind the experts' that stand for giving back x.
     """
+
+    low_rank: ExpertsPlace | None = None
+    """The experts' adapters; None: they take none. With a place plain weights are packed for two products,
+    between which it adds."""
+    no_adapters: str = ""
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class Experts(WeightLayer):
         # What is packed together is stacked first, which copies.
         self.takes_views = self.is_plain
         self.packed: PackedLinear | None = None
-        self.non_gated: tuple[PackedLinear, PackedLinear] | None = None
+        self.apart: tuple[PackedLinear, PackedLinear] | None = None
         self.routed: tuple[Any, Any] | None = None
         self.states: list[tuple[Any, Any]] = []
         self.biases: list[tuple[Tensor | None, Tensor | None]] = []
@@ -122,9 +129,9 @@ class Experts(WeightLayer):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if self.is_plain:
             first, second = (self._stacked(tensors, at) for at in (0, 1))
-            if not self.gated:
+            if not self.gated or self.low_rank is not None:
                 pack = self.ops.expert_linear.pack
-                self.non_gated = pack(first), pack(second)
+                self.apart = pack(first), pack(second)
                 return
             biases = (self._stacked_bias(tensors, at) for at in (0, 1))
             self.packed = self.ops.moe.pack(first, second, *biases)
@@ -174,6 +181,17 @@ class Experts(WeightLayer):
     def __call__(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """x [T, H], weights [T, k] float32 (None: ones), ids [T, k] -> [T, H], this rank's share of the
         sum."""
+        out = self._base(x, weights, ids)
+        if self.low_rank is None or not self.low_rank.is_chosen:
+            return out
+        rows = self.low_rank.adapted_rows(len(ids))
+        if not len(rows):
+            return out
+        own = None if weights is None else weights[rows]
+        return out.index_copy(0, rows, self._adapted(self.low_rank, x[rows], own, ids[rows], rows))
+
+    def _base(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+        """What the experts make of x without adapters."""
         if self.packed is not None:
             return self.ops.moe(
                 x,
@@ -184,29 +202,47 @@ class Experts(WeightLayer):
                 identities=self.identities,
                 identity_scale=float(self.is_first_rank),
             )
-        if self.non_gated is not None:
-            up, down = self.non_gated
-            inner = self.ops.activation(self.ops.expert_linear(x, up, ids), self.activation)
-            return self.ops.expert_linear(inner, down, ids, weights)
-        if self.routed is not None:
-            return self._routed(self.routed, x, weights, ids)
+        if self.apart is not None or self.routed is not None:
+            return self._in_two(x, weights, ids)
         return self._one_by_one(x, weights, ids)
 
-    def _routed(
-        self, states: tuple[Any, Any], x: Tensor, weights: Tensor | None, ids: Tensor
+    def _adapted(
+        self, place: ExpertsPlace, x: Tensor, weights: Tensor | None, ids: Tensor, rows: Tensor
     ) -> Tensor:
-        first, second = (half.method for half in self.halves[0])
-        bias, down_bias = self.stacked_biases
-        both = first.apply_routed(states[0], x, ids, None, bias)  # [T, k, I or 2 I]
-        if self.gated:
-            inner = self.ops.activation_and_mul(both.flatten(0, 1), self.activation)
-        else:
-            inner = self.ops.activation(both.flatten(0, 1), self.activation)
-        inner = inner.view(*ids.shape, -1)
+        """The same for some rows [R], which have adapters: x [R, H] -> [R, H]."""
+        both = place(self.halves[0][0].place, self._product(0, x, ids), x, ids, rows)
+        inner = self._activated(both)
+        out = place("down", self._product(1, inner, ids), inner, ids, rows).float()
+        weighed = out if weights is None else out * weights[..., None]
+        return weighed.sum(dim=1).to(x.dtype)
+
+    def _in_two(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+        """All experts' first products, then all their second ones."""
+        inner = self._activated(self._product(0, x, ids))
         if weights is not None:
-            return second.apply_routed(states[1], inner, ids, weights, down_bias)
-        out = second.apply_routed(states[1], inner, ids, None, down_bias)
+            return self._product(1, inner, ids, weights)
+        out = self._product(1, inner, ids)
         return out[:, 0] if ids.shape[1] == 1 else out.sum(1)
+
+    def _activated(self, both: Tensor) -> Tensor:
+        """[T, k, I or 2 I] of first products -> [T, k, I]."""
+        activate = self.ops.activation_and_mul if self.gated else self.ops.activation
+        return activate(both.flatten(0, 1), self.activation).view(*both.shape[:2], -1)
+
+    def _product(self, at: int, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+        """One product of each token's experts [T, k, N], or with weights their sum [T, N]."""
+        if self.apart is not None:
+            return self.ops.expert_linear(x, self.apart[at], ids, weights)
+        half, bias = self.halves[0][at], self.stacked_biases[at]
+        if self.routed is not None:
+            return half.method.apply_routed(self.routed[at], x, ids, weights, bias)
+        out = x.new_empty((*ids.shape, half.spec.out_features))
+        for expert in torch.unique(ids).tolist():
+            rows, places = (ids == expert).nonzero(as_tuple=True)
+            own = x[rows] if x.dim() == 2 else x[rows, places]
+            apply, state = self.halves[expert][at].method.apply, self.states[expert][at]
+            out[rows, places] = apply(state, own, self.biases[expert][at])
+        return out
 
     def _one_by_one(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """One expert after the other. The rows that an expert gets depend on contents, so such steps are not

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from headrace_core.errors import UnsupportedModel
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.layers.linear import with_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_models.lora.places import LinearPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class Router(WeightLayer):
         exact: score in float32 whatever the activations are.
         soft_cap: what tanh keeps the linear layer's results within; 0: nothing (Grok).
     """
+
+    low_rank: LinearPlace | None = None
+    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class Router(WeightLayer):
         assert self.packed is not None, self.name
         x = self.ops.to_float32(x) if self.exact else x
         how = self.routing
-        scores = self.ops.linear(x, self.packed, self.bias)
+        scores = with_adapters(self.low_rank, self.ops.linear(x, self.packed, self.bias), x)
         if self.soft_cap:
             scores = self.ops.to_float32(scores, soft_cap=self.soft_cap)
         return self.ops.route_experts(

@@ -32,12 +32,19 @@ class GridTower(Layer):
         head_dim: numbers of a head.
         merge: patches of a side of the square that becomes a vector.
         theta: base of the rotation.
+        joins_frames: all patches of a video see each other, not those of a frame alone.
     """
 
     layers: list[VisionBlock]
 
     def __init__(
-        self, context: BuildContext, *, head_dim: int, merge: int, theta: float = 10_000.0
+        self,
+        context: BuildContext,
+        *,
+        head_dim: int,
+        merge: int,
+        theta: float = 10_000.0,
+        joins_frames: bool = False,
     ) -> None:
         if not head_dim or head_dim % 4:
             raise UnsupportedModel(
@@ -46,6 +53,7 @@ class GridTower(Layer):
         self.ops, self.device = context.ops, context.device
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.head_dim, self.merge, self.theta = head_dim, merge, theta
+        self.joins_frames = joins_frames
 
     def run(self, x: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, Tensor | None]:
         """All blocks: what the last one adds to the stream, and the stream.
@@ -54,7 +62,10 @@ class GridTower(Layer):
             x: [patches of all items, size].
         """
         rotary = torch.cat([self.rotary(grid) for grid in grids]).to(x.device)
-        segments = Segments.of([h * w for t, h, w in grids for _ in range(t)], x.device)
+        sizes = [h * w for t, h, w in grids for _ in range(t)]
+        if self.joins_frames:
+            sizes = [t * h * w for t, h, w in grids]
+        segments = Segments.of(sizes, x.device)
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, segments, rotary)

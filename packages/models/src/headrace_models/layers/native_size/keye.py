@@ -1,7 +1,7 @@
-"""The tower of Keye-VL: SigLIP's on patches of images of any size, with learned positions that are stretched
-to it, and rotation in two dimensions.
+"""The tower of Keye-VL and Ovis 2.5: SigLIP's on patches of images of any size, with learned positions that
+are stretched to it, and rotation in two dimensions.
 
-Kwai Keye Team 2025, arXiv:2507.01949.
+Kwai Keye Team 2025, arXiv:2507.01949; Lu et al. 2025, arXiv:2508.11737.
 """
 
 from __future__ import annotations
@@ -51,9 +51,21 @@ class KeyeTower(GridTower):
     Args:
         stated: the tower's part of the config.
         name: as the checkpoint spells it.
+        cubic: how the table of positions is stretched.
+        last_norm: there is a norm behind the last block.
+        joins_frames: see :class:`GridTower`.
     """
 
-    def __init__(self, context: BuildContext, stated: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        stated: Mapping[str, Any],
+        name: str,
+        *,
+        cubic: bool = False,
+        last_norm: bool = True,
+        joins_frames: bool = False,
+    ) -> None:
         settings = Settings({**_DEFAULTS, **stated})
         self.size, eps = settings.integer("hidden_size"), settings.number("layer_norm_eps")
         super().__init__(
@@ -61,6 +73,7 @@ class KeyeTower(GridTower):
             head_dim=self.size // settings.integer("num_attention_heads"),
             merge=settings.integer("spatial_merge_size"),
             theta=axial_theta(stated),
+            joins_frames=joins_frames,
         )
         patch = settings.integer("patch_size")
         kernel = (settings.integer("num_channels"), patch, patch)
@@ -68,14 +81,15 @@ class KeyeTower(GridTower):
         self.patches = PatchEmbedding(
             context, f"{embed}.patch_embedding", kernel, self.size, bias=True
         )
-        self.side = settings.integer("image_size") // patch
+        self.side, self.cubic = settings.integer("image_size") // patch, cubic
         table = f"{embed}.position_embedding"
         self.positions = Embedding(context, table, self.side**2, self.size)
         self.layers = [
             pre_norm_block(context, settings, f"{name}.encoder.layers.{index}", eps)
             for index in range(settings.integer("num_hidden_layers", maximum=MAX_LAYERS))
         ]
-        self.final_norm = LayerNorm(context, f"{name}.post_layernorm", self.size, eps)
+        norm = f"{name}.post_layernorm"
+        self.final_norm = LayerNorm(context, norm, self.size, eps) if last_norm else None
 
     def __call__(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
         """Encode images of any sizes at once; they do not see each other.
@@ -88,11 +102,14 @@ class KeyeTower(GridTower):
         """
         x = self.patches(torch.cat(list(patches)).to(self.dtype))
         x = x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
-        return self.final_norm.add(*self.run(x, grids))[0]
+        x, residual = self.run(x, grids)
+        if self.final_norm is not None:
+            return self.final_norm.add(x, residual)[0]
+        return x if residual is None else self.ops.add(x, residual)
 
     def _positions(self, grid: Grid) -> Tensor:
         """[T, size] float32: the table, stretched to an image."""
         time, height, width = grid
         table = self.positions.weight.view(self.side, self.side, -1)
         rows, columns = places(height, width, self.merge).to(table.device).unbind(-1)
-        return stretched(table, height, width, cubic=False)[rows, columns].repeat(time, 1)
+        return stretched(table, height, width, cubic=self.cubic)[rows, columns].repeat(time, 1)

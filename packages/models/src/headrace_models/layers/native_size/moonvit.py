@@ -6,6 +6,7 @@ Kimi Team 2025, arXiv:2504.07491; Kimi Team 2026, arXiv:2602.02276.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "patch_size": 14, "pos_emb_height": 64, "pos_emb_width": 64,
 }  # fmt: skip
 """Values that configs may leave out."""
-Size = tuple[int, int]
-"""Rows and columns of an image's patches."""
+Grid = tuple[int, int, int]
+"""Frames that see each other, and rows and columns of the patches of one."""
 
 
 def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
@@ -58,7 +59,8 @@ def tower_rules(source: str, target: str) -> tuple[WeightRule, ...]:
 
 
 class MoonVit(Layer):
-    """Patches of images -> their states, those of each square of four one after the other.
+    """Patches of images, and of frames that see each other -> their states, those of each square of four one
+    after the other.
 
     Args:
         stated: the tower's part of the config.
@@ -86,42 +88,53 @@ class MoonVit(Layer):
         ]
         self.final_norm = LayerNorm(context, f"{name}.encoder.final_layernorm", self.size, _EPS)
 
-    def __call__(self, patches: Sequence[Tensor], sizes: Sequence[Size]) -> Tensor:
-        """Encode images of any sizes at once; they do not see each other.
+    def __call__(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
+        """Encode items of any sizes at once; they do not see each other.
 
         Args:
-            patches: [rows * columns, 3 * patch * patch] each, row by row.
+            patches: [frames * rows * columns, 3 * patch * patch] each, row by row.
 
         Returns:
             [all patches, size].
         """
-        orders = [self._order(size) for size in sizes]
+        orders = [self._order(grid) for grid in grids]
         flat = [own[order.to(own.device)] for own, order in zip(patches, orders, strict=True)]
         x = self.patches(torch.cat(flat).to(self.dtype))
-        table = self.positions.weight
-        found = [
-            stretched(table, *size).flatten(0, 1)[order.to(table.device)]
-            for size, order in zip(sizes, orders, strict=True)
-        ]
-        x = x + torch.cat(found).to(x.dtype)
-        rotary = torch.cat([self._rotary(size) for size in sizes]).to(x.device)
-        segments = Segments.of([rows * columns for rows, columns in sizes], x.device)
+        x = x + torch.cat([self._positions(grid) for grid in grids]).to(x.dtype)
+        rotary = torch.cat([self._rotary(grid) for grid in grids]).to(x.device)
+        segments = Segments.of([math.prod(grid) for grid in grids], x.device)
         residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, segments, rotary)
         return self.final_norm.add(x, residual)[0]
 
-    def _order(self, size: Size) -> Tensor:
+    def _order(self, grid: Grid) -> Tensor:
         """Patches square by square, as indices of them row by row."""
-        rows, columns = places(*size, self.merge).unbind(-1)
-        return rows * size[1] + columns
+        frames, rows, columns = grid
+        order = self._squares(grid)
+        return (order + torch.arange(frames)[:, None] * rows * columns).flatten()
 
-    def _rotary(self, size: Size) -> Tensor:
+    def _squares(self, grid: Grid) -> Tensor:
+        """The same of one frame."""
+        rows, columns = places(*grid[1:], self.merge).unbind(-1)
+        return rows * grid[2] + columns
+
+    def _positions(self, grid: Grid) -> Tensor:
+        """[T, size]: the table, stretched to a frame; frames of a video have a wave of their number more."""
+        table = self.positions.weight
+        frame = stretched(table, *grid[1:]).flatten(0, 1)[self._squares(grid).to(table.device)]
+        if grid[0] == 1:
+            return frame
+        angles = torch.arange(grid[0])[:, None] * frequencies(_THETA, self.size // 2)
+        waves = torch.cat((angles.sin(), angles.cos()), dim=-1).to(table.device)
+        return (frame + waves[:, None]).flatten(0, 1)
+
+    def _rotary(self, grid: Grid) -> Tensor:
         """[T, D]: cosines and sines of patches; angles by column and by row take turns."""
         turning = frequencies(_THETA, self.head_dim // 4)
-        by_axis = places(*size, self.merge).float()[:, :, None] * turning
+        by_axis = places(*grid[1:], self.merge).float()[:, :, None] * turning
         angles = by_axis.flip(1).transpose(1, 2).flatten(1)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1).repeat(grid[0], 1)
 
 
 def _plain_names(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Liu et al. 2024, "LLaVA-NeXT"; Li et al. 2024, arXiv:2408.03326.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,14 +66,37 @@ def one_plane(tiles: Tensor, rows: int, columns: int, side: int) -> Tensor:
     return blocks.reshape(rows * side, columns * side, -1)
 
 
-def unpadded(plane: Tensor, image: Size) -> Tensor:
-    """plane [rows, columns, H] without what stands for the margins around an image of another shape."""
+Scaled = Callable[[int, int, int], int]
+"""(length, new, old) -> about length * new / old."""
+
+
+def rounded(length: int, new: int, old: int) -> int:
+    """Cut off behind a product that is rounded to seven places."""
+    return int(round(length * (new / old), 7))
+
+
+def exact(length: int, new: int, old: int) -> int:
+    """Cut off in whole numbers."""
+    return length * new // old
+
+
+def cut_off(length: int, new: int, old: int) -> int:
+    """Cut off behind a product of floats."""
+    return int(length * (new / old))
+
+
+def unpadded(plane: Tensor, image: Size, scaled: Scaled = rounded) -> Tensor:
+    """plane [rows, columns, H] without what stands for the margins around an image of another shape.
+
+    Args:
+        scaled: says how much of the plane is no margin.
+    """
     rows, columns, _ = plane.shape
     height, width = image
     if width / height > columns / rows:
-        margin = (rows - int(round(height * (columns / width), 7))) // 2
+        margin = (rows - scaled(height, columns, width)) // 2
         return plane[margin : rows - margin]
-    margin = (columns - int(round(width * (rows / height), 7))) // 2
+    margin = (columns - scaled(width, rows, height)) // 2
     return plane[:, margin : columns - margin]
 
 

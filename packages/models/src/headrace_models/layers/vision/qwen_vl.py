@@ -83,6 +83,7 @@ class QwenVLTower(Layer):
         out_size: of a vector.
         second: the tower of Qwen2.5-VL.
         fused: queries, keys and values are stored together; Qwen2.5-Omni has them apart.
+        merges: False: the states of patches are the result, as they come from the last block.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class QwenVLTower(Layer):
         *,
         second: bool,
         fused: bool = True,
+        merges: bool = True,
     ) -> None:
         settings = Settings({**(_SECOND if second else _FIRST), **stated})
         hidden = settings.integer("hidden_size" if second else "embed_dim")
@@ -125,9 +127,13 @@ class QwenVLTower(Layer):
         ]
         self.window = settings.integer("window_size") if second else 0
         self.full = set(settings.integers("fullatt_block_indexes")) if second else set()
+        self.state_size = hidden
+        self.merger_norm: RMSNorm | LayerNorm | None = None
+        if not merges:
+            return
         unit = hidden * self.merge**2
         norm = RMSNorm if second else LayerNorm
-        self.merger_norm: RMSNorm | LayerNorm = norm(context, f"{name}.merger.ln_q", hidden, _EPS)
+        self.merger_norm = norm(context, f"{name}.merger.ln_q", hidden, _EPS)
         inner, sizes = f"{name}.merger.mlp", (unit, unit, out_size)
         self.merger = Projector(context, f"{inner}.0", f"{inner}.2", sizes, "gelu")
 
@@ -138,7 +144,7 @@ class QwenVLTower(Layer):
             patches: [time * height * width, channels * frames * patch * patch] each.
 
         Returns:
-            [time * height * width / merge ** 2, out_size] each.
+            [time * height * width / merge ** 2, out_size] each; of states, [time * height * width, size].
         """
         layout = self._layout(grids)
         x = self.patches(torch.cat(list(patches)).to(self.dtype))
@@ -151,6 +157,9 @@ class QwenVLTower(Layer):
             segments = layout.whole if wide else layout.windows
             assert segments is not None
             x, residual = layer(x, residual, segments, layout.rotary)
+        if self.merger_norm is None:
+            states = x if residual is None else self.ops.add(x, residual)
+            return list(torch.split(states, [t * h * w for t, h, w in grids]))
         normed, _ = self.merger_norm.add(x, residual)
         merged = self.merger(normed.reshape(-1, per * normed.shape[1]))
         if layout.order is not None:

@@ -1,0 +1,1 @@
+"""Towers for pictures of documents."""
