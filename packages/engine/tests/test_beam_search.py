@@ -173,7 +173,7 @@ class TableEngine:
         return [found[index] for index in range(len(found))]
 
     async def complete(
-        self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0
+        self, prompt: Any, params: SamplingParams, request_id: str, *, priority: int = 0, **_: Any
     ) -> RequestOutput:
         assert request_id not in self.running
         self.seen.append((prompt, params, request_id, priority))

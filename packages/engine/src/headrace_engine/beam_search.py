@@ -21,12 +21,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace_core.engine import TokenizedPrompt
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.lora import LoRARequest
 from headrace_core.output import (
     BeamSearchOutput,
     BeamSequence,
     Logprob,
     PositionLogprobs,
     RequestOutput,
+    all_versions,
 )
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -259,7 +261,13 @@ class TokenEngine(Protocol):
     def model(self) -> ServedModel: ...
 
     async def complete(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput: ...
 
     async def tokenize(
@@ -292,8 +300,10 @@ class BeamSearchTask:
         request_id: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self._engine = engine
+        self._lora_request = lora_request
         self._prompt = prompt
         self._params = params
         self._request_id = request_id
@@ -324,6 +334,7 @@ class BeamSearchTask:
         search, model = self._search, self._engine.model
         assert search is not None
         params = step_params(self._params, model)
+        versions: tuple[str, ...] = ()
         while not search.done:
             first = not self._count
             prompts = [step_prompt(tokens, self._salt) for tokens in search.sequences()]
@@ -332,7 +343,11 @@ class BeamSearchTask:
             if first:
                 search.num_cached_tokens = found[0].num_cached_tokens
             search.advance([next_logprobs(output) for output in found])
+            versions = all_versions([versions, *(output.weights_versions for output in found)])
         output = search.output()
+        output.weights_versions = versions
+        for sequence in output.sequences:
+            sequence.lora_request = self._lora_request
         if model.has_tokenizer:
             for sequence in output.sequences:
                 await _add_texts(self._engine, sequence, self._params)
@@ -341,7 +356,13 @@ class BeamSearchTask:
     async def _extend(self, prompt: TokensPrompt, params: SamplingParams) -> RequestOutput:
         self._count += 1
         request_id = f"{self._request_id}-beam-{self._count}"
-        return await self._engine.complete(prompt, params, request_id, priority=self._priority)
+        return await self._engine.complete(
+            prompt,
+            params,
+            request_id,
+            priority=self._priority,
+            lora_request=self._lora_request,
+        )
 
 
 def step_prompt(tokens: list[int], cache_salt: str | None) -> TokensPrompt:

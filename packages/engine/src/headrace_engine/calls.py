@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from headrace_core.errors import EngineDead, GenerateError
+from headrace_core.errors import EngineAsleep, EngineDead, GenerateError
 from headrace_core.output import RequestOutput
 from headrace_engine.clients.base import dead_again
 from headrace_engine.front import EngineFront
@@ -89,6 +91,9 @@ class OfflineCalls:
         """The reason for which no more outputs come; None while the core runs."""
         self._taking = False
         """True while a caller takes in the next step."""
+        self._pausing: OfflineCall | None = None
+        """The call of the thread for which no request begins; None: requests begin."""
+        self._resumed = threading.Condition(self._lock)
 
     def open(self) -> OfflineCall:
         """Make a call that has no requests yet."""
@@ -97,6 +102,50 @@ class OfflineCalls:
     def close(self) -> None:
         """Make every caller that waits, now or later, raise. Idempotent."""
         self.on_death(EngineDead("the engine is shut down"))
+
+    @contextmanager
+    def paused(self, *, wait: bool) -> Iterator[None]:
+        """Within the ``with`` block no request runs: those of other calls begin after it. A caller that
+        pauses while another does waits for its turn.
+
+        Args:
+            wait: those that run end first; False: they end now, with reason ``abort``.
+
+        Raises:
+            EngineDead: the engine stopped.
+            EngineError: the thread is the engine's own.
+        """
+        self._client.check_caller()
+        own = self.open()
+        with self._lock:
+            self._wait_for_resumption()
+            self._pausing = own
+            running = {owner: list(owner.under_way) for owner in self._owners.values()}
+        try:
+            if not wait:
+                for owner, request_ids in running.items():
+                    self.end(owner, request_ids, "abort")
+                self._inbox.put(CoreOutputs([], time.monotonic()))  # wakes whoever takes in a step
+            self._drain(own)
+            yield
+        finally:
+            with self._lock:
+                self._pausing = None
+                self._resumed.notify_all()
+
+    def _drain(self, own: OfflineCall) -> None:
+        """Take in steps, or wait for those who do, until no request runs."""
+        while True:
+            with self._lock:
+                if self._end is not None:
+                    raise dead_again(self._end)
+                if not self._runs_something():
+                    return
+                if self._taking:
+                    self._wait_for_others(own)
+                    continue
+                self._taking = True
+            self._take_in(own)
 
     # OutputSink: called from a thread of the client's.
 
@@ -113,8 +162,7 @@ class OfflineCalls:
     def add(self, call: OfflineCall, request: PreparedRequest) -> None:
         """See :meth:`OfflineCall.add`."""
         with self._lock:
-            if self._end is not None:
-                raise dead_again(self._end)
+            self._wait_for_resumption()
             state = self._front.begin(request)
             self._owners[request.request_id] = call
             call.under_way[request.request_id] = state
@@ -153,6 +201,17 @@ class OfflineCalls:
 
     # The lock is held in all below but `_take_in` and `_receive`.
 
+    def _wait_for_resumption(self) -> None:
+        while self._pausing is not None and self._end is None:
+            self._resumed.wait(LOOK_AGAIN)
+        if self._end is not None:
+            raise dead_again(self._end)
+
+    def _runs_something(self) -> bool:
+        return any(
+            not s.finished for owner in self._owners.values() for s in owner.under_way.values()
+        )
+
     def _take(self, call: OfflineCall) -> list[RequestUpdate]:
         changed, call.fresh = call.fresh, {}
         updates = []
@@ -166,6 +225,7 @@ class OfflineCalls:
                 self._forget(state)
                 if state.error is not None:
                     logger.error("%s", state.error)
+        _check_awake(updates)
         return updates
 
     def _wait_for_others(self, call: OfflineCall) -> None:
@@ -209,6 +269,8 @@ class OfflineCalls:
         if processed.abort_core_ids:
             self._client.abort(processed.abort_core_ids)
         self._hand_out(processed.changed)
+        if self._pausing is not None and not self._runs_something():
+            self._pausing.woken.notify_all()
 
     def _hand_out(self, changed: Sequence[FollowedRequest]) -> None:
         for state in changed:
@@ -285,6 +347,7 @@ class OfflineCall:
 
         Raises:
             EngineDead: the engine stopped; all requests of the call are gone.
+            EngineAsleep: the engine sleeps, and refused the requests.
             EngineError: the thread is the engine's own.
         """
         return self._calls.wait(self)
@@ -303,3 +366,10 @@ class OfflineCall:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_awake(updates: Sequence[RequestUpdate]) -> None:
+    """Raises: EngineAsleep, each request was refused for that; or else outputs of others would be lost."""
+    errors = [update.error for update in updates]
+    if errors and errors[0] is not None and all(isinstance(one, EngineAsleep) for one in errors):
+        raise errors[0]

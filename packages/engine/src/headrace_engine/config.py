@@ -19,7 +19,9 @@ from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
 from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
+from headrace_engine.lora.config import LoRAConfig
 from headrace_engine.media_io import check_media_io
+from headrace_engine.speculation.config import SpeculativeConfig
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
 """Tokens. Calls are saved in small steps; what large ones gain is that their intermediate results
@@ -165,9 +167,10 @@ class SchedulerConfig:
     stream_interval: int = option(
         1, "Tokens per streamed chunk; the first and last chunk are sent at once."
     )
-    max_queued_requests: int = option(
-        16384, "Most waiting requests; more are refused with HTTP 429.", human_int=True
-    )
+    max_queued_requests: int | None = option(
+        None, "Most waiting requests; more are refused with HTTP 429. Default: 16384 of a server and of "
+        "AsyncLLM; LLM takes a batch of any size.", human_int=True,
+    )  # fmt: skip
     max_queued_tokens: int | None = option(
         None, "Most prompt tokens of all waiting requests; more are refused with HTTP 429. A request is "
         "always accepted if no other request waits. Default: no limit.", human_int=True,
@@ -177,18 +180,19 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_num_shared_tokens", "max_num_seqs"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
-        for name in ("max_num_partial_prefills", "stream_interval", "max_queued_requests"):
+        for name in ("max_num_partial_prefills", "stream_interval"):
             require(
                 getattr(self, name) >= 1, f"scheduler.{name}", getattr(self, name), "at least 1"
             )
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
         require_choice("scheduler.policy", self.policy, ("fcfs", "priority", "fair"))
         require(all(isinstance(w, (int, float)) and 0 < w < float("inf")
                    for w in self.fair_weights.values()),
                "scheduler.fair_weights", self.fair_weights, "numbers above 0")  # fmt: skip
         require(not self.fair_weights or self.policy == "fair", "scheduler.fair_weights",
                self.fair_weights, "used with scheduler.policy = 'fair'")  # fmt: skip
-        require(self.max_queued_tokens is None or self.max_queued_tokens >= 1,
-               "scheduler.max_queued_tokens", self.max_queued_tokens, "at least 1")  # fmt: skip
         partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
         require(1 <= long <= partial, "scheduler.max_long_partial_prefills", long,
                f"between 1 and max_num_partial_prefills = {partial}")  # fmt: skip
@@ -222,6 +226,11 @@ class ParallelConfig:
     distributed_executor_backend: str = option(
         "uni", "Executor of the workers: uni, or a plug-in's name."
     )
+    worker_extension_cls: str = option(
+        "", "A class of your own, as 'package.module:Class': the workers get its methods, and collective_rpc "
+        "may call them by name.",
+        cost="its code runs in the engine's threads, between two steps: nothing else runs meanwhile",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
@@ -245,6 +254,11 @@ class DeviceConfig:
         "cores first), or a list such as 0-3,8. Linux only.",
         cost="a bound thread waits for its core even if other cores are idle; run nothing else on these "
         "cores",
+    )  # fmt: skip
+    enable_sleep_mode: bool = option(
+        False, "Let the engine sleep (sleep, wake_up; POST /sleep, /wake_up): it gives the memory of weights "
+        "and KV cache back while it is not needed. On a CPU only.",
+        cost="none while it is awake; waking reads the checkpoint again, which takes as long as the start",
     )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'
@@ -349,7 +363,9 @@ class StructuredOutputsConfig:
         "them, and all requests wait.",
         cost="about 10 to 20 us of start-up per token of the vocabulary",
     )  # fmt: skip
-    compile_seconds: float = option(10.0, "Most seconds to compile one constraint.")
+    compile_seconds: float = option(
+        10.0, "Most seconds of processor time to compile one constraint."
+    )
     compile_memory_bytes: int = option(256 << 20, "Most memory of one compilation.", human_int=True)
     compile_processes: int = option(
         2, "Processes that compile constraints, started on demand.",
@@ -672,6 +688,8 @@ class EngineConfig:
     sim: SimConfig = field(default_factory=SimConfig)
     speech: SpeechConfig = field(default_factory=SpeechConfig)
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     engine_process: bool = option(
         False, "Run the engine in a separate process, connected by ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

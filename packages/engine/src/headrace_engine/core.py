@@ -10,22 +10,34 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace_core import plugins
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
 from headrace_core.kv import CacheSpec
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import EngineConfig
 from headrace_engine.guests import must_not_end
 from headrace_engine.log_lines import log_block
+from headrace_engine.lora.store import AdapterStore, KnownAdapter, failure_of, no_adapters
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.draft_limits import DraftLimits
+from headrace_engine.sleep.engine_sleep import CALLS as SLEEP_CALLS
+from headrace_engine.sleep.engine_sleep import EngineSleep
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.step_timer import StepTimer
-from headrace_engine.structured.store import Compiled, GrammarStore
+from headrace_engine.structured.store import GrammarStore
+from headrace_engine.weights.extension import extension_methods, load_extension
+from headrace_engine.weights.order import SwapOrder
+from headrace_engine.weights.swap import WeightsSwap
+from headrace_engine.weights.updates import CALLS as UPDATE_CALLS
+from headrace_engine.weights.updates import PARAMETERS as UPDATE_PARAMETERS
+from headrace_engine.weights.updates import EngineUpdates
+from headrace_engine.weights.version import WeightsVersion, checked_version, counted_up
 
 if TYPE_CHECKING:
     from headrace_engine.execution.memory import CachePlan
@@ -34,9 +46,19 @@ logger = logging.getLogger(__name__)
 
 WORKER_CALLS = {
     "report": 0, "start_profile": 0, "stop_profile": 0, "update_config": 1, "reload_weights": 0,
+    "sleep": 1, "wake_up": 1, "is_sleeping": 0, "weights_version": 0, "set_weights_version": 1,
+    "swap_weights": 1,
+    **UPDATE_CALLS,
 }  # fmt: skip
-"""Worker methods that may be called from outside, and how many arguments each takes. A list of what
-may, never of what may not: a worker has methods that would end it."""
+"""Worker methods, and calls of the core for all of them, that may be called from outside, and how many
+arguments each takes. A list of what may, never of what may not: a worker has methods that would end it."""
+PARAMETERS: Mapping[str, Sequence[str]] = {
+    "update_config": ("changes",), "sleep": ("level",), "wake_up": ("tags",),
+    "set_weights_version": ("version",), **UPDATE_PARAMETERS,
+}  # fmt: skip
+"""Names of the arguments of those that take some."""
+BETWEEN_STEPS = (*SLEEP_CALLS, "set_weights_version", *UPDATE_CALLS)
+"""Calls before which steps in flight must have ended."""
 
 
 class StepScheduler(Protocol):
@@ -47,7 +69,10 @@ class StepScheduler(Protocol):
     def schedule(self) -> ScheduledStep | None: ...
     def suspend(self, request_ids: Sequence[str]) -> None: ...
     def resume(self, request_ids: Sequence[str]) -> None: ...
+    def resume_all(self) -> None: ...
     def take_refused(self) -> list[CoreOutput]: ...
+    def forget_adapters(self) -> None: ...
+    def forget_prefixes(self) -> list[str]: ...
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]: ...
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]: ...
     @property
@@ -56,6 +81,13 @@ class StepScheduler(Protocol):
     def is_idle(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
     def stats(self, *, drain: bool = False) -> EngineStats: ...
+
+
+class _HeldRequest(NamedTuple):
+    """A request that is kept back."""
+
+    request: CoreRequest
+    waits_for: Future[Any]
 
 
 class EngineCore:
@@ -74,6 +106,9 @@ class EngineCore:
         step_seconds: float = 0.0,
         grammars: GrammarStore | None = None,
         step_timer: StepTimer | None = None,
+        adapters: AdapterStore | None = None,
+        sleep_mode: bool = False,
+        extension_calls: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
@@ -87,6 +122,10 @@ class EngineCore:
             step_seconds: about what the largest step takes; 0 = not measured.
             grammars: the workers'; requests wait here until theirs is compiled.
             step_timer: has the loop time its steps; None: they are not.
+            adapters: the workers', and the scheduler's; requests wait here until theirs is read.
+            sleep_mode: the workers can give their memory back.
+            extension_calls: methods of the workers, beside :data:`WORKER_CALLS`, that may be called from
+                outside.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -98,7 +137,17 @@ class EngineCore:
         self.step_seconds = step_seconds
         self.grammars = grammars
         self.step_timer = step_timer
-        self._compiling: list[tuple[CoreRequest, Future[Compiled]]] = []
+        self.adapters = adapters
+        self.extension_calls = extension_calls
+        self.weights = WeightsVersion()
+        """Version of the weights that compute. Whatever changes them calls :meth:`weights_changed`."""
+        self.swap = WeightsSwap(executor, self)
+        """The weights that are on their way, if some are."""
+        self._sleep = EngineSleep(executor, sleep_mode)
+        self._updates = EngineUpdates(executor, self._sleep, self, self.weights)
+        self._held: list[_HeldRequest] = []
+        self._entered: dict[str, KnownAdapter] = {}
+        """By request: the adapter that it has waited for, which stays known meanwhile."""
 
     @classmethod
     def build(
@@ -110,6 +159,7 @@ class EngineCore:
         timeline: StartupTimeline,
         fit_context: bool = False,
         grammars: GrammarStore | None = None,
+        adapters: AdapterStore | None = None,
     ) -> EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
@@ -120,13 +170,14 @@ class EngineCore:
             timeline: gets one phase per piece of work.
             fit_context: shorten ``max_model_len`` to what the cache can hold, instead of refusing.
             grammars: of structured output, shared with the workers of this process.
+            adapters: likewise; None: requests have none.
 
         Raises:
             CapacityError: the longest request would not fit into the cache.
             ModelError, WeightsError, ConfigError: from the workers.
         """
         try:
-            core = cls._build(config, max_model_len, executor, timeline, fit_context)
+            core = cls._build(config, max_model_len, executor, timeline, fit_context, adapters)
             core.grammars = grammars
             return core
         except BaseException:
@@ -141,10 +192,14 @@ class EngineCore:
         executor: Executor,
         timeline: StartupTimeline,
         fit_context: bool,
+        adapters: AdapterStore | None,
     ) -> EngineCore:
         with timeline.phase("import engine"):
             import headrace_engine.execution.memory  # noqa: F401 - timed here
+            from headrace_engine.execution.division import CacheLimits
             from headrace_engine.kv.factory import make_manager
+            from headrace_engine.kv.spare_states import without_spares
+            from headrace_engine.scheduler.adapter_slots import SlotPlanner
         with timeline.phase("start workers"):
             executor.start()
         with timeline.phase("load model", is_long=True):
@@ -162,13 +217,26 @@ class EngineCore:
         overlapped = bool(config.scheduler.async_scheduling)
         with timeline.phase("scheduler"):
             caching = config.cache.enable_prefix_caching is not False
+            limits = CacheLimits.of(config, max_model_len)
             manager = make_manager(
-                plan.config, caching, max_model_len, config.scheduler.max_num_batched_tokens
+                without_spares(plan.config, limits.spare_states),
+                caching,
+                max_model_len,
+                config.scheduler.max_num_batched_tokens,
+                most_behind=limits.most_behind,
             )
+            settings: dict[str, Any] = {**_draft_limits(config)}
+            if adapters is not None:
+                settings["adapters"] = SlotPlanner(config.lora.max_loras, adapters)
             scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
-                config.scheduler, manager, max_model_len=max_model_len, async_scheduling=overlapped
+                config.scheduler,
+                manager,
+                max_model_len=max_model_len,
+                async_scheduling=overlapped,
+                **settings,
             )
         stats = config.observability
+        extension = load_extension(config.parallel.worker_extension_cls)
         return cls(
             scheduler,
             executor,
@@ -179,63 +247,151 @@ class EngineCore:
             max_model_len=max_model_len,
             step_seconds=profile.step_seconds,
             step_timer=StepTimer.of(config.observability),
+            adapters=adapters,
+            sleep_mode=config.device.enable_sleep_mode,
+            extension_calls=extension_methods(extension) if extension is not None else frozenset(),
         )
 
     @property
     def has_unfinished(self) -> bool:
         """True while any request has not ended."""
-        return self.scheduler.has_unfinished or bool(self._compiling)
+        return self.scheduler.has_unfinished or bool(self._held)
 
     @property
     def is_idle(self) -> bool:
         """True if there is nothing to do before a command comes; suspended requests may be there."""
-        return self.scheduler.is_idle and not self._compiling
+        return self.scheduler.is_idle and not self._held and not self.swap.is_under_way
 
     def add(self, request: CoreRequest, *, again: bool = False) -> None:
-        """Queue a request; one whose grammar still compiles is kept back meanwhile.
+        """Queue a request; one whose adapter is read, or grammar compiled, is kept back meanwhile.
 
         Args:
             again: it has been kept back before. If its grammar did not compile then, it goes on to
                 the worker, which tries once more and says what is wrong.
-        """
-        constraint, grammars = request.constraint, self.grammars
-        if (
-            constraint is not None
-            and grammars is not None
-            and not (again and grammars.failed(constraint))
-        ):
-            compiled = grammars.request(constraint)
-            if not compiled.done():
-                self._compiling.append((request, compiled))
-                return
-        self.scheduler.add(request)
 
-    def compiled(self) -> list[CoreRequest]:
+        Raises:
+            EngineAsleep: it has no weights or no cache now.
+            RequestError: the engine takes no adapters, or this one cannot be used.
+        """
+        self._sleep.check_awake()
+        waits = False
+        try:
+            waits = (
+                self._waits_for_weights(request)
+                or self._waits_for_adapter(request, again)
+                or self._waits_for_grammar(request, again)
+            )
+            if not waits:
+                self.scheduler.add(request)
+        finally:
+            if not waits:
+                self._leave_adapter(request)
+
+    def ready(self) -> list[CoreRequest]:
         """Requests that were kept back and need not be any longer; to be added again."""
-        if not self._compiling:
+        if not self._held:
             return []
-        held, self._compiling = self._compiling, []
+        held, self._held = self._held, []
         ready = []
-        for request, compiled in held:
-            if compiled.done():
-                ready.append(request)
+        for one in held:
+            if one.waits_for.done():
+                ready.append(one.request)
             else:
-                self._compiling.append((request, compiled))
+                self._held.append(one)
         return ready
 
     def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]:
         """End requests; unknown ids are ignored."""
-        if not self._compiling:
+        if not self._held:
             return self.scheduler.abort(request_ids)
-        gone = set(request_ids)
-        kept_back = [r.request_id for r, _ in self._compiling if r.request_id in gone]
-        self._compiling = [pair for pair in self._compiling if pair[0].request_id not in gone]
-        ended = [CoreOutput(request_id, finish_reason="abort") for request_id in kept_back]
+        gone, ended, held = set(request_ids), [], self._held
+        self._held = [one for one in held if one.request.request_id not in gone]
+        for one in held:
+            if one.request.request_id in gone:
+                ended.append(CoreOutput(one.request.request_id, finish_reason="abort"))
+                self._leave_adapter(one.request)
         return [*ended, *self.scheduler.abort(request_ids)]
 
+    def _waits_for_weights(self, request: CoreRequest) -> bool:
+        if self.swap.ends is None:
+            return False
+        self._held.append(_HeldRequest(request, self.swap.ends))
+        return True
+
+    def _waits_for_adapter(self, request: CoreRequest, again: bool) -> bool:
+        if request.lora_request is None:
+            return False
+        adapters, before = self._adapters(), self._entered.get(request.request_id)
+        if before is not None and (error := failure_of(before.first_read)) is not None:
+            raise error
+        adapter = adapters.add(request.lora_request, under_way=again)
+        if adapter.first_read.done():
+            return False
+        adapters.enter(adapter)
+        self._entered[request.request_id] = adapter
+        self._held.append(_HeldRequest(request, adapter.first_read))
+        return True
+
+    def _waits_for_grammar(self, request: CoreRequest, again: bool) -> bool:
+        constraint, grammars = request.constraint, self.grammars
+        if constraint is None or grammars is None or (again and grammars.failed(constraint)):
+            return False
+        compiled = grammars.request(constraint)
+        if compiled.done():
+            return False
+        self._held.append(_HeldRequest(request, compiled))
+        return True
+
+    def _leave_adapter(self, request: CoreRequest) -> None:
+        """A request waits here for its adapter no longer."""
+        adapter = self._entered.pop(request.request_id, None)
+        if adapter is not None and self.adapters is not None:
+            self.adapters.leave(adapter)
+
+    def _adapters(self) -> AdapterStore:
+        if self.adapters is None:
+            raise no_adapters()
+        return self.adapters
+
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        """Make an adapter known: resolves when it is read; False: it was known.
+
+        Raises:
+            UnsupportedFeature: the engine takes none.
+            EngineAsleep: there is no model that it could be checked against.
+            RequestError: its id has another path. The result may raise it, too: it cannot be used.
+        """
+        self._sleep.check_awake()
+        adapters, done = self._adapters(), Future[bool]()
+        known = request.lora_int_id in {one.lora_int_id for one in adapters.known()}
+
+        def answer(read: Future[KnownAdapter]) -> None:
+            error = read.exception()
+            if error is None:
+                done.set_result(not known)
+            else:
+                done.set_exception(error)
+
+        adapters.add(request).first_read.add_done_callback(answer)
+        return done
+
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        """Take no further requests with an adapter; see :meth:`AdapterStore.remove`.
+
+        Raises:
+            UnsupportedFeature: the engine takes none.
+        """
+        return self._adapters().remove(lora_int_id)
+
+    def list_loras(self) -> tuple[LoRARequest, ...]:
+        """Adapters that are known, by id; none where the engine takes none."""
+        return () if self.adapters is None else tuple(self.adapters.known())
+
     def suspend(self, request_ids: Sequence[str]) -> None:
-        """Compute nothing of these requests until :meth:`resume`; unknown ids are ignored."""
-        self.scheduler.suspend(request_ids)
+        """Compute nothing of these requests until :meth:`resume`; unknown ids are ignored. Nothing happens
+        while other weights wait for them to end."""
+        if self.swap.ends is None:
+            self.scheduler.suspend(request_ids)
 
     def resume(self, request_ids: Sequence[str]) -> None:
         """Go on with suspended requests; other ids are ignored."""
@@ -265,6 +421,43 @@ class EngineCore:
         """Forget cached blocks; False while requests hold some and may not be reset."""
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
+    def weights_changed(self, version: str) -> None:
+        """Other weights compute from now on; no step may be in flight. Cached prefixes are not found again.
+        Requests that run go on with what they hold, and their outputs tell both versions.
+
+        Args:
+            version: of the new weights.
+        """
+        self.weights.change(version, self.scheduler.forget_prefixes())
+
+    def swap_weights(self, options: object) -> Future[list[Any]]:
+        """Read other weights beside these, check them, and serve with them; see :meth:`WeightsSwap.begin`.
+
+        Args:
+            options: plain data; see :class:`SwapOrder`.
+
+        Raises:
+            RequestError: an option is wrong, or a swap is under way.
+            EngineAsleep: there is no model that they could be compared with.
+            UnsupportedFeature: the workers cannot.
+        """
+        self._sleep.check_awake()
+        return self.swap.begin(SwapOrder.of(options))
+
+    def drain(self) -> bool:
+        """See :class:`headrace_engine.weights.swap.SwapTarget`."""
+        self.scheduler.resume_all()
+        return not self.scheduler.has_unfinished and self.reset_prefix_cache()
+
+    def weights_swapped(self, version: str | None) -> tuple[str, str]:
+        """See :class:`headrace_engine.weights.swap.SwapTarget`."""
+        if self.adapters is not None:
+            self.scheduler.forget_adapters()
+        self._updates.swapped()
+        before = self.weights.current
+        self.weights_changed(counted_up(before) if version is None else version)
+        return before, self.weights.current
+
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Results of a function of each worker's model, by rank, after the steps that are in flight."""
         return self.executor.call("apply_model", function)
@@ -278,41 +471,77 @@ class EngineCore:
 
         Raises:
             RequestError: it is not in :data:`WORKER_CALLS`, or takes another number of arguments;
-                or weights are to be read while requests run.
+                or memory is to be freed or taken while requests run, or in another order than
+                :class:`EngineSleep` allows.
             EngineError: the method would have ended a worker; the executor says whether it has.
         """
+        if method in self.extension_calls:
+            return self._call_extension(method, args)
         if method not in WORKER_CALLS:
-            raise RequestError(
-                f"method = {method[:64]!r}: must be one of {', '.join(WORKER_CALLS)}",
-                param="method",
-            )
+            known = ", ".join((*WORKER_CALLS, *sorted(self.extension_calls)))
+            raise RequestError(f"method = {method[:64]!r}: must be one of {known}", param="method")
         if len(args) != WORKER_CALLS[method]:
             raise RequestError(
                 f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
                 param="args",
             )
         try:
-            if method == "reload_weights":
-                return self._reload_weights()
+            if method == "is_sleeping":
+                return [self._sleep.is_sleeping]
+            if method == "weights_version":
+                return [self.weights.current]
+            if method in BETWEEN_STEPS:
+                self.swap.check_none(method)
+            if method == "set_weights_version":
+                self.weights_changed(checked_version(args[0]))
+                return []
+            if method in SLEEP_CALLS:
+                return self._call_sleep(method, *args)
+            if method in UPDATE_CALLS:
+                return self._updates.call(method, args)
             return self.executor.call(method, *args)
         except (SystemExit, KeyboardInterrupt) as error:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
-    def _reload_weights(self) -> list[Any]:
-        """Read the weights again, if no request runs. Blocks that other weights computed are forgotten."""
+    def _call_extension(self, method: str, args: Sequence[Any]) -> list[Any]:
+        try:
+            return self.executor.call(method, *args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise must_not_end(f"collective_rpc: {method}", error) from error
+
+    def _call_sleep(self, method: str, argument: Any = None) -> list[Any]:
+        """Free memory, or take it, if no request runs. Blocks that other weights computed are forgotten."""
+        if method == "wake_up":
+            self._sleep.wake_up(argument)
+            return []
+        level = self._sleep.check_sleep(argument) if method == "sleep" else 0
+        self._updates.check_sleep(level)
         if self.has_unfinished:
             raise RequestError(
-                "method = 'reload_weights': must wait until no request runs: pause first",
-                param="method",
+                f"method = {method!r}: must wait until no request runs: pause first", param="method"
             )
         self.reset_prefix_cache()
-        return self.executor.call("reload_weights")
+        if self.adapters is not None:
+            self.scheduler.forget_adapters()
+        self._updates.forget()
+        if method == "reload_weights":
+            results = self._sleep.reload_weights()
+            self._updates.reloaded()
+            return results
+        self._sleep.sleep(level)
+        return []
 
     def stats(self, drain: bool = False) -> EngineStats:
         """Counters and gauges; ``drain`` empties the list of step sizes."""
         stats = self.scheduler.stats(drain=drain)
         stats.block_size = self.block_size
-        stats.num_requests_waiting += len(self._compiling)
+        stats.sleep_level = self._sleep.level
+        stats.weights_version = self.weights.current
+        stats.num_requests_waiting += len(self._held)
+        for one in self._held:
+            if (lora := one.request.lora_request) is not None:
+                waiting = stats.waiting_loras
+                waiting[lora.lora_name] = waiting.get(lora.lora_name, 0) + 1
         return stats
 
     def shutdown(self) -> None:
@@ -320,6 +549,16 @@ class EngineCore:
         self.executor.shutdown()
         if self.grammars is not None:
             self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
+
+
+def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:
+    """The scheduler's keyword for guesses, where there are any."""
+    speculative = config.speculative
+    if not speculative.num_drafts:
+        return {}
+    return {"drafts": DraftLimits(speculative.num_drafts, speculative.disable_by_batch_size)}
 
 
 def _plan_memory(

@@ -31,6 +31,7 @@ from headrace_core.arrays import PackedArray
 from headrace_core.context import OWNER
 from headrace_core.engine import AdmissionTicket, Encode, EngineStats, Generate, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.io_processor import IOProcessor
@@ -43,7 +44,7 @@ from headrace_core.speech.transcription import Transcript, TranscriptionParams, 
 from headrace_core.text import Tokenizer
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, dead_again
 from headrace_engine.config import EngineConfig
-from headrace_engine.front import EngineFront
+from headrace_engine.front import ControlCall, EngineFront
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.input_processing.pooling import PoolingPrompt
 from headrace_engine.input_processing.prepared import PreparedRequest
@@ -157,6 +158,7 @@ class Engine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> EngineOutputs:
         """See :meth:`headrace_core.engine.EngineClient.generate`."""
@@ -168,6 +170,7 @@ class Engine:
             request_id,
             priority=priority,
             add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
             owner=OWNER.get(),  # of the caller's task; another may iterate
         )
         channel = OutputChannel()
@@ -203,11 +206,17 @@ class Engine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> BeamSearchOutput:
         """See :meth:`headrace_core.engine.EngineClient.beam_search`."""
         return await self._front.beam_search(
-            prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
         )
 
     async def encode(
@@ -218,11 +227,20 @@ class Engine:
         *,
         task: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
         entry: AdmissionTicket | None = None,
     ) -> PooledOutput:
         """See :meth:`headrace_core.engine.EngineClient.encode`."""
-        job = PoolingJob(prompt, params, task, request_id, priority, add_special_tokens)
+        job = PoolingJob(
+            prompt,
+            params,
+            task,
+            request_id,
+            priority,
+            add_special_tokens,
+            lora_request=lora_request,
+        )
         entry = entry or AdmissionTicket()
         async with entry.place(self._waiting.share()):
             return await self._front.encode(job, entry)
@@ -257,6 +275,7 @@ class Engine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
     ) -> list[Scored]:
         """See :meth:`headrace_core.engine.EngineClient.score`."""
@@ -264,6 +283,7 @@ class Engine:
         plan = partial(
             self._front.input_processor.scores.plan,
             data_1, data_2, params, request_id, priority=priority, chat_template=chat_template,
+            lora_request=lora_request,
         )  # fmt: skip
         return await self._front.score(plan, data_1, data_2)
 
@@ -349,6 +369,21 @@ class Engine:
                 f"the engine has made no progress for {age:.1f} s (limit "
                 f"{self._heartbeat_limit:g} s)"
             )
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See :meth:`headrace_core.engine.EngineClient.add_lora`."""
+        self._check_open()
+        return await self._front.add_lora(lora_request)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """See :meth:`headrace_core.engine.EngineClient.remove_lora`."""
+        self._check_open()
+        return await self._front.remove_lora(lora_int_id)
+
+    async def list_loras(self) -> Sequence[LoRARequest]:
+        """See :meth:`headrace_core.engine.EngineClient.list_loras`."""
+        self._check_open()
+        return await self._front.list_loras()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See :meth:`headrace_core.engine.EngineClient.reset_prefix_cache`."""
@@ -469,7 +504,7 @@ class Engine:
             if channel is not None:
                 channel.tell()
                 if self._is_behind(state):
-                    behind.append(state)
+                    behind.append((state, state.num_takes))
         if behind and self._loop is not None:
             # Readers that were woken just now come first.
             self._loop.call_soon(self._suspend, behind)
@@ -485,12 +520,13 @@ class Engine:
             and not self._gate.paused  # whoever pauses generation waits for what runs
         )
 
-    def _suspend(self, states: Sequence[StreamState]) -> None:
-        """Stop computing what nobody reads, until it is read."""
+    def _suspend(self, found: Sequence[tuple[StreamState, int]]) -> None:
+        """Stop computing what nobody reads, until it is read. Whoever has taken something since it was
+        found behind keeps up: what it has not taken came in one burst since, while the loop was busy."""
         if self._closing or self.dead_error is not None:
             return
-        for state in states:
-            if self._is_behind(state):
+        for state, num_takes in found:
+            if state.num_takes == num_takes and self._is_behind(state):
                 core_ids = state.unfinished_core_ids
                 state.on_taken = partial(self._resume, core_ids)
                 self._client.suspend(core_ids)
@@ -592,6 +628,9 @@ class _LoopWaiting:
 
     async def admit(self, params: SamplingParams) -> Admitted | None:
         return await self.threads.admit(params)
+
+    async def answer(self, call: ControlCall[T]) -> T:
+        return await call
 
     def begin(self, request: PreparedRequest) -> Awaitable[Any]:
         engine: Engine = self._engine

@@ -26,6 +26,7 @@ from headrace_core.arrays import PackedArray
 from headrace_core.context import OWNER
 from headrace_core.engine import AdmissionTicket, EngineStats, TokenizedPrompt
 from headrace_core.errors import EngineDead, RequestError
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
@@ -33,13 +34,21 @@ from headrace_core.sampling.params import BeamSearchParams, SamplingParams
 from headrace_core.served_model import ServedModel
 from headrace_core.text import Tokenizer
 from headrace_engine.beam_search import BeamSearchTask
-from headrace_engine.clients.base import CONTROL_TIMEOUT, CoreClient, WeakSink, no_answer
+from headrace_engine.clients.base import (
+    CONTROL_TIMEOUT,
+    PROFILE_TIMEOUT,
+    CoreClient,
+    WeakSink,
+    no_answer,
+)
 from headrace_engine.guests import name_of
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.input_processing.pooling import PoolingPrompt
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.input_processing.threads import size_of_texts
 from headrace_engine.loop import OutputSink
+from headrace_engine.lora.default_by_modality import default_adapter
+from headrace_engine.lora.store import no_adapters
 from headrace_engine.output_processing.output_processor import FollowedRequest, OutputProcessor
 from headrace_engine.output_processing.pooled import PooledOutput
 from headrace_engine.pooling.jobs import PoolingJob, WindowResults, read_job, windows_at_once
@@ -82,6 +91,10 @@ class Waiting(Protocol):
 
     async def admit(self, params: SamplingParams) -> Admitted | None:
         """The verdict on a constraint; None: it is found when the request is prepared."""
+        ...
+
+    async def answer(self, call: ControlCall[T]) -> T:
+        """The answer of a call of the core."""
         ...
 
     def begin(self, request: PreparedRequest) -> Awaitable[Any]:
@@ -170,6 +183,8 @@ class EngineFront:
         """See :meth:`Waiting.compute`."""
         self._waiting = waiting
         self._clamp_max_tokens = clamp_max_tokens
+        self._known_loras: set[LoRARequest] = set()
+        """Adapters that the core has read; another front end may have had it forget them since."""
 
     def start(self, sink: OutputSink) -> None:
         """Start the core and wait until it is ready; ``sink`` gets its outputs.
@@ -216,11 +231,15 @@ class EngineFront:
         priority: int = 0,
         add_special_tokens: bool | None = None,
         owner: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PreparedRequest:
-        """A request for text, checked; see :meth:`InputProcessor.prepare`.
+        """A request for text, checked; see :meth:`InputProcessor.prepare`. The core knows its adapter.
 
         Args:
             owner: who shares the engine; None: as the caller's context says.
+
+        Raises:
+            RequestError: also, the adapter cannot be used; says why.
         """
         admitted = None
         if params.structured_outputs is not None:
@@ -237,19 +256,31 @@ class EngineFront:
                 admitted=admitted,
             )
 
+        if lora_request is None:
+            lora_request = default_adapter(self.input_processor.default_loras, prompt)
         # Preparing may happen in another thread, which has a context of its own.
         owner = OWNER.get() if owner is None else owner
-        return _owned(await self._waiting.read(prompt, prepared), owner)
+        request = (await self._waiting.read(prompt, prepared)).assign(owner, lora_request)
+        await self._know(lora_request)
+        return request
 
     async def complete(
-        self, prompt: Prompt, params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The last output of a request.
 
         Raises: as :meth:`headrace_core.engine.EngineClient.generate`.
         """
         async with self._waiting.arriving(params.n) as admit:
-            request = await self.prepare(prompt, params, request_id, priority=priority)
+            request = await self.prepare(
+                prompt, params, request_id, priority=priority, lora_request=lora_request
+            )
             await admit(request.num_tokens)
             running = self._waiting.begin(request)
         output: RequestOutput = await running
@@ -267,13 +298,16 @@ class EngineFront:
         ticket, running = ticket or AdmissionTicket(), None
         async with self._waiting.arriving(ticket=ticket) as admit:
             prompt = await self._waiting.read(job.prompt, partial(read_job, pooling, job))
+            await self._know(job.lora_request)
             await admit(len(prompt.token_ids))
             if not prompt.window:
-                running = self._begin_pooled(pooling.request(prompt))
+                running = self._begin_pooled(pooling.request(prompt), job.lora_request)
         if running is not None:
             return await running
         results = WindowResults(prompt)
-        windows = (self._window(request, ticket) for request in pooling.windows(prompt))
+        windows = (
+            self._window(request, ticket, job.lora_request) for request in pooling.windows(prompt)
+        )
         at_once = self._waiting.share(windows_at_once(prompt))
         await self._waiting.together(windows, at_once, results.add)
         return results.output()
@@ -355,9 +389,12 @@ class EngineFront:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """See :meth:`headrace_core.engine.EngineClient.beam_search`."""
-        task = BeamSearchTask(self, prompt, params, request_id, priority, add_special_tokens)
+        task = BeamSearchTask(
+            self, prompt, params, request_id, priority, add_special_tokens, lora_request
+        )
         await task.prepare()
         return await task.run()
 
@@ -386,6 +423,44 @@ class EngineFront:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> ControlCall[bool]:
         """Forget cached blocks; False while requests hold some and may not be reset."""
         return self._control(self.client.reset_prefix_cache(reset_running_requests))
+
+    def add_lora(self, request: LoRARequest) -> ControlCall[bool]:
+        """See :meth:`headrace_core.engine.EngineClient.add_lora`.
+
+        Raises:
+            UnsupportedFeature: the engine takes no adapters.
+        """
+        if not self.model.max_loras:
+            raise no_adapters()
+        late = EngineDead(f"adapter {request.lora_name!r} was not read in {PROFILE_TIMEOUT:g} s")
+        added = self.client.add_lora(request)
+        added.add_done_callback(partial(self._note_known, request))
+        return ControlCall(added, PROFILE_TIMEOUT, late)
+
+    def remove_lora(self, lora_int_id: int) -> ControlCall[bool]:
+        """See :meth:`headrace_core.engine.EngineClient.remove_lora`.
+
+        Raises:
+            UnsupportedFeature: the engine takes no adapters.
+        """
+        if not self.model.max_loras:
+            raise no_adapters()
+        for known in [one for one in list(self._known_loras) if one.lora_int_id == lora_int_id]:
+            self._known_loras.discard(known)
+        return self._control(self.client.remove_lora(lora_int_id))
+
+    def list_loras(self) -> ControlCall[tuple[LoRARequest, ...]]:
+        """See :meth:`headrace_core.engine.EngineClient.list_loras`."""
+        return self._control(self.client.list_loras())
+
+    def _note_known(self, request: LoRARequest, added: Future[bool]) -> None:
+        if not added.cancelled() and added.exception() is None:
+            self._known_loras.add(request)
+
+    async def _know(self, lora_request: LoRARequest | None) -> None:
+        """Have the core read an adapter, unless it has: what is wrong with it is the caller's error then."""
+        if lora_request is not None and lora_request not in self._known_loras:
+            await self._waiting.answer(self.add_lora(lora_request))
 
     def call_workers(
         self, method: str | Callable[..., Any], args: Sequence[Any], seconds: float
@@ -416,22 +491,20 @@ class EngineFront:
         late = no_answer(f"apply_model: {name_of(function)}", seconds)
         return ControlCall(self.client.apply_model(function), seconds, late)
 
-    async def _window(self, request: PreparedRequest, ticket: AdmissionTicket) -> PooledOutput:
+    async def _window(
+        self, request: PreparedRequest, ticket: AdmissionTicket, lora_request: LoRARequest | None
+    ) -> PooledOutput:
         """The result of one window of a long text."""
         async with self._waiting.arriving(ticket=ticket) as admit:
             await admit(request.num_tokens)
-            running = self._begin_pooled(request)
+            running = self._begin_pooled(request, lora_request)
         return await running
 
-    def _begin_pooled(self, request: PreparedRequest) -> Awaitable[PooledOutput]:
-        return self._waiting.begin(_owned(request, OWNER.get()))
+    def _begin_pooled(
+        self, request: PreparedRequest, lora_request: LoRARequest | None = None
+    ) -> Awaitable[PooledOutput]:
+        return self._waiting.begin(request.assign(OWNER.get(), lora_request))
 
     def _control(self, called: Future[T]) -> ControlCall[T]:
         late = EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s")
         return ControlCall(called, CONTROL_TIMEOUT, late)
-
-
-def _owned(request: PreparedRequest, owner: str) -> PreparedRequest:
-    for core in request.core_requests:
-        core.owner = owner
-    return request

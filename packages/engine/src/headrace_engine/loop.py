@@ -22,10 +22,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace_core.engine import EngineStats
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineAsleep, EngineDead
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
-from headrace_engine.core import EngineCore
+from headrace_engine.core import BETWEEN_STEPS, EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
 from headrace_engine.threads import in_this_context
@@ -151,9 +152,23 @@ class EngineLoop:
         """Empty the prefix cache at the next pause between steps."""
         return self._call(lambda: self._reset_prefix_cache(reset_running_requests))
 
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        """Have an adapter read, beside the steps; see :meth:`EngineCore.add_lora`."""
+        return self._call_through(lambda: self._core.add_lora(request))
+
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        """Take no further requests with an adapter; see :meth:`EngineCore.remove_lora`."""
+        return self._call_through(lambda: self._core.remove_lora(lora_int_id))
+
+    def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
+        """Adapters that are known."""
+        return self._call(self._core.list_loras)
+
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
         """Run a listed method of every worker at the next pause between steps."""
-        return self._call(lambda: self._core.call_workers(method, args))
+        if method == "swap_weights" and len(args) == 1:
+            return self._call_through(lambda: self._core.swap_weights(args[0]))
+        return self._call(lambda: self._call_workers(method, args))
 
     def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
         """Run a function on every worker's model at the next pause between steps."""
@@ -172,6 +187,24 @@ class EngineLoop:
             self._refuse_commands()
         return reply
 
+    def _call_through(self, function: Callable[[], Future[Result]]) -> Future[Result]:
+        """The result of a call whose answer comes later than the call."""
+        reply: Future[Result] = Future()
+
+        def pass_on(called: Future[Any]) -> None:
+            error = called.exception()
+            if error is not None:
+                reply.set_exception(error)
+                return
+            result = called.result(0)
+            if isinstance(result, Future):
+                result.add_done_callback(pass_on)
+            else:
+                reply.set_result(result)
+
+        self._call(function).add_done_callback(pass_on)
+        return reply
+
     # The loop's thread, from here on.
 
     def _run(self) -> None:
@@ -182,7 +215,9 @@ class EngineLoop:
                 self._handle_commands()
                 if self._stopping:
                     break
-                self._add(self._core.compiled(), again=True)
+                if self._core.swap.is_under_way:
+                    self._advance_swap()
+                self._add(self._core.ready(), again=True)
                 if not step():
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)
@@ -269,20 +304,55 @@ class EngineLoop:
 
     def _emit(self, outputs: list[CoreOutput], timed: TimedStep | None = None) -> None:
         if outputs or timed is not None:
-            self._sink.on_outputs(CoreOutputs(outputs, self._clock(), timed))
+            weights = self._core.weights
+            earlier = weights.take_earlier(outputs) if weights.has_changed_beside else None
+            step = CoreOutputs(outputs, self._clock(), timed, weights.current, earlier)
+            self._sink.on_outputs(step)
 
     def _add(self, requests: Sequence[CoreRequest], *, again: bool = False) -> None:
         for request in requests:
             try:
                 self._core.add(request, again=again)
+            except EngineAsleep as error:
+                self._emit([CoreOutput(request.request_id, finish_reason="error", error=str(error),
+                                       asleep=True)])  # fmt: skip
             except Exception as error:
                 logger.exception("request %s refused by the scheduler", request.request_id)
                 self._emit([_error_output(request.request_id, error)])
 
     def _reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self._finish_all()
+        return self._core.reset_prefix_cache(reset_running_requests)
+
+    def _call_workers(self, method: str, args: Sequence[Any]) -> list[Any]:
+        if method in self._core.extension_calls:
+            return self._uncounted(lambda: self._core.call_workers(method, args))
+        if method not in BETWEEN_STEPS:
+            return self._core.call_workers(method, args)
+        self._finish_all()
+        return self._uncounted(lambda: self._core.call_workers(method, args))
+
+    def _uncounted(self, call: Callable[[], Result]) -> Result:
+        """Run what takes its time, and is no sign of being stuck: reading weights, a user's own code."""
+        self._idle = True
+        try:
+            return call()
+        finally:
+            self._beat = self._clock()
+            self._idle = False
+
+    def _advance_swap(self) -> None:
+        self._idle = True  # as in :meth:`_call_workers`
+        try:
+            self._core.swap.advance()
+        finally:
+            self._beat = self._clock()
+            self._idle = False
+
+    def _finish_all(self) -> None:
+        """Wait for the steps in flight."""
         while self._in_flight:
             self._finish(*self._in_flight.popleft())
-        return self._core.reset_prefix_cache(reset_running_requests)
 
     def _leave(self) -> None:
         self._stopping = True

@@ -39,6 +39,10 @@ class CoreOutput:
     scheduled_ts: float = 0.0
     pooled: PackedArray | None = None
     """The result of a pooling request, with its only output."""
+    num_drafted: int = 0
+    """Guesses of this step that were checked; all new tokens but the last were among them."""
+    asleep: bool = False
+    """With finish reason ``error``: the engine slept."""
     dead_end: str | None = None
     """Reason why the request's own parameters leave it no next token; set with finish reason ``error``,
     in place of :attr:`error`."""
@@ -60,3 +64,7 @@ class CoreOutputs:
     """``time.monotonic()`` when the step's result arrived."""
     timed: TimedStep | None = None
     """With ``collect_detailed_traces``, and if a step ended; there may be no outputs then."""
+    weights_version: str = ""
+    """Of the weights that computed these tokens; "": not known."""
+    earlier_versions: dict[str, list[str]] | None = None
+    """By request, oldest first: those before, where weights changed while its prompt was computed."""

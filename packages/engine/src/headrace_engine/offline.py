@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from headrace_core.arrays import PackedArray
+from headrace_core.context import OWNER
 from headrace_core.engine import AdmissionTicket, EngineStats
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.scoring import ScoreInput
@@ -157,6 +159,7 @@ class OfflineEngine:
         *,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
         on_output: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests to their ends.
@@ -166,6 +169,7 @@ class OfflineEngine:
             params: one for all, or one per prompt.
             priority: one per prompt, under the priority policy.
             add_special_tokens: None: yes for text, no for chats.
+            lora_requests: one per prompt, None for the base model; None: all with the base model.
             on_output: called with (index of the prompt, output) as outputs become ready; with the
                 output kinds CUMULATIVE and DELTA also while a request runs. Must not raise.
 
@@ -179,7 +183,11 @@ class OfflineEngine:
             KeyboardInterrupt: everything that was pending has been aborted.
         """
         with self.start(
-            prompts, params, priority=priority, add_special_tokens=add_special_tokens
+            prompts,
+            params,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            lora_requests=lora_requests,
         ) as batch:
             return batch.wait(on_output)
 
@@ -190,12 +198,13 @@ class OfflineEngine:
         *,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
         on_added: Callable[[], None] | None = None,
     ) -> OfflineBatch:
         """Queue requests and return at once; :meth:`OfflineBatch.wait` returns their outputs.
 
         Args:
-            prompts, params, priority, add_special_tokens: as :meth:`run`.
+            prompts, params, priority, add_special_tokens, lora_requests: as :meth:`run`.
             on_added: called after each request was queued.
 
         Raises:
@@ -203,11 +212,7 @@ class OfflineEngine:
             EngineDead: the engine stopped.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        for name, values in (("params", every), ("priority", priority)):
-            if values is not None and len(values) != len(prompts):
-                raise RequestError(
-                    f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
-                )
+        _check_one_each(prompts, params=every, priority=priority, lora_request=lora_requests)
         requests: dict[str, SamplingParams] = {}
         with contextlib.ExitStack() as undo:
             call = undo.enter_context(self._calls.open())
@@ -219,6 +224,7 @@ class OfflineEngine:
                     every[index],
                     priority=priority[index] if priority is not None else 0,
                     add_special_tokens=add_special_tokens,
+                    lora_request=lora_requests[index] if lora_requests is not None else None,
                     call=call,
                 )
                 requests[request_id] = every[index]
@@ -236,6 +242,10 @@ class OfflineEngine:
         front = self._front
         return ClipRequests(front, front.complete, self._next_id(), front.compute)
 
+    def paused(self, *, wait: bool) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`headrace_engine.calls.OfflineCalls.paused`."""
+        return self._calls.paused(wait=wait)
+
     def open_call(self) -> OfflineCall:
         """A place for requests whose outputs :meth:`step` does not return, but the call itself."""
         return self._calls.open()
@@ -248,6 +258,7 @@ class OfflineEngine:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
         call: OfflineCall | None = None,
     ) -> None:
         """Queue one request; :meth:`step` returns its outputs.
@@ -256,13 +267,16 @@ class OfflineEngine:
             call: of :meth:`open_call`, which returns them instead.
             params: of pooling, with a ``task``: the request has one output, a
                 :class:`~headrace_core.output.PoolingRequestOutput`.
+            lora_request: the adapter that it is computed with; it is read first, if it was not.
 
         Raises:
             RequestError: the prompt or its parameters are wrong, or the id is in use.
             EngineDead: the engine stopped.
         """
         started = time.monotonic()
-        request = self._prepared(request_id, prompt, params, priority, add_special_tokens)
+        request = self._prepared(
+            request_id, prompt, params, priority, add_special_tokens, lora_request
+        )
         (call or self._own).add(request)
         if call is None and self._observer is not None and isinstance(params, PoolingParams):
             self._own_pooling[request_id] = (params.task or "", started)
@@ -274,6 +288,7 @@ class OfflineEngine:
         params: SamplingParams | PoolingParams,
         priority: int,
         add_special_tokens: bool | None,
+        lora_request: LoRARequest | None,
     ) -> PreparedRequest:
         if isinstance(params, SamplingParams):
             return result_at_once(
@@ -283,6 +298,7 @@ class OfflineEngine:
                     request_id,
                     priority=priority,
                     add_special_tokens=add_special_tokens,
+                    lora_request=lora_request,
                 )
             )
         if params.task is None:
@@ -298,7 +314,9 @@ class OfflineEngine:
                 f"prompt: {len(pooled.token_ids)} tokens are several windows; `encode` computes them",
                 param="prompt",
             )
-        return pooling.request(pooled)
+        if lora_request is not None:
+            self.add_lora(lora_request)
+        return pooling.request(pooled).assign(OWNER.get(), lora_request)
 
     def encode(
         self,
@@ -308,6 +326,7 @@ class OfflineEngine:
         task: str,
         priority: Sequence[int] | None = None,
         add_special_tokens: bool | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
         on_output: Callable[[int, PooledOutput], None] | None = None,
     ) -> list[PooledOutput]:
         """Pool prompts.
@@ -315,6 +334,7 @@ class OfflineEngine:
         Args:
             params: one for all, or one per prompt; not changed.
             task: see :meth:`headrace_core.engine.EngineClient.encode`.
+            lora_requests: as :meth:`run`.
             on_output: called with (index of the prompt, result) as results become ready. Must not
                 raise.
 
@@ -329,11 +349,9 @@ class OfflineEngine:
             EngineDead: the engine stopped.
         """
         every = [params] * len(prompts) if isinstance(params, PoolingParams) else list(params)
-        for name, values in (("pooling_params", every), ("priority", priority)):
-            if values is not None and len(values) != len(prompts):
-                raise RequestError(
-                    f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
-                )
+        _check_one_each(
+            prompts, pooling_params=every, priority=priority, lora_request=lora_requests
+        )
         jobs = [
             PoolingJob(
                 prompt,
@@ -342,6 +360,7 @@ class OfflineEngine:
                 self._next_id(),
                 priority[index] if priority is not None else 0,
                 add_special_tokens,
+                lora_request=lora_requests[index] if lora_requests is not None else None,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -363,12 +382,14 @@ class OfflineEngine:
         *,
         chat_template: str | None = None,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
         on_output: Callable[[int, PooledOutput], None] | None = None,
     ) -> list[Scored]:
         """Score pairs; see :meth:`headrace_core.engine.EngineClient.score`.
 
         Args:
-            add_special_tokens: see :meth:`headrace_engine.pooling.scores.ScorePlanner.plan`.
+            add_special_tokens, lora_request: see
+                :meth:`headrace_engine.pooling.scores.ScorePlanner.plan`.
             on_output: called with (index, result) for each prompt that is pooled for them.
         """
         started = time.monotonic()
@@ -376,6 +397,7 @@ class OfflineEngine:
             self._front.input_processor.scores.plan,
             data_1, data_2, params, self._next_id(),
             chat_template=chat_template, add_special_tokens=add_special_tokens,
+            lora_request=lora_request,
         )  # fmt: skip
         scored = self._result(self._front.score(plan, data_1, data_2, on_output))
         if self._observer is not None:
@@ -388,6 +410,7 @@ class OfflineEngine:
         params: BeamSearchParams,
         *,
         at_once: int | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
         on_output: Callable[[int, BeamSearchOutput], object] | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts; see
@@ -395,12 +418,17 @@ class OfflineEngine:
 
         Args:
             at_once: prompts that are searched at the same time; None: all.
+            lora_requests: as :meth:`run`.
             on_output: called with (index of the prompt, output) as searches end. Must not raise.
 
         Raises:
             RequestError: a prompt or a parameter is wrong; nothing has run.
         """
-        tasks = [BeamSearchTask(self._front, p, params, self._next_id()) for p in prompts]
+        _check_one_each(prompts, lora_request=lora_requests)
+        tasks = [
+            BeamSearchTask(self._front, prompt, params, self._next_id(), lora_request=lora)
+            for prompt, lora in zip(prompts, lora_requests or [None] * len(prompts))
+        ]
         for task in tasks:
             result_at_once(task.prepare())
         work = (task.run() for task in tasks)
@@ -419,6 +447,14 @@ class OfflineEngine:
         """The result of a coroutine of the front; if it fails, its requests are aborted."""
         with self.stepper() as stepper:
             return stepper.result(work)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt.
+
+        Raises:
+            RequestError: it is malformed.
+        """
+        return self._front.input_processor.tokenize(prompt).token_ids
 
     def has_unfinished_requests(self) -> bool:
         """Return True while :meth:`step` has anything to wait for."""
@@ -468,6 +504,18 @@ class OfflineEngine:
             EngineDead: it gave no answer in :data:`~headrace_engine.clients.base.CONTROL_TIMEOUT`.
         """
         return self._front.stats(drain).answer()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """See :meth:`headrace_core.engine.EngineClient.add_lora`."""
+        return self._front.add_lora(lora_request).answer()
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """See :meth:`headrace_core.engine.EngineClient.remove_lora`."""
+        return self._front.remove_lora(lora_int_id).answer()
+
+    def list_loras(self) -> list[LoRARequest]:
+        """See :meth:`headrace_core.engine.EngineClient.list_loras`."""
+        return list(self._front.list_loras().answer())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False while requests hold some and may not be reset.
@@ -555,3 +603,12 @@ def _collect(
         finals[index].add(output, aggregate=True)
     else:
         finals[index] = copy.deepcopy(output)  # the caller's own is not to grow
+
+
+def _check_one_each(prompts: Sequence[Prompt], **given: Sequence[object] | None) -> None:
+    """Raises: RequestError, there are more or fewer values of an argument than prompts."""
+    for name, values in given.items():
+        if values is not None and len(values) != len(prompts):
+            raise RequestError(
+                f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
+            )

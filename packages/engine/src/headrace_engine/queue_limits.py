@@ -15,6 +15,8 @@ from headrace_core.errors import QueueFull
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.output_processing.output_processor import OutputProcessor
 
+MAX_QUEUED_REQUESTS = 16384
+"""Most waiting requests, if the configuration says nothing."""
 MAX_RETRY_AFTER = 60.0
 """Longest advice to a caller whose request was refused, in seconds."""
 
@@ -28,7 +30,7 @@ class QueueLimits:
     """
 
     def __init__(self, config: SchedulerConfig, processor: OutputProcessor) -> None:
-        self._max_requests = config.max_queued_requests
+        self._max_requests = config.max_queued_requests or MAX_QUEUED_REQUESTS
         self._max_tokens = config.max_queued_tokens
         self._processor = processor
         self._num_arriving = 0

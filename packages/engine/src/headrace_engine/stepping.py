@@ -19,6 +19,7 @@ from headrace_core.errors import GenerateError
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.speech.model import ALIGN_TASK
 from headrace_engine.calls import OfflineCalls, RequestUpdate
+from headrace_engine.front import ControlCall
 from headrace_engine.input_processing.pooling import PoolingPrompt
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.structured.admission import Admitted
@@ -76,6 +77,9 @@ class ThreadWaiting:
 
     async def admit(self, params: SamplingParams) -> Admitted | None:
         return None
+
+    async def answer(self, call: ControlCall[T]) -> T:
+        return call.answer()
 
     async def begin(self, request: PreparedRequest) -> Any:
         update: RequestUpdate = await _suspend(request)

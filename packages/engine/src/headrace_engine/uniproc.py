@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.executor import Executor, Worker, WorkerFactory
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.threads import in_this_context
 
 logger = logging.getLogger(__name__)
+
+_BESIDE_NICENESS = 10
+"""Of threads that work beside steps; 0 is that of steps, 19 the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class UniProcExecutor(Executor):
         """Guards ``_closed`` together with the queue: nothing is queued after the end mark."""
         self._closed = False
         self._failure: BaseException | None = None
+        self._worker: Worker | None = None
         self._held: tuple[Future[Any], Any] | None = None
         """A step's future and result, not yet passed on."""
 
@@ -79,6 +86,32 @@ class UniProcExecutor(Executor):
             return method(worker, *args)
 
         return [self._queue(run, is_step=False).result()]
+
+    def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
+        """See :meth:`headrace_core.executor.Executor.call_beside`. The thread is not waited for: a worker
+        that is closed meanwhile has its methods end.
+
+        Raises:
+            EngineDead: the executor is not running.
+        """
+        if self._worker is None:
+            raise EngineDead("the executor is not running")
+        run = getattr(self._worker, method, None)
+        if run is None:
+            kind = type(self._worker).__name__
+            raise UnsupportedFeature(f"{method}: a {kind} cannot do this")
+        future: Future[list[Any]] = Future()
+
+        def work() -> None:
+            _lower_priority()
+            try:
+                future.set_result([run(*args)])
+            except BaseException as error:
+                future.set_exception(error)
+
+        name = f"headrace-{method.replace('_', '-')}"
+        threading.Thread(target=in_this_context(work), name=name, daemon=True).start()
+        return future
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
         """Queue a step.
@@ -130,6 +163,7 @@ class UniProcExecutor(Executor):
             created.set_exception(error)
             return
         worker.when_launching(self._pass_on)
+        self._worker = worker
         created.set_result(None)
         try:
             while (task := self._tasks.get()) is not None:
@@ -137,6 +171,7 @@ class UniProcExecutor(Executor):
                 del task  # or it would keep the last step's result alive until the next
         finally:
             self._pass_on()
+            self._worker = None
             _close(worker)
 
     def _run(self, task: _WorkerTask, worker: Worker) -> None:
@@ -184,6 +219,13 @@ class UniProcExecutor(Executor):
             self._closed = True
             self._cancel_pending()
             self._tasks.put(None)
+
+
+def _lower_priority() -> None:
+    """Let others go before this thread, and those that it starts. On Linux a thread has a priority."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE_NICENESS)
 
 
 def _close(worker: Worker) -> None:

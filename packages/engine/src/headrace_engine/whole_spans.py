@@ -12,7 +12,7 @@ Span = tuple[int, int]
 
 
 def uncut_spans(
-    whole_spans: Sequence[Span], media: Sequence[MediaInput], *, whole_items: bool
+    whole_spans: Sequence[tuple[int, ...]], media: Sequence[MediaInput], *, whole_items: bool
 ) -> list[Span]:
     """All such parts of a prompt.
 
@@ -20,7 +20,7 @@ def uncut_spans(
         whole_spans: see :class:`headrace_core.multimodal.MediaPlacement`.
         whole_items: each item is one, too (``disable_chunked_mm_input``).
     """
-    spans = list(whole_spans)
+    spans = [(span[0], span[-1]) for span in whole_spans]
     if whole_items:
         spans += [(item.offset, item.offset + item.num_tokens) for item in media]
     return spans

@@ -14,9 +14,12 @@ import pytest
 import zmq
 from engine_fakes import PATIENCE, CharTokenizer, ChildSteps, expected_tokens, served_model
 
+from headrace_core.arrays import PackedArray
 from headrace_core.config import LoadConfig
 from headrace_core.errors import EngineDead
+from headrace_core.multimodal import MediaInput, ProcessedMedia
 from headrace_core.output import RequestOutput, StepTimes
+from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.clients import front_ends as front_ends_module
 from headrace_engine.clients.front_ends import FrontEnds
@@ -115,6 +118,22 @@ async def test_an_abort_reaches_only_ones_own(shared: Shared) -> None:
     await shared.steps.go_on_until_running(two, 1)
     shared.steps.open()
     assert await kept == expected_tokens("kept", LONG)
+
+
+async def test_a_name_outlives_the_front_end_that_gave_it(shared: Shared) -> None:
+    client, one = await shared.add_front_end("one")
+    names = client.share_names()
+    made = ProcessedMedia({"x": PackedArray("uint8", (2,), b"ab")}, 3, (7, 8, 7), ((1, 1),))
+    names.offer("cat", "hash", made)
+    media = MediaInput("image", dict(made.inputs), "hash", 3, 1, made.runs)
+    request = CoreRequest("r", [1, 7, 8, 7], SamplingParams(), frozenset(), 1, 0.0, media=[media])
+    client.add([request])
+    await one.shutdown()
+    shared.core.remove_front_end("one")
+    client, _ = await shared.add_front_end("two")
+    found = client.share_names()
+    assert await asyncio.to_thread(found.find, "cat") == made
+    assert await asyncio.to_thread(found.find, "dog") is None
 
 
 @pytest.mark.req("REL-05")
@@ -222,12 +241,14 @@ def test_outputs_go_where_their_requests_came_from(
     served = FrontEnds(context, str(folder))
     sent: list[tuple[str, list[str]]] = []
     timed: dict[str, TimedStep] = {}
+    versions: dict[str, tuple[str, dict[str, list[str]] | None]] = {}
 
     def send(report: Outputs | Heartbeat, to: str = "parent") -> None:
         assert isinstance(report, Outputs)
         sent.append((to, [o.request_id for o in report.outputs.outputs]))
         if report.outputs.timed is not None:
             timed[to] = report.outputs.timed
+        versions[to] = report.outputs.weights_version, report.outputs.earlier_versions
 
     monkeypatch.setattr(served, "send", send)
     try:
@@ -243,6 +264,10 @@ def test_outputs_go_where_their_requests_came_from(
             "a": TimedStep(["r1"], StepTimes(0.5)),
             "b": TimedStep(["r1", "r2"], StepTimes(0.5)),
         }
+        versions.clear()
+        two = [CoreOutput("a\x1fr1"), CoreOutput("b\x1fr1")]
+        served.on_outputs(CoreOutputs(two, 0.0, None, "2", {"a\x1fr1": ["1"]}))
+        assert versions == {"a": ("2", {"r1": ["1"]}), "b": ("2", None)}
     finally:
         served.close()
         context.term()

@@ -84,6 +84,19 @@ async def drain(stream: AsyncIterator[RequestOutput]) -> None:
         pass
 
 
+async def test_the_version_of_weights_crosses() -> None:
+    running = engine(client())
+    outputs = await collect(running, "x", SamplingParams(max_tokens=3), "before")
+    assert outputs[-1].weights_versions == ("0",)
+    assert await running.collective_rpc("set_weights_version", args=["7"]) == []
+    outputs = await collect(running, "x", SamplingParams(max_tokens=3), "after")
+    assert outputs[-1].weights_versions == ("7",)
+    assert (await running.stats()).weights_version == "7"
+    with pytest.raises(RequestError, match="weights_version = ''"):
+        await running.collective_rpc("set_weights_version", args=[""])
+    await running.shutdown()
+
+
 def test_config_crosses_as_json() -> None:
     config = client(max_num_seqs=7)._config
     again = msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig)
@@ -121,19 +134,24 @@ async def test_same_outputs_as_in_process_and_nothing_left() -> None:
 
 
 @pytest.mark.req("REL-06")
-async def test_a_reader_that_is_behind_suspends_its_request() -> None:
-    running = engine(client())
+async def test_a_reader_that_is_behind_suspends_its_request(steps: ChildSteps) -> None:
+    running = engine(client("held"))
     params = SamplingParams(
         max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA, logprobs=1
     )
     stream = running.generate("slow", params, "slow")
+    steps.release()
     outputs = [await anext(stream)]
-    async with asyncio.timeout(60):
-        while (stats := await running.stats()).num_free_blocks < stats.num_blocks:
-            pass  # each look goes to the core and back
+
+    async def is_free() -> bool:
+        stats = await running.stats()
+        return stats.num_free_blocks == stats.num_blocks
+
+    await steps.go_on_until(is_free)  # the core waits for this side before each step
     state = running._processor.get("slow")
     assert state is not None
     assert not state.finished
+    steps.open()
     outputs += [output async for output in stream]
     tokens = [t for o in outputs for t in o.outputs[0].token_ids]
     assert tokens == expected_tokens("slow", params)

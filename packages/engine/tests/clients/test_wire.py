@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace_core.arrays import PackedArray
 from headrace_core.engine import EngineStats
 from headrace_core.errors import (
     CapacityError,
@@ -17,12 +18,15 @@ from headrace_core.errors import (
     QueueFull,
     RequestError,
 )
+from headrace_core.lora import LoRARequest
+from headrace_core.multimodal import ProcessedMedia
 from headrace_core.output import StepTimes
 from headrace_core.request import CoreRequest, PromptEmbeds, ThinkingBudget
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import TokenLogprobs
 from headrace_engine.clients import wire
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.shared_objects.named_items import NamedItem, NamedPlace, form_of
 
 REQUEST = CoreRequest(
     request_id="r#1.0",
@@ -39,6 +43,7 @@ REQUEST = CoreRequest(
     prompt_embeds=PromptEmbeds.of("bfloat16", 3, 2, bytes(range(12))),
     thinking=ThinkingBudget(4, [7], [5, 6]),
     num_attended_tokens=2,
+    lora_request=LoRARequest("french", 1, "/a"),
 )  # fmt: skip
 LOGPROBS = [TokenLogprobs([1, 2], [-0.5, -1.0], [1, 2])]
 OUTPUTS = CoreOutputs(
@@ -46,7 +51,11 @@ OUTPUTS = CoreOutputs(
                 stop_token_id=5)],
     12.5,
     TimedStep(["r#1.0", "r#1.1"], StepTimes(0.25, None, 0.5)),
+    "step 1200",
+    {"r#1.0": ["0", "step 600"]},
 )  # fmt: skip
+FORM = form_of(ProcessedMedia({}, 3, (1, 2, 1), ((1, 1),)))
+ITEM = NamedItem(FORM, {"x": PackedArray("int64", (1,), bytes(8))})
 COMMANDS = [
     wire.Add([REQUEST]),
     wire.Abort(["r#1.0"]),
@@ -54,14 +63,22 @@ COMMANDS = [
     wire.Resume(["r#1.0", "r#1.1"]),
     wire.GetStats(1, True),
     wire.ResetPrefixCache(2, False),
+    wire.Add([REQUEST], named=[NamedPlace(0, 0, "name", FORM)]),
+    wire.Recall(3, "name"),
+    wire.AddLoRA(3, LoRARequest("french", 1, "/a", "base")),
+    wire.RemoveLoRA(4, 1),
+    wire.ListLoRAs(5),
     wire.Stop(),
 ]
 REPORTS = [
+    wire.RecallReply(3, ITEM),
+    wire.RecallReply(3, None),
     wire.Ready([wire.StartPhase("load", 1.0)], "plan"),
     wire.Failed(wire.RemoteError("CapacityError", "too large")),
     wire.Outputs(OUTPUTS),
-    wire.StatsReply(1, EngineStats(step_tokens=[1, 2])),
-    wire.ResetReply(2, True),
+    wire.StatsReply(1, EngineStats(step_tokens=[1, 2], running_loras={"french": 2})),
+    wire.DoneReply(2, True),
+    wire.LoRAsReply(3, (LoRARequest("french", 1, "/a", "base"),)),
     wire.ErrorReply(3, wire.RemoteError("ValueError", "x")),
     wire.Heartbeat(0.5),
     wire.Died(wire.RemoteError("RuntimeError", "x")),
@@ -93,7 +110,7 @@ def test_mutated_frames_are_refused_by_type(messages: list[Any], kind: Any) -> N
     decoder = wire.FrameDecoder(kind)
     frames = [msgspec.msgpack.encode(message) for message in messages]
     refused = 0
-    for _ in range(2000):
+    for _ in range(20_000):
         frame = bytearray(rng.choice(frames))
         for _ in range(rng.randint(1, 4)):
             frame[rng.randrange(len(frame))] = rng.randrange(256)
@@ -103,7 +120,7 @@ def test_mutated_frames_are_refused_by_type(messages: list[Any], kind: Any) -> N
             decoder.decode(bytes(frame))
         except wire.BadFrame:
             refused += 1
-    assert refused > 500
+    assert refused > 5000
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class Harness:
         self.model = model
         groups = self._groups(model)
         self.worker = ModelWorker(
-            lambda: model,
+            lambda *slots: model,
             ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
             device="cpu",
             dtype="float32",

@@ -30,9 +30,9 @@ from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.execution import ModelWorker
-from headrace_engine.execution.cache import state_groups
 from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.kv.manager import PagedKVCacheManager
+from headrace_engine.kv.states import state_groups
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_reference.attention import attend
 

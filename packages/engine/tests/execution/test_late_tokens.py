@@ -28,7 +28,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldBackend]:
     made = HeldBackend(width=5)
     made.seconds = 2 * SLOW_MATCH
     monkeypatch.setattr(
-        matching, "MatchingBudget", lambda seconds: MatchingBudget(seconds, made.clock)
+        matching, "MatchingBudget", lambda seconds, _: MatchingBudget(seconds, made.clock)
     )
     yield made
     made.open()

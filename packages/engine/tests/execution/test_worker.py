@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from headrace_core.errors import (
+    CapacityError,
     ConfigError,
     ModelError,
     RequestError,
@@ -93,6 +95,15 @@ def test_no_position_of_a_dummy_step_is_beyond_the_context(
     worker.allocate_cache(config_for(tiny))
     worker.warm_up()
     assert max(model.forwards) == most
+
+
+@pytest.mark.req("REL-23")
+def test_a_cache_that_no_system_can_give_is_named_with_its_size(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    worker.load()
+    config = config_for(tiny, num_blocks=1 << 45)
+    with pytest.raises(MemoryError, match=r"a KV cache of [\d.]+ [GTP]iB: the system refused"):
+        worker.allocate_cache(config)
 
 
 @pytest.mark.req("REL-23")
@@ -303,3 +314,151 @@ def test_the_profile_is_a_memory_profile(tiny: Any) -> None:
     worker = make_worker(tiny.LM())
     worker.load()
     assert isinstance(worker.profile(), MemoryProfile)
+
+
+def test_memory_is_given_back_and_taken_again(tiny: Any) -> None:
+    models = [tiny.LM(), tiny.LM(), tiny.LM()]
+    gone, seen = weakref.ref(models[0]), list[dict[str, str]]()
+
+    def rebuild(changes: Mapping[str, str]) -> Any:
+        if changes.get("load_format") == "psychic":
+            raise WeightsError("model.safetensors: it is torn")
+        seen.append(dict(changes))
+        return models.pop(0)
+
+    worker = make_worker(None, rebuild_model=rebuild)
+    worker._build_model = lambda: models.pop(0)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    worker.give_back_memory()
+    assert gone() is None
+    assert worker.report()["weights_bytes"] == worker.report()["cache_bytes"] == 0
+    with pytest.raises(ModelError, match="no model"):
+        worker.execute(ScheduledStep(0, {}))
+    worker._load_changes = {"load_format": "psychic"}
+    with pytest.raises(WeightsError, match="torn"):
+        worker.read_weights(True)
+    worker.read_weights(False)  # as they were read before, whatever was to change
+    assert seen == [{}]
+    with pytest.raises(ModelError, match="no cache"):
+        worker.execute(ScheduledStep(0, {}))
+    worker.restore_cache()
+    assert worker.report()["cache_bytes"] > 0
+    assert worker.execute(ScheduledStep(1, {})).requests == {}
+    worker.update_config({"load_config": {"load_format": "dummy"}})
+    worker.give_back_memory()
+    worker.read_weights(True)
+    assert seen[-1] == {"load_format": "dummy"}
+    worker.close()
+
+
+def test_a_worker_that_reads_its_weights_once_does_not_sleep(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    with pytest.raises(UnsupportedFeature, match="sleep: this worker reads its weights once"):
+        worker.give_back_memory()
+    assert worker.execute(ScheduledStep(0, {})).requests == {}
+
+
+class FakePool:
+    """A :class:`headrace_engine.sleep.memory_pool.MemoryPool` that tells what it was asked."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.error: Exception | None = None
+
+    @contextlib.contextmanager
+    def use(self, tag: str) -> Iterator[None]:
+        self.told.append(f"use {tag}")
+        yield
+
+    def sleep(self, tags: Iterable[str], kept: Collection[str] = ()) -> None:
+        self.told.append(f"sleep {' '.join(tags)}, kept {' '.join(kept) or 'nothing'}")
+        if self.error is not None:
+            raise self.error
+
+    def wake(self, tags: Iterable[str]) -> None:
+        self.told.append(f"wake {' '.join(tags)}")
+        if self.error is not None:
+            raise self.error
+
+    def num_bytes(self, tag: str) -> int:
+        return 0
+
+
+def test_memory_that_sleeps_below_objects_that_stay(tiny: Any) -> None:
+    """Level 1 neither reads nor captures again; level 2 lets everything go."""
+    models, pool, seen = [tiny.LM()], FakePool(), list[dict[str, str]]()
+
+    def rebuild(changes: Mapping[str, str]) -> Any:
+        seen.append(dict(changes))
+        return tiny.LM()
+
+    worker = make_worker(None, rebuild_model=rebuild, memory_pool=pool)
+    worker._build_model = lambda: models.pop(0)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    assert pool.told == ["use weights", "use kv_cache"]
+    pool.told.clear()
+    before = worker.get_model(), worker._ready(), worker._buffers
+    worker.give_back_memory(True)
+    worker.read_weights(False)
+    worker.restore_cache()
+    assert pool.told == ["sleep weights kv_cache, kept weights", "wake weights", "wake kv_cache"]
+    assert (worker.get_model(), worker._ready(), worker._buffers) == before
+    assert worker.execute(ScheduledStep(1, {})).requests == {}
+    assert seen == []
+
+    pool.told.clear()
+    worker.give_back_memory(True)
+    worker.read_weights(True)  # others: what was kept is of no use
+    worker.restore_cache()
+    assert pool.told == [
+        "sleep weights kv_cache, kept weights",
+        "wake weights", "use weights", "wake kv_cache", "use kv_cache",
+    ]  # fmt: skip
+    assert worker.get_model() is not before[0]
+
+    pool.told.clear()
+    worker.give_back_memory(False)
+    assert pool.told == ["sleep weights kv_cache, kept nothing"]
+    with pytest.raises(ModelError, match="no model"):
+        worker.execute(ScheduledStep(2, {}))
+    worker.give_back_memory(True)  # nothing is there to be kept
+    worker.read_weights(True)
+    worker.restore_cache()
+    assert worker.execute(ScheduledStep(3, {})).requests == {}
+    worker.close()
+
+
+def test_a_host_that_cannot_keep_the_weights_leaves_them_awake(tiny: Any) -> None:
+    pool = FakePool()
+    worker = make_worker(tiny.LM(), rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    pool.error = CapacityError("the host is full")
+    woken: list[str] = []
+    pool.wake = woken.extend  # type: ignore[method-assign]
+    with pytest.raises(CapacityError, match="the host is full"):
+        worker.give_back_memory(True)
+    assert woken == ["weights", "kv_cache"]
+    assert worker.execute(ScheduledStep(1, {})).requests == {}
+
+
+def test_a_device_without_room_sleeps_on(tiny: Any) -> None:
+    pool = FakePool()
+    worker = make_worker(tiny.LM(), rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    model = worker.get_model()
+    worker.give_back_memory(True)
+    pool.error = CapacityError("the device is full")
+    with pytest.raises(CapacityError, match="the device is full"):
+        worker.read_weights(False)
+    pool.error = None
+    worker.read_weights(False)
+    worker.restore_cache()
+    assert worker.get_model() is model

@@ -52,8 +52,9 @@ def user(content: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
 
 
 def render(tokenizer: Tokenizer, template: str, *messages: Any, **options: Any) -> RenderedPrompt:
-    allowed = options.pop("allowed", False)
-    renderer = ChatRenderer(tokenizer, template=template, allow_control_tokens=allowed)
+    settings = {"allow_control_tokens": options.pop("allowed", False)}
+    settings["media_tokens"] = options.pop("media_tokens", ())
+    renderer = ChatRenderer(tokenizer, template=template, **settings)
     try:
         return renderer.render(ChatPrompt(messages, **options))
     finally:
@@ -135,6 +136,13 @@ def test_an_assistants_text_ends_no_turn(tokenizer: Tokenizer, template: str, fi
 def test_an_assistants_own_marks_need_no_guard(tokenizer: Tokenizer) -> None:
     answer = {"role": "assistant", "content": "a<s>b"}
     assert render(tokenizer, STRING, user("x"), answer).guard == ""
+
+
+def test_an_assistants_text_stands_for_no_image(tokenizer: Tokenizer) -> None:
+    answer = {"role": "assistant", "content": "a<s>b"}
+    rendered = render(tokenizer, STRING, user("x"), answer, media_tokens=["<s>"])
+    assert "<s>" not in special(tokenizer, encode(tokenizer, rendered))
+    assert rendered.plain == render(tokenizer, STRING, user("x"), answer).plain
 
 
 def test_a_template_that_fails_has_no_turn_tokens_but_the_end(tokenizer: Tokenizer) -> None:

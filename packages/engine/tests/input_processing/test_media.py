@@ -33,6 +33,8 @@ OTHER = np.array([0.1, 0.2], np.float32)
 class PairsOfSamples:
     """Placeholders are tildes; an encoder's prompt has none."""
 
+    placeholder_ids = (MARK,)
+
     def __init__(self, *, encodes: bool = False) -> None:
         self.encodes = encodes
 
@@ -148,6 +150,18 @@ def test_placeholders_of_a_text_alone_are_refused(prompt: Any) -> None:
     assert caught.value.param == "prompt"
     assert make().tokenize(prompt).token_ids == [ord(c) for c in "0:~ and 0:~"]
     assert core(make(audio=0), prompt).media == []
+
+
+@pytest.mark.parametrize("prompt", ["a~", {"prompt_token_ids": [1, MARK]}, [1, MARK]])
+def test_tokens_that_stand_for_media_are_refused_alone(prompt: Any) -> None:
+    with pytest.raises(
+        RequestError, match=r"^prompt: has token 126 \('~'\), .*multi_modal_data"
+    ) as c:
+        core(make(), prompt)
+    assert c.value.param == "prompt"
+    assert make().tokenize(prompt).token_ids[-1] == MARK
+    assert core(make(audio=0), prompt).prompt_token_ids[-1] == MARK
+    assert core(make(), heard("~", ONE)).media, "which a prompt with media may have"
 
 
 def test_placeholders_typed_in_a_chat_are_text_unless_control_tokens_are_allowed() -> None:
@@ -448,3 +462,43 @@ def test_a_slow_host_keeps_no_other_item_waiting() -> None:
         finally:
             answered.set()
         assert [future.result(60).token_ids for future in slow] == [[MARK, MARK]] * len(slow)
+
+
+class BesideText(PairsOfSamples):
+    """What becomes of an item depends on the text of its prompt."""
+
+    def options_for_text(self, text: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**options, "beside": text}
+
+    def process(
+        self, items: Sequence[MediaItem], options: Mapping[str, Any]
+    ) -> list[ProcessedMedia]:
+        text = options["beside"].encode()
+        packed = PackedArray("uint8", (len(text),), text)
+        return [ProcessedMedia({"text": packed}, 1) for _ in items]
+
+
+def test_items_may_depend_on_the_text_of_their_prompt() -> None:
+    """Kept items, those with names and the hashes that name cached prefixes are others beside other texts."""
+    reader = MediaReader(BesideText(), content_hash, max_kept_bytes=1000)
+    model = served_model(modalities=reader.modalities)
+    reading = InputProcessor(CharTokenizer(), model, media=reader, clock=lambda: 1.0)
+    found = [core(reading, heard(text, ONE)).media[0] for text in ("a~", "b~", "a~")]
+    assert [bytes(one.inputs["text"].data) for one in found] == [b"a~", b"b~", b"a~"]
+    assert found[0].content_hash == found[2].content_hash != found[1].content_hash
+    ids = {**heard("", ONE), "prompt": None, "prompt_token_ids": [ord("a"), MARK]}
+    assert core(reading, ids).media[0] == found[0]
+    assert reader._processor.num_processed == 2
+    named = {"multi_modal_uuids": {"audio": "x"}}
+    core(reading, heard("a~", ONE, **named))
+    core(reading, {**heard("a~", None), **named})
+    with pytest.raises(RequestError, match="no item of that name is kept"):
+        core(reading, {**heard("b~", None), **named})
+
+
+def test_items_beside_ids_need_a_tokenizer_where_they_depend_on_text() -> None:
+    reader = MediaReader(BesideText(), content_hash)
+    model = served_model(modalities=reader.modalities)
+    reading = InputProcessor(None, model, media=reader, clock=lambda: 1.0)
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        core(reading, {**heard("", ONE), "prompt": None, "prompt_token_ids": [ord("a"), MARK]})

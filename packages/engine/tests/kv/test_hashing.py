@@ -56,6 +56,13 @@ def test_every_salt_is_its_own_world(salt: str) -> None:
     assert BlockHashes(1, salt + "b").extend([1]) != BlockHashes(1, salt).extend([1])
 
 
+def test_every_adapter_is_its_own_world() -> None:
+    worlds = [("", None), ("", "a"), ("a", None), ("b", None), ("a", "a"), ("", "adapter")]
+    firsts = [BlockHashes(1, salt, adapter_digest=name).extend([1])[0] for name, salt in worlds]
+    assert len(set(firsts)) == len(worlds)
+    assert BlockHashes(1, None, adapter_digest="a").extend([1])[0] == firsts[2]
+
+
 def test_keys_cannot_be_shifted_into_each_other() -> None:
     root = root_digest()
     variants = [["ab", "c"], ["a", "bc"], ["abc"], ["", "abc"], []]

@@ -10,10 +10,10 @@ from headrace_core.kv import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
-    KVCacheManager,
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from headrace_engine.kv.contract import KVCacheManager
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_testing.engine.kv_managers import (
     MAX_MODEL_LEN,
@@ -207,3 +207,29 @@ def test_a_request_with_encoder_states_decodes_without_asking() -> None:
     advance(manager, sequence, 5, match=True)
     nothing = manager._nothing
     assert [advance(manager, sequence, 1) is nothing for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("most_behind", [0, 4])
+def test_windows_keep_what_states_may_be_behind(most_behind: int) -> None:
+    config = cache_config(40, "sliding", "recurrent", block_size=2)
+    manager = PagedKVCacheManager(config, False, MAX_MODEL_LEN, most_behind=most_behind)
+    one = FakeSequence("a", list(range(30)))
+    advance(manager, one, 20)
+    advance(manager, one, 1)
+    free = manager.num_free_blocks
+    whole = PagedKVCacheManager(config, False, MAX_MODEL_LEN).num_free_blocks
+    # The query at 20 sees six tokens from 15 on: blocks 7 to 10, and two more for one at 16.
+    assert whole - free == 1 + 4 + most_behind // 2
+
+
+def test_states_left_beside_guesses_are_not_kept() -> None:
+    config = cache_config(40, "full", "recurrent", block_size=2)
+    for most_behind, kept in ((0, 4), (4, 2)):
+        manager = PagedKVCacheManager(config, True, MAX_MODEL_LEN, most_behind=most_behind)
+        one = FakeSequence("a", [1, 2])
+        advance(manager, one, 2, match=True)
+        for token in (3, 4, 5):
+            one.all_token_ids.append(token)
+            advance(manager, one, 1)
+        manager.free("a")
+        assert manager.match_prefix(FakeSequence("b", [1, 2, 3, 4, 5, 6])).num_tokens == kept

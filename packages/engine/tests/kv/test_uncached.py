@@ -3,7 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, PrefixMatch
+from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from headrace_engine.kv.contract import PrefixMatch
 from headrace_engine.kv.factory import UncachedKVManager, make_manager
 from headrace_engine.kv.manager import PagedKVCacheManager
 

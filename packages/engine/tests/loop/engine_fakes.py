@@ -252,6 +252,21 @@ class FakeWorker:
     def reload_weights(self) -> None:
         self.calls.append("reload_weights")
 
+    def give_back_memory(self, keep: bool = False) -> None:
+        self.calls.append("give_back_memory, keeping" if keep else "give_back_memory")
+
+    def read_weights(self, changed: bool) -> None:
+        self.calls.append("read_weights, changed" if changed else "read_weights")
+
+    def restore_cache(self) -> None:
+        self.calls.append("restore_cache")
+
+    def adopt_beside(self) -> None:
+        self.calls.append("adopt_beside")
+
+    def drop_beside(self) -> None:
+        self.calls.append("drop_beside")
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -314,9 +329,15 @@ class FakeExecutor(Executor):
         self._pool = ThreadPoolExecutor(1)
         self._failure: BaseException | None = None
         self.is_shut_down = False
+        self.beside: list[tuple[tuple[Any, ...], Future[list[Any]]]] = []
+        """Calls beside steps, and where their results go."""
 
     def start(self) -> None:
         pass
+
+    def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
+        self.beside.append(((method, *args), Future()))
+        return self.beside[-1][1]
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         if isinstance(method, str):
@@ -361,6 +382,7 @@ def make_core(
     policy: Any = "fcfs",
     log_stats_interval: float = 0.0,
     step_timer: StepTimer | None = None,
+    sleep_mode: bool = False,
 ) -> EngineCore:
     """A core whose cache holds ``num_blocks`` blocks of four tokens."""
     spec = FullAttentionSpec(BLOCK_SIZE, 1, 1, "float32")
@@ -382,6 +404,7 @@ def make_core(
         memory_plan="a plan",
         block_size=BLOCK_SIZE,
         step_timer=step_timer,
+        sleep_mode=sleep_mode,
     )
 
 

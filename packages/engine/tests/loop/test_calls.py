@@ -138,3 +138,82 @@ def test_an_id_is_one_request_s_in_all_calls() -> None:
         while engine.has_unfinished_requests():
             outputs = engine.step()
         assert outputs[-1].finished
+
+
+def states_of(engine: OfflineEngine) -> list[Any]:
+    return engine._calls._processor.states
+
+
+def test_a_pause_waits_for_requests_of_other_threads_and_holds_back_later_ones() -> None:
+    turnstile, order = Turnstile(), list[str]()
+
+    def pause(engine: OfflineEngine) -> None:
+        with engine.paused(wait=True):
+            assert not states_of(engine) or all(s.finished for s in states_of(engine))
+            order.append("paused")
+
+    def late(engine: OfflineEngine) -> list[RequestOutput]:
+        outputs = engine.run(["late"], params(3))
+        order.append("late")
+        return outputs
+
+    with make_offline(turnstile=turnstile) as engine:
+        first = [begin(lambda: engine.run(["a", "b"], params(30))) for _ in range(3)]
+        wait_until(lambda: len(states_of(engine)) == 6)
+        pausing = begin(lambda: pause(engine))
+        wait_until(lambda: engine._calls._pausing is not None)
+        after = begin(lambda: late(engine))
+        turnstile.open()
+        pausing.result(LIMIT)
+        for future in first:
+            assert [len(o.outputs[0].token_ids) for o in future.result(LIMIT)] == [30, 30]
+        assert after.result(LIMIT)[0].outputs[0].token_ids == expected_tokens("late", params(3))
+    assert order == ["paused", "late"]
+
+
+def test_a_pause_aborts_what_runs() -> None:
+    turnstile = Turnstile()
+    with make_offline(turnstile=turnstile) as engine:
+        running = [begin(lambda: engine.run(["a", "b"], params(400))) for _ in range(2)]
+        wait_until(lambda: len(states_of(engine)) == 4)
+        with engine.paused(wait=False):  # not a step is needed
+            for future in running:
+                assert [o.outputs[0].finish_reason for o in future.result(LIMIT)] == ["abort"] * 2
+            held = begin(lambda: engine.run(["c"], params(2)))
+        turnstile.open()
+        assert held.result(LIMIT)[0].outputs[0].token_ids == expected_tokens("c", params(2))
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_pause_runs_the_requests_of_its_own_thread() -> None:
+    """Whose outputs stay for `step`."""
+    with make_offline() as engine:
+        engine.add_request("one", "first", params(20))
+        with engine.paused(wait=True):
+            assert engine.has_unfinished_requests()
+        outputs = engine.step()
+        assert [(o.request_id, o.finished) for o in outputs] == [("one", True)]
+        assert isinstance(outputs[0], RequestOutput)
+        assert outputs[0].outputs[0].token_ids == expected_tokens("first", params(20))
+        with engine.paused(wait=True), engine.open_call() as call:
+            assert call.num_unfinished == 0
+
+
+def test_one_pauses_after_the_other_and_a_dead_engine_ends_both() -> None:
+    turnstile, inside = Turnstile(), threading.Event()
+
+    def pause(engine: OfflineEngine) -> None:
+        with engine.paused(wait=True):
+            inside.set()
+
+    with make_offline(turnstile=turnstile) as engine:
+        running = begin(lambda: engine.run(["c"], params(20, extra_args={"die_at": 4})))
+        wait_until(lambda: len(states_of(engine)) == 1)
+        pausing = [begin(lambda: pause(engine)) for _ in range(2)]
+        wait_until(lambda: engine._calls._pausing is not None)
+        held = begin(lambda: engine.run(["d"], params(2)))
+        turnstile.open()
+        for future in (running, held, *pausing):
+            with pytest.raises(EngineDead, match="died as told"):
+                future.result(LIMIT)
+    assert not inside.is_set()

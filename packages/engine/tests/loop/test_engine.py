@@ -29,6 +29,7 @@ from headrace_core.config import ModelConfig
 from headrace_core.context import OWNER
 from headrace_core.engine import EngineClient
 from headrace_core.errors import (
+    EngineAsleep,
     EngineDead,
     GenerateError,
     PromptTooLong,
@@ -45,7 +46,7 @@ from headrace_engine.engine import UNREAD_BYTES, Engine, plain_settings
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.input_processing.threads import InputThreads
 from headrace_engine.output_processing.output import ENTRY_BYTES, TOKEN_BYTES
-from headrace_testing.waiting import until
+from headrace_testing.waiting import until, wait_until
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -91,14 +92,16 @@ async def until_waiting(engine: Engine, count: int) -> None:
     await until_stats(engine, lambda stats: stats.num_requests_waiting == count)
 
 
-async def until_free(engine: Engine) -> None:
-    await until_stats(
-        engine,
-        lambda stats: (
-            stats.num_requests_running == stats.num_requests_waiting == 0
-            and stats.num_free_blocks == stats.num_blocks
-        ),
+async def is_free(engine: Engine) -> bool:
+    stats = await engine.stats()
+    return (
+        stats.num_requests_running == stats.num_requests_waiting == 0
+        and stats.num_free_blocks == stats.num_blocks
     )
+
+
+async def until_free(engine: Engine) -> None:
+    await until(lambda: is_free(engine))
 
 
 async def test_is_an_engine_client(engine: Engine) -> None:
@@ -236,24 +239,33 @@ async def test_slow_reader_gets_merged_outputs() -> None:
 
 @pytest.mark.req("REL-06")
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_reader_that_is_behind_suspends_its_request(engine: Engine, n: int) -> None:
+@pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "simple"])
+async def test_a_reader_that_is_behind_suspends_its_request(overlapped: bool, n: int) -> None:
     """Little is kept of what it has not taken, and it holds nothing that others could use."""
+    turnstile = Turnstile(1)
+    engine = make_engine(overlapped=overlapped, turnstile=turnstile)
     params = SamplingParams(
         max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=1, n=n, seed=1
     )
     stream = engine.generate("slow", params, "slow")
     outputs = [await anext(stream)]
     for _ in range(3):
-        await until_free(engine)  # no block, no seat, no place in the queue
+        # The core waits for the loop before each step: else it could compute all in one turn of the loop.
+        await turnstile.go_on_until(
+            lambda: is_free(engine)
+        )  # no block, no seat, no place in the queue
         state = engine._processor.get("slow")
         assert state is not None
         assert not state.finished
         assert UNREAD_BYTES < state.num_untaken_bytes < n * 400 * (TOKEN_BYTES + ENTRY_BYTES) / 2
+        turnstile.open()
         quick = SamplingParams(max_tokens=60, ignore_eos=True, output_kind=DELTA)
         found = await collect(engine, "quick", quick, "quick")
         assert [t for o in found for t in o.outputs[0].token_ids] == expected_tokens("quick", quick)
         await engine.check_health()
+        turnstile.hold()
         outputs.append(await anext(stream))
+    turnstile.open()
     outputs += [output async for output in stream]
     tokens: dict[int, list[int]] = {index: [] for index in range(n)}
     for part in (part for output in outputs for part in output.outputs):
@@ -262,6 +274,7 @@ async def test_a_reader_that_is_behind_suspends_its_request(engine: Engine, n: i
     assert [len(found) for found in tokens.values()] == [400] * n
     assert tokens[0] == expected_tokens("slow", params)
     await until_free(engine)
+    await engine.shutdown()
 
 
 @pytest.mark.req("REL-06")
@@ -288,6 +301,38 @@ async def test_readers_that_keep_up_are_never_suspended(engine: Engine) -> None:
         *(collect(engine, f"w{i}", whole, f"w{i}") for i in range(4)),
     )
     assert suspended == []
+
+
+async def test_a_burst_is_no_sign_of_a_slow_reader() -> None:
+    """Steps that end while the loop is busy come at once: who took the burst before keeps up."""
+    turnstile = Turnstile(1)
+    engine = make_engine(turnstile=turnstile)
+    suspended: list[Any] = []
+    engine.client.suspend = suspended.append  # type: ignore[method-assign]
+    bursts = iter(range(2))
+    publish, on_outputs, arrived = engine._publish, engine.on_outputs, []
+
+    def busy(processed: Any) -> None:
+        """The loop's turn takes as long as the core needs for 60 steps."""
+        publish(processed)
+        if next(bursts, None) is not None:
+            wanted = len(arrived) + 60
+            turnstile.release(60)
+            wait_until(lambda: len(arrived) >= wanted)
+        else:
+            turnstile.release()
+
+    def arrive(outputs: Any) -> None:
+        on_outputs(outputs)
+        arrived.append(outputs)
+
+    engine._publish, engine.on_outputs = busy, arrive  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=150, ignore_eos=True, output_kind=DELTA, logprobs=3)
+    outputs = await collect(engine, "p", params, "r")
+    assert sum(len(o.outputs[0].token_ids) for o in outputs) == 150
+    assert len(outputs) < 100, "there were no bursts"
+    assert suspended == []
+    await engine.shutdown()
 
 
 async def test_a_large_interval_is_not_waited_for() -> None:
@@ -950,3 +995,20 @@ def test_settings_leave_the_token_out() -> None:
     config = EngineConfig(model=ModelConfig(hf_token="canary"))
     assert "canary" not in str(plain_settings(config))
     assert plain_settings(config)["scheduler"]["policy"] == "fcfs"
+
+
+async def test_requests_of_a_paused_engine_outlive_its_sleep() -> None:
+    engine = make_engine(sleep_mode=True)
+    await engine.pause_generation()
+    await engine.collective_rpc("sleep", args=[1])
+    waiting = asyncio.create_task(collect(engine, "x", SamplingParams(), "waits"))
+    await until_waiting(engine, 1)
+    await engine.collective_rpc("wake_up", args=[None])
+    await engine.resume_generation()
+    async with asyncio.timeout(PATIENCE):
+        assert (await waiting)[-1].outputs[0].token_ids
+    await engine.collective_rpc("sleep", args=[2])
+    assert (await engine.stats()).sleep_level == 2
+    with pytest.raises(EngineAsleep, match=r"the engine sleeps \(weights, kv_cache\)"):
+        await anext(engine.generate("x", SamplingParams(), "refused"))
+    await engine.shutdown()

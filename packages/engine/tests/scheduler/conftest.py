@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headrace_core.lora import LoRARequest
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
@@ -18,6 +19,7 @@ from headrace_core.step import ScheduledStep
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine.kv_managers import cache_config
 from headrace_testing.engine.schedulers import CheckingWorker, expected_tokens
@@ -39,6 +41,7 @@ class World:
         max_model_len: int = 100,
         overlapped: bool = False,
         caching: bool = True,
+        adapters: SlotPlanner | None = None,
         **config: Any,
     ) -> None:
         cache = cache_config(num_blocks + 1, *groups, block_size=2)
@@ -54,6 +57,7 @@ class World:
             max_model_len=max_model_len,
             async_scheduling=overlapped,
             clock=lambda: self.now,
+            adapters=adapters,
         )
         self.worker = CheckingWorker(cache, VOCAB_SIZE)
         self.in_flight: deque[ScheduledStep] = deque()
@@ -69,7 +73,8 @@ class World:
         priority: int = 0,
         owner: str = "",
         items: Sequence[tuple[int, int]] = (),
-        whole_spans: Sequence[tuple[int, int]] = (),
+        whole_spans: Sequence[tuple[int, ...]] = (),
+        lora_request: LoRARequest | None = None,
         **params: Any,
     ) -> list[int]:
         """Queue a request (of so many tokens of its own); returns the output of a straight run.
@@ -92,9 +97,11 @@ class World:
                 owner=owner,
                 media=media,
                 whole_spans=list(whole_spans),
+                lora_request=lora_request,
             )
         )
-        return expected_tokens(prompt, max_tokens, VOCAB_SIZE, media)
+        adapter = 0 if lora_request is None else lora_request.lora_int_id
+        return expected_tokens(prompt, max_tokens, VOCAB_SIZE, media, adapter)
 
     def schedule(self) -> ScheduledStep:
         step = self.scheduler.schedule()

@@ -51,7 +51,8 @@ class LateWorker:
             found.is_slow = self.is_slow(request_id)
             count = len(self.worker._held[request_id].token_ids)
             steps = self.delay(request_id, count) if step.allows_late else 0
-            if steps:
+            # Guesses are checked only as far as no token is late.
+            if steps and len(found.token_ids) == 1:
                 self.late[request_id] = RequestStepResult(found.token_ids, is_slow=found.is_slow)
                 self.steps_left[request_id] = steps
                 found.token_ids, found.is_slow = [], True

@@ -19,6 +19,15 @@ def test_a_step_ends_before_what_must_not_be_cut(make_world: Any) -> None:
     assert world.tokens("a") == expected
 
 
+def test_parts_with_text_between_are_not_cut_there(make_world: Any) -> None:
+    world = make_world(budget=8)
+    expected = world.add("a", 20, max_tokens=2, items=[(5, 2), (9, 2)], whole_spans=[(5, 7, 9, 11)])
+    assert world.run() == [{"a": 5}, {"a": 8}, {"a": 7}, {"a": 1}]
+    assert world.tokens("a") == expected
+    with pytest.raises(RequestError, match="tokens 2 to 11 of the prompt must be computed in one"):
+        world.add("b", 20, items=[(2, 1), (10, 2)], whole_spans=[(2, 3, 10, 12)])
+
+
 def test_parts_that_follow_each_other(make_world: Any) -> None:
     world = make_world(budget=8)
     world.add("a", 16, max_tokens=1, items=[(0, 3), (3, 4), (7, 8)],
@@ -83,7 +92,9 @@ def test_requests_share_what_a_step_encodes(make_world: Any) -> None:
 @pytest.mark.parametrize("overlapped", [False, True])
 @given(st.data())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_no_part_is_ever_cut(make_world: Any, overlapped: bool, data: st.DataObject) -> None:
     budget = data.draw(st.integers(4, 12))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_core import failpoints
+from headrace_core.reliability import failpoints
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 
 

@@ -42,6 +42,16 @@ def test_first_come_first_served() -> None:
     assert drain(queue) == [3, 4, 0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: FairQueue({})])
+def test_what_was_set_aside_goes_back_to_its_place(kind: type[WaitingQueue]) -> None:
+    queue = kind()
+    states = [state(number) for number in range(6)]
+    for number in (1, 3, 4):
+        queue.push(states[number])
+    queue.put_back([states[5], states[0], states[2]])
+    assert drain(queue) == [0, 1, 2, 3, 4, 5]
+
+
 def test_priority_then_arrival_then_order() -> None:
     queue = PriorityQueue()
     for waiting in (state(0, 5), state(1, 0, 2.0), state(2, 0, 1.0), state(3, 0, 1.0)):

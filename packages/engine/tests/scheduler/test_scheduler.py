@@ -298,6 +298,13 @@ def test_requests_that_can_never_run_are_refused(make_world: Any) -> None:
     world.add("a", 2)  # its id is free again
 
 
+def test_a_queue_without_a_limit_is_never_full(make_world: Any) -> None:
+    world = make_world(max_num_seqs=1)
+    for number in range(16_400):
+        world.add(str(number), 2, max_tokens=1)
+    assert world.scheduler.stats().num_requests_waiting == 16_400
+
+
 def test_a_full_queue_says_when_to_come_again(make_world: Any) -> None:
     world = make_world(max_num_seqs=1, max_queued_requests=2)
     world.add("a", 2, max_tokens=1)

@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from late_worker import LateWorker
+from stepwise_store import StepwiseStore
 
 from headrace_core.errors import QueueFull, RequestError
 from headrace_core.kv import NULL_BLOCK
+from headrace_core.lora import LoRARequest
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
@@ -20,6 +22,8 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.block_pool import BlockPool
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.adapter_slots import SlotPlanner
+from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.request import RequestStatus
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine.kv_managers import MAX_ENCODER_LEN, OWN_POOL, cache_config
@@ -60,6 +64,10 @@ worlds = st.fixed_dictionaries(
         "overlapped": st.booleans(),
         "encoder_share": st.sampled_from([0.0, 0.4]),
         "late": st.sampled_from([(0, 1), (1, 1), (2, 1), (3, 2)]),
+        "drafts": st.sampled_from([0, 0, 1, 3, 7]),
+        "right": st.lists(st.integers(0, 7), min_size=1, max_size=8),
+        "adapter_slots": st.sampled_from([0, 0, 1, 2, 3]),
+        "kept_adapters": st.integers(0, 2),
     }
 )
 
@@ -76,6 +84,7 @@ requests = st.fixed_dictionaries(
         "owner": st.sampled_from(["", "a", "b"]),
         "media": st.sampled_from([None, None, ("a1", 0, 6), ("b2", 0, 6), ("a1", 2, 5)]),
         "states": st.integers(1, MAX_ENCODER_LEN),
+        "adapter": st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
     }
 )
 
@@ -83,7 +92,8 @@ requests = st.fixed_dictionaries(
 def straight_run(request: CoreRequest) -> tuple[list[int], str]:
     """Output tokens and finish reason of a request that runs alone."""
     prompt = contents(request.prompt_token_ids, request.media)
-    output = expected_tokens(prompt, request.max_tokens, VOCAB_SIZE)
+    adapter = 0 if request.lora_request is None else request.lora_request.lora_int_id
+    output = expected_tokens(prompt, request.max_tokens, VOCAB_SIZE, adapter=adapter)
     for index, token in enumerate(output):
         count = index + 1
         if token in request.stop_token_ids and count >= request.params.min_tokens:
@@ -112,7 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         cache = cache_config(num_blocks, *world["groups"], block_size=world["block_size"])
         self.encodes = "cross" in world["groups"]
         caching = world["caching"] and not self.encodes
+        # What has seen a wrong guess cannot be taken back.
+        drafts = 0 if "recurrent" in world["groups"] else world["drafts"]
         self.kv = PagedKVCacheManager(cache, caching, MAX_MODEL_LEN, budget)
+        self.num_slots = world["adapter_slots"]
+        self.adapters = StepwiseStore(self.num_slots + world["kept_adapters"])
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -129,10 +143,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.kv,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=world["overlapped"],
+            drafts=DraftLimits(drafts) if drafts else None,
+            adapters=SlotPlanner(self.num_slots, self.adapters) if self.num_slots else None,
         )
         longest, every = world["late"]
+        right = world["right"]
         self.worker = LateWorker(
-            CheckingWorker(cache, VOCAB_SIZE),
+            CheckingWorker(
+                cache,
+                VOCAB_SIZE,
+                lambda request_id, count: (
+                    right[count % len(right)],
+                    right[count // 2 % len(right)],
+                ),
+            ),
             delay=lambda request_id, count: (len(request_id) + count) % (longest + 1),
             is_slow=lambda request_id: (len(request_id) + self.num_added) % every == 0,
         )
@@ -168,6 +192,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt[offset:offset] = [0] * count
             media = [MediaInput("audio", {}, digest, count, min(offset, len(prompt) - count))]
         states = drawn["states"] if self.encodes else 0
+        adapter, lora = drawn["adapter"] if self.num_slots else 0, None
+        if adapter:
+            lora = LoRARequest(f"adapter {adapter}", adapter, f"/{adapter}")
+            self.adapters.add(lora)
+            while not self.adapters.find(adapter).digest:
+                assert self.adapters.go_on()
         self.num_added += 1
         request = CoreRequest(
             request_id=request_id,
@@ -185,6 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             owner=drawn["owner"],
             media=media,
             num_encoder_tokens=states,
+            lora_request=lora,
         )
         needed = min(len(prompt) + request.max_tokens, MAX_MODEL_LEN) - 1
         possible = prompt and request_id not in self.live and self.kv.fits(needed, states)
@@ -200,11 +231,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self) -> None:
         step = self.scheduler.schedule()
+        if step is None and self.adapters.go_on():
+            return
         if step is None:
             idle = self.live.keys() <= self.suspended
             assert self.in_flight or idle, "work waits, nothing runs, nothing is in flight"
             return
-        assert step.num_tokens <= self.budget
+        assert step.num_tokens + sum(step.num_drafts.values()) <= self.budget
         assert len(step.num_scheduled_tokens) <= self.max_num_seqs
         encoded = [new.request.num_encoder_tokens for new in step.new_requests]
         assert len(encoded) < 2 or sum(encoded) <= self.budget
@@ -213,6 +246,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def land(self) -> None:
         step = self.in_flight.popleft()
+        for lora in step.placed_adapters.values():
+            assert self.adapters.content(lora.lora_int_id)
         self.take(self.scheduler.update(step, self.worker.execute(step)))
 
     @precondition(lambda self: self.in_flight and self.in_flight[0].num_scheduled_tokens)
@@ -251,6 +286,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         (output,) = outputs
         assert (output.request_id, output.finish_reason) == (request_id, "abort")
         del self.live[request_id]
+
+    @precondition(lambda self: self.adapters.pending)
+    @rule()
+    def read_adapter(self) -> None:
+        self.adapters.go_on()
+
+    @precondition(lambda self: self.num_slots)
+    @rule(which=st.integers(1, 5))
+    def remove_adapter(self, which: int) -> None:
+        """Requests under way go on with what was read, whatever happens to the files."""
+        self.adapters.remove(which)
+        while self.adapters.go_on():
+            pass
 
     @precondition(lambda self: self.live and self.scheduler.num_running)
     @rule()
@@ -362,6 +410,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = scheduler.stats()
         assert stats.num_free_blocks == self.kv.num_free_blocks
         assert scheduler.has_unfinished == bool(self.live)
+        assert sum(stats.running_loras.values()) <= scheduler.num_running
+        assert len(stats.running_loras) <= self.num_slots
+        self.adapters_are_counted()
+
+    def adapters_are_counted(self) -> None:
+        users = Counter(r.lora_request.lora_int_id for r in self.live.values() if r.lora_request)
+        for which in range(1, 6):
+            adapter = self.adapters.find(which)
+            assert users[which] == (0 if adapter is None else adapter.num_users)
+        assert len(self.adapters._kept) <= max(1, self.adapters._num_kept) + 1
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):

@@ -90,6 +90,7 @@ def test_a_pinned_backend_without_fallback_says_what_it_lacks():
         admission.close()
 
 
+@pytest.mark.keep(3, every_value=False)
 @pytest.mark.parametrize(
     ("backend", "constraint", "served_by"),
     [
@@ -113,6 +114,7 @@ def test_what_a_backend_cannot_hold_another_serves(backend, constraint, served_b
         admission.close()
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
 def test_a_malformed_constraint_is_refused_in_the_same_words_by_all(admission, backend):
     pytest.importorskip(backend_class(backend).library)

@@ -1,5 +1,8 @@
 """The cost of matching a constraint is bounded, in a step and in all."""
 
+import gc
+import time
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,11 @@ from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
 from headrace_engine.structured import matching
 from headrace_engine.structured.backends import guidance
 from headrace_engine.structured.backends.guidance import GuidanceBackend
-from headrace_engine.structured.budget import SECONDS_PER_TOKEN, MatchingBudget
+from headrace_engine.structured.budget import (
+    SECONDS_PER_TOKEN,
+    MatchingBudget,
+    MatchingClock,
+)
 from headrace_engine.structured.matching import ConstraintMaker, fill_masks
 from headrace_engine.structured.store import GrammarStore
 from headrace_testing.engine.grammars import BYTES, bits
@@ -47,6 +54,38 @@ def test_what_goes_beyond_adds_up():
     assert not budget.exceeded
     spend(budget, clock, SECONDS_PER_TOKEN + 0.001)
     assert budget.exceeded
+
+
+class Leftover:
+    """Whose collection takes a while of processor time."""
+
+    seconds = 0.05
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+
+
+@pytest.mark.parametrize("owed", [False, True])
+def test_a_collection_of_what_others_left_is_not_charged(owed):
+    """``owed``: the same time of the matching itself is."""
+    clock = MatchingClock()
+    try:
+        budget = MatchingBudget(Leftover.seconds / 2, clock)
+        left = Leftover()
+        with budget.one_token():
+            if owed:
+                left.__del__()
+            del left
+            gc.collect()
+        assert budget.exceeded == owed
+    finally:
+        clock.close()
+    assert not [call for call in gc.callbacks if getattr(call, "__self__", None) is clock]
 
 
 def test_a_step_makes_a_bounded_number_of_items():

@@ -69,7 +69,7 @@ def ready(core, regex):
 
 def wait_for(core):
     """Until what is kept back has compiled, or failed to; nothing is asked for anew."""
-    for _, compiled in core._compiling:
+    for _, compiled in core._held:
         compiled.exception(10)
 
 
@@ -80,13 +80,13 @@ def test_it_waits_alone_and_can_be_aborted(core):
     assert core.scheduler.added == ["free"]
     assert core.has_unfinished
     assert core.stats().num_requests_waiting == 2
-    assert core.compiled() == []
+    assert core.ready() == []
     [ended] = core.abort(["b", "unknown"])
     assert (ended.request_id, ended.finish_reason) == ("b", "abort")
     core.grammars.go.set()
     wait_for(core)
     ready(core, "x")  # "y" may have driven it out of the cache
-    for one in core.compiled():
+    for one in core.ready():
         core.add(one, again=True)
     assert core.scheduler.added == ["free", "a"]
     assert not core.has_unfinished
@@ -97,10 +97,10 @@ def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
     core.add(request("a", "x"))
     core.grammars.go.set()
     wait_for(core)
-    [one] = core.compiled()
+    [one] = core.ready()
     core.add(one, again=True)
     assert core.scheduler.added == ["a"]
-    assert not core.compiled()
+    assert not core.ready()
     core.grammars.fail = False
     assert core.grammars.request(one.constraint).result(60) is not None
 

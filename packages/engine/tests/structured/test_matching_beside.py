@@ -26,7 +26,7 @@ def backend():
 @pytest.fixture
 def maker(backend, monkeypatch):
     monkeypatch.setattr(
-        matching, "MatchingBudget", lambda seconds: MatchingBudget(seconds, backend.clock)
+        matching, "MatchingBudget", lambda seconds, _: MatchingBudget(seconds, backend.clock)
     )
     made = ConstraintMaker(HeldStore(backend), MatchingThreads(1))
     yield made

@@ -6,10 +6,11 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.loop import OutputSink
 from headrace_engine.messages import CoreOutputs
@@ -50,6 +51,8 @@ class CoreClient(ABC):
     """About what the largest step takes, known once the core has started; 0 = not measured."""
     memory_plan: str = ""
     """The core's use of memory, for people."""
+    is_one_of_several: ClassVar[bool] = False
+    """True if the core has other clients, too."""
 
     @abstractmethod
     def start(self, sink: OutputSink) -> None:
@@ -58,6 +61,11 @@ class CoreClient(ABC):
         Raises what building raised; in another process, an error of the same class where it is
         one of :mod:`headrace_core.errors`.
         """
+
+    @property
+    def in_process(self) -> bool:
+        """True if the workers are in this process, so that calls may give them objects."""
+        return False
 
     @abstractmethod
     def add(self, requests: Sequence[CoreRequest]) -> None:
@@ -87,6 +95,19 @@ class CoreClient(ABC):
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         """Forget cached blocks; resolves to False while requests hold some and may not be reset."""
+
+    @abstractmethod
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        """Have an adapter read; see :meth:`headrace_core.engine.EngineClient.add_lora`."""
+
+    @abstractmethod
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        """Take no further requests with an adapter; see
+        :meth:`headrace_core.engine.EngineClient.remove_lora`."""
+
+    @abstractmethod
+    def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
+        """Adapters that are known, by id."""
 
     @abstractmethod
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:

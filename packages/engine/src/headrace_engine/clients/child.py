@@ -31,10 +31,12 @@ from headrace_engine.clients.wire import (
     PARENT,
     Abort,
     Add,
+    AddLoRA,
     Attach,
     CallReply,
     CallWorkers,
     Command,
+    DoneReply,
     ErrorReply,
     Failed,
     GetStats,
@@ -42,10 +44,14 @@ from headrace_engine.clients.wire import (
     Hello,
     Join,
     Leave,
+    ListLoRAs,
+    LoRAsReply,
     Ready,
+    Recall,
+    RecallReply,
+    RemoveLoRA,
     Report,
     ResetPrefixCache,
-    ResetReply,
     Resume,
     StatsReply,
     Suspend,
@@ -71,7 +77,8 @@ def main() -> None:
         target=_end_with_parent, args=(hello,), name="headrace-parent-watch", daemon=True
     ).start()
     context = zmq.Context(io_threads=1)
-    front_ends = FrontEnds(context, hello.folder)
+    kept_gb = hello.config.multimodal.mm_processor_cache_gb
+    front_ends = FrontEnds(context, hello.folder, int(kept_gb * (1 << 30)))
     try:
         _serve(hello, front_ends)
     finally:
@@ -163,9 +170,18 @@ class Commands:
         elif isinstance(command, ResetPrefixCache):
             reset = loop.reset_prefix_cache(command.reset_running_requests)
             self._answer(reset, command.call_id, name)
+        elif isinstance(command, AddLoRA):
+            self._answer(loop.add_lora(command.lora_request), command.call_id, name)
+        elif isinstance(command, RemoveLoRA):
+            self._answer(loop.remove_lora(command.lora_int_id), command.call_id, name)
+        elif isinstance(command, ListLoRAs):
+            self._answer(loop.list_loras(), command.call_id, name)
         elif isinstance(command, CallWorkers):
             done = loop.call_workers(command.method, command.args)
             self._answer(done, command.call_id, name)
+        elif isinstance(command, Recall):
+            item = front_ends.recalled(command.name)
+            front_ends.send(RecallReply(command.call_id, item), name)
         elif name != PARENT:
             logger.error("front end %s may not say %s", name, type(command).__name__)
         elif isinstance(command, Join):
@@ -188,8 +204,10 @@ class Commands:
                 report = StatsReply(call_id, result)
             elif isinstance(result, list):
                 report = CallReply(call_id, result)
+            elif isinstance(result, tuple):
+                report = LoRAsReply(call_id, result)
             else:
-                report = ResetReply(call_id, result)
+                report = DoneReply(call_id, result)
             self._front_ends.send(report, name)
 
         future.add_done_callback(send)

@@ -35,6 +35,7 @@ from headrace_engine.clients.wire import (
 )
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.shared_objects.items import ReceivedItems
+from headrace_engine.shared_objects.named_items import KeptByName, NamedItem
 from headrace_engine.shared_objects.ring_buffer import RingHandle
 
 logger = logging.getLogger(__name__)
@@ -56,10 +57,12 @@ class FrontEnds:
     Args:
         context: of the sockets.
         folder: where they are.
+        max_kept_bytes: of named media that are kept for all of them.
     """
 
-    def __init__(self, context: zmq.Context[Any], folder: str) -> None:
+    def __init__(self, context: zmq.Context[Any], folder: str, max_kept_bytes: int = 0) -> None:
         self._context, self._folder = context, folder
+        self._named = KeptByName(max_kept_bytes)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = FrameDecoder[Command](Command)
         self._local = threading.local()
@@ -146,6 +149,9 @@ class FrontEnds:
             except (LookupError, ValueError) as error:
                 self._give_up(name, f"media are not in its shared memory: {error}", error)
                 return []
+        for place in added.named:
+            item = requests[place.request].media[place.item]
+            self._named.keep(place.name, place.form, item)
         if name == PARENT:
             return list(requests)
         renamed = [
@@ -156,6 +162,10 @@ class FrontEnds:
             if name in self._running:
                 self._running[name].update(request.request_id for request in renamed)
         return renamed
+
+    def recalled(self, item_name: str) -> NamedItem | None:
+        """The item that a front end sent under a name; None: it is not kept."""
+        return self._named.find(item_name)
 
     def _give_up(self, name: str, why: str, cause: Exception) -> None:
         """Serve a further front end no more.
@@ -212,7 +222,8 @@ class FrontEnds:
         found: dict[str, CoreOutputs] = {}
 
         def of(name: str) -> CoreOutputs:
-            return found.setdefault(name, CoreOutputs([], step.timestamp))
+            new = CoreOutputs([], step.timestamp, weights_version=step.weights_version)
+            return found.setdefault(name, new)
 
         for output in step.outputs:
             name, own_id = _split(output.request_id)
@@ -224,6 +235,9 @@ class FrontEnds:
         if step.timed is not None:
             for name, own_ids in _by_name(step.timed.request_ids).items():
                 of(name).timed = step.timed._replace(request_ids=own_ids)
+        for core_id, versions in (step.earlier_versions or {}).items():
+            name, own_id = _split(core_id)
+            of(name).earlier_versions = {**(of(name).earlier_versions or {}), own_id: versions}
         return found
 
     def _open(self, name: str) -> None:

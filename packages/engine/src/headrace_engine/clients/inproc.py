@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.core import EngineCore
@@ -36,6 +37,10 @@ class InprocClient(CoreClient):
         self._build = build
         self._loop: EngineLoop | None = None
         self._guests = Guests()
+
+    @property
+    def in_process(self) -> bool:
+        return True
 
     def start(self, sink: OutputSink) -> None:
         core = self._build(self.timeline)
@@ -73,6 +78,18 @@ class InprocClient(CoreClient):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         self.check_caller()
         return self._running().reset_prefix_cache(reset_running_requests)
+
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        self.check_caller()
+        return self._running().add_lora(request)
+
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        self.check_caller()
+        return self._running().remove_lora(lora_int_id)
+
+    def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
+        self.check_caller()
+        return self._running().list_loras()
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
         self.check_caller()

@@ -23,6 +23,8 @@ class JoinedClient(CoreLink):
         timeline: to continue one that has begun before; default: a new one.
     """
 
+    is_one_of_several = True
+
     def __init__(self, folder: Path, name: str, timeline: StartupTimeline | None = None) -> None:
         super().__init__()
         self.timeline = timeline or StartupTimeline()

@@ -21,29 +21,37 @@ import zmq
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
+from headrace_engine.clients.named_items import NamedItems
 from headrace_engine.clients.wire import (
     HEARTBEAT_SECONDS,
     HIGH_WATER_MARK,
     PARENT,
     Abort,
     Add,
+    AddLoRA,
     Attach,
     CallReply,
     CallWorkers,
     Command,
     Died,
+    DoneReply,
     ErrorReply,
     Failed,
     FrameDecoder,
     GetStats,
     Heartbeat,
+    ListLoRAs,
+    LoRAsReply,
     Outputs,
     Ready,
+    Recall,
+    RecallReply,
+    RemoveLoRA,
     Report,
     ResetPrefixCache,
-    ResetReply,
     Resume,
     StatsReply,
     Suspend,
@@ -52,6 +60,7 @@ from headrace_engine.clients.wire import (
     reports_address,
 )
 from headrace_engine.shared_objects.items import SharedItems
+from headrace_engine.shared_objects.named_items import NamedItem
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +89,19 @@ class CoreLink(CoreClient):
         self._commands: zmq.Socket[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._items: SharedItems | None = None
+        self._named: NamedItems | None = None
 
     def share_items(self, items: SharedItems) -> None:
         """Send media of requests through shared memory; before :meth:`start`."""
         self._items = items
+
+    def share_names(self) -> NamedItems:
+        """Have named media in common with the engine's other front ends; before :meth:`start`."""
+        self._named = NamedItems(self._recall)
+        return self._named
+
+    def _recall(self, name: str) -> Future[NamedItem | None]:
+        return self._call(lambda call_id: Recall(call_id, name))
 
     @abstractmethod
     def _ended(self) -> str | None:
@@ -94,10 +112,12 @@ class CoreLink(CoreClient):
         """The connection is broken: nobody listens to the core here any more."""
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
-        if self._items is None or not any(request.media for request in requests):
+        if not any(request.media for request in requests):
             self._send(Add(list(requests)))
             return
-        self._send(Add(*self._items.moved(requests)))
+        named = [] if self._named is None else self._named.places(requests)
+        left, items = (list(requests), []) if self._items is None else self._items.moved(requests)
+        self._send(Add(left, items, named))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._failure is None and not self._stopping:
@@ -116,6 +136,15 @@ class CoreLink(CoreClient):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         return self._call(lambda call_id: ResetPrefixCache(call_id, reset_running_requests))
+
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        return self._call(lambda call_id: AddLoRA(call_id, request))
+
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        return self._call(lambda call_id: RemoveLoRA(call_id, lora_int_id))
+
+    def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
+        return self._call(ListLoRAs)
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
         return self._call(lambda call_id: CallWorkers(call_id, method, list(args)))
@@ -265,10 +294,14 @@ class CoreLink(CoreClient):
             self._heartbeat = (report.age, time.monotonic())
         elif isinstance(report, StatsReply):
             self._settle(report.call_id, result=report.stats)
-        elif isinstance(report, ResetReply):
+        elif isinstance(report, DoneReply):
             self._settle(report.call_id, result=report.done)
+        elif isinstance(report, LoRAsReply):
+            self._settle(report.call_id, result=report.loras)
         elif isinstance(report, CallReply):
             self._settle(report.call_id, result=report.results)
+        elif isinstance(report, RecallReply):
+            self._settle(report.call_id, result=report.item)
         elif isinstance(report, ErrorReply):
             self._settle(report.call_id, error=as_exception(report.error))
         elif isinstance(report, Died):

@@ -14,10 +14,12 @@ import msgspec
 import headrace_core.errors
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, EngineError, HeadraceError
+from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.config import EngineConfig
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.shared_objects.items import SharedItem
+from headrace_engine.shared_objects.named_items import NamedItem, NamedPlace
 from headrace_engine.startup import StartupTimeline
 
 PARENT = "parent"
@@ -59,6 +61,8 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     requests: list[CoreRequest]
     items: list[SharedItem] = []
     """Media of theirs whose inputs are in shared memory."""
+    named: list[NamedPlace] = []
+    """Media of theirs that other front ends may ask for."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -102,6 +106,27 @@ class CallWorkers(msgspec.Struct, frozen=True, tag="call"):
     args: list[Any]
 
 
+class AddLoRA(msgspec.Struct, frozen=True, tag="add-lora"):
+    call_id: int
+    lora_request: LoRARequest
+
+
+class RemoveLoRA(msgspec.Struct, frozen=True, tag="remove-lora"):
+    call_id: int
+    lora_int_id: int
+
+
+class ListLoRAs(msgspec.Struct, frozen=True, tag="list-loras"):
+    call_id: int
+
+
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    """Ask for an item by its name."""
+
+    call_id: int
+    name: str
+
+
 class Join(msgspec.Struct, frozen=True, tag="join"):
     """A further front end, whose sockets have this name. The parent's to say, as the next two."""
 
@@ -125,8 +150,12 @@ Command = (
     | Suspend
     | Resume
     | GetStats
+    | AddLoRA
+    | RemoveLoRA
+    | ListLoRAs
     | ResetPrefixCache
     | CallWorkers
+    | Recall
     | Join
     | Leave
     | Stop
@@ -171,14 +200,26 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats-reply"):
     stats: EngineStats
 
 
-class ResetReply(msgspec.Struct, frozen=True, tag="reset-reply"):
+class DoneReply(msgspec.Struct, frozen=True, tag="done-reply"):
+    """Answer to :class:`ResetPrefixCache`, :class:`AddLoRA` and :class:`RemoveLoRA`."""
+
     call_id: int
     done: bool
+
+
+class LoRAsReply(msgspec.Struct, frozen=True, tag="loras-reply"):
+    call_id: int
+    loras: tuple[LoRARequest, ...]
 
 
 class CallReply(msgspec.Struct, frozen=True, tag="call-reply"):
     call_id: int
     results: list[Any]
+
+
+class RecallReply(msgspec.Struct, frozen=True, tag="recall-reply"):
+    call_id: int
+    item: NamedItem | None
 
 
 class ErrorReply(msgspec.Struct, frozen=True, tag="error-reply"):
@@ -196,7 +237,17 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
 
 
 Report = (
-    Ready | Failed | Outputs | StatsReply | ResetReply | CallReply | ErrorReply | Heartbeat | Died
+    Ready
+    | Failed
+    | Outputs
+    | StatsReply
+    | DoneReply
+    | LoRAsReply
+    | CallReply
+    | RecallReply
+    | ErrorReply
+    | Heartbeat
+    | Died
 )
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from headrace_core import failpoints
+from headrace_core.reliability import failpoints
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.execution.runner import ModelRunner, pass_failpoint
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,23 +67,42 @@ def bind_cache(
     config: KVCacheConfig,
     device: torch.device,
 ) -> Buffers:
-    """Allocate each pool's zeroed tensors and bind the j-th to its groups' j-th layers.
+    """Allocate each pool's zeroed tensors and bind them (:func:`bind_buffers`). On a CPU zeroed memory is
+    taken from the system when it is first written, so a large cache costs what is used of it.
+
+    Raises:
+        ConfigError: as :func:`bind_buffers`.
+    """
+    buffers = [
+        [
+            _zeroed_bytes(num_blocks * config.page_bytes(pool), device)
+            for _ in range(config.num_tensors(pool))
+        ]
+        for pool, num_blocks in enumerate(config.pools)
+    ]
+    bind_buffers(buffers, layers, states, config)
+    return buffers
+
+
+def bind_buffers(
+    buffers: Buffers,
+    layers: Mapping[str, AttentionLayer],
+    states: Mapping[str, StateLayer],
+    config: KVCacheConfig,
+) -> None:
+    """Bind each pool's j-th tensor to its groups' j-th layers.
 
     The tensors are bytes, seen by each layer in its own logical shape over its backend's physical
     order, or as its states. Scales that stand in a page are those of its layer's ``spec`` from now on.
-    Layers that share another's cache get that layer's tensor, scales and group. On a CPU zeroed memory
-    is taken from the system when it is first written, so a large cache costs what is used of it.
+    Layers that share another's cache get that layer's tensor, scales and group.
 
     Raises:
         ConfigError: layers that share a tensor lay it out differently; a layer shares the cache of
             one that it cannot; a backend tears the rows apart that have scales.
     """
     owners = cache_owners(layers)
-    buffers: Buffers = []
     bound: dict[str, tuple[CacheView, int]] = {}
     for pool, num_blocks in enumerate(config.pools):
-        size = num_blocks * config.page_bytes(pool)
-        buffers.append([_zeroed_bytes(size, device) for _ in range(config.num_tensors(pool))])
         _check_same_layout(layers, config, pool)
         for group in config.groups_of(pool):
             for name, buffer in zip(config.groups[group].layer_names, buffers[pool]):
@@ -94,7 +113,6 @@ def bind_cache(
                     bound[name] = (cache_view(buffer, layers[name], num_blocks), group)
     for name, owner in owners.items():
         _bind(layers[name], *bound[owner])
-    return buffers
 
 
 def _bind(layer: AttentionLayer, cache: CacheView, group: int) -> None:
@@ -140,26 +158,32 @@ def clear_blocks(
 
 
 def _zeroed_bytes(size: int, device: torch.device) -> Tensor:
-    """[size] uint8, aligned for states. On a CPU through numpy, which asks the system for zeroed
-    pages; torch would write the zeros itself, which takes a second per gigabyte and makes all of it
-    resident."""
-    if device.type == "cpu":
-        memory = np.zeros(size + STATE_ALIGNMENT, np.uint8)
-        skip = -memory.ctypes.data % STATE_ALIGNMENT
-        return torch.from_numpy(memory[skip : skip + size])
+    """[size] uint8, aligned for states. On a CPU the system's zeroed pages; torch would write the zeros
+    itself, which takes a second per gigabyte and makes all of it resident."""
+    if device.type == "cpu" and size:
+        return torch.frombuffer(_pages(size), dtype=torch.uint8)
     return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Memory of its own, which goes back to the system when nobody refers to it: glibc keeps the free end of
+    a thread's arena, up to 64 MiB, whatever malloc_trim(3) is asked.
+
+    Raises:
+        MemoryError: the system refuses so much.
+    """
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):  # shared memory would be a child's as well
+            return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
 
 
 def cross_groups(config: KVCacheConfig) -> list[int]:
     """Groups whose blocks hold encoder states."""
     groups = enumerate(config.groups)
     return [g for g, group in groups if isinstance(group.spec, CrossAttentionSpec)]
-
-
-def state_groups(config: KVCacheConfig) -> list[int]:
-    """Groups of recurrent layers, whose blocks hold a state each."""
-    groups = enumerate(config.groups)
-    return [g for g, group in groups if isinstance(group.spec, RecurrentSpec)]
 
 
 def group_backends(

@@ -30,28 +30,32 @@ class Capture:
         return 0 if self.enforce_eager or not self.sizes else self.sizes[-1]
 
 
-def capture_steps(capture: Capture, step: Step, **need: Any) -> StepGraph | None:
+def capture_steps(
+    capture: Capture, step: Step, *, kind: str = "steps", **need: Any
+) -> StepGraph | None:
     """A graph of the step, or None if it is to run eagerly; logs which, in one line.
 
     Args:
+        kind: of steps, for the log.
         need: fields of :class:`~headrace_core.graph.GraphNeed` beside the sizes.
     """
     if not capture.largest:
-        logger.info("steps run eagerly: enforce_eager")
+        logger.info("%s run eagerly: enforce_eager", kind)
         return None
     factory = capture.factory()
     if factory is None:
-        logger.info("steps run eagerly: the kernels in use cannot be recorded")
+        logger.info("%s run eagerly: the kernels in use cannot be recorded", kind)
         return None
     graph = factory()
     start = time.perf_counter()
     try:
         graph.capture(step, GraphNeed(capture.sizes, **need))
     except CaptureRefused as error:
-        logger.info("steps run eagerly: %s", error)
+        logger.info("%s run eagerly: %s", kind, error)
         return None
     logger.info(
-        "captured steps of up to %s tokens: %d kernel calls, %.3f s, %.1f MiB",
+        "captured %s of up to %s tokens: %d kernel calls, %.3f s, %.1f MiB",
+        kind,
         ", ".join(map(str, graph.buckets)),
         graph.num_calls,
         time.perf_counter() - start,

@@ -1,18 +1,20 @@
 """Dividing one budget of bytes among the pools of a cache.
 
 Each pool gets what one request of the longest context needs. Of what is left, states get at most half:
-one for each sequence that may run, and as many again where prefixes are cached. The rest goes to blocks
-of tokens, so that every pool of them holds equally many of the longest requests.
+one for each sequence that may run, as many again where prefixes are cached, and spare ones. The rest goes
+to blocks of tokens, so that every pool of them holds equally many of the longest requests.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
 from headrace_engine.config import EngineConfig
 from headrace_engine.kv.policies import RequestSize, policy_of
+from headrace_engine.kv.spare_states import spare_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +45,33 @@ class CacheLimits:
     """Most tokens of a step; known, it bounds what windows and chunks hold. None: every token."""
     caching: bool = False
     """True if prefixes are cached."""
+    spare_states: int = 0
+    """Spare blocks of each group of recurrent layers, while guesses are checked."""
+    most_behind: int = 0
+    """Tokens by which a request's recurrent states may be behind what is computed of it."""
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int) -> CacheLimits:
         """The limits in an engine's settings."""
+        num_seqs = config.scheduler.max_num_seqs or 1
+        num_drafts = config.speculative.num_drafts
         return cls(
             max_model_len,
-            config.scheduler.max_num_seqs or 1,
+            num_seqs,
             config.scheduler.max_num_batched_tokens,
             caching=config.cache.enable_prefix_caching is not False,
+            spare_states=spare_states(num_drafts, num_seqs),
+            most_behind=num_drafts,
         )
 
 
 def pool_needs(groups: Sequence[KVCacheGroup], limits: CacheLimits) -> list[PoolNeed]:
     """By pool. Encoder states count in full: how many a request has, its text does not say."""
-    only_states = all(isinstance(group.spec, RecurrentSpec) for group in groups)
+    are_states = [isinstance(group.spec, RecurrentSpec) for group in groups]
+    only_states = all(are_states)
+    if limits.max_num_batched_tokens is not None and any(are_states):
+        step_tokens = limits.max_num_batched_tokens + limits.most_behind
+        limits = dataclasses.replace(limits, max_num_batched_tokens=step_tokens)
     config = KVCacheConfig((0,) * (1 + max(group.pool for group in groups)), tuple(groups))
     needs = []
     for pool in range(len(config.pools)):
@@ -65,9 +79,10 @@ def pool_needs(groups: Sequence[KVCacheGroup], limits: CacheLimits) -> list[Pool
         needed = sum(_most_blocks(group, limits) for group in inside)
         held, most = needed, None
         if isinstance(inside[0].spec, RecurrentSpec):
-            held = len(inside)
+            held, spare = len(inside), len(inside) * limits.spare_states
+            needed += spare
             if not only_states:
-                most = max(needed, held * limits.max_num_seqs * (1 + limits.caching))
+                most = max(needed, held * limits.max_num_seqs * (1 + limits.caching) + spare)
         needs.append(PoolNeed(config.block_bytes(pool), needed, held, most))
     return needs
 

@@ -16,10 +16,12 @@ from headrace_core.model import (
 )
 from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingInfo
-from headrace_engine.execution.cache import cross_groups, state_groups
+from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import pool_once
 from headrace_engine.execution.runner import ModelRunner
+from headrace_engine.kv.states import state_groups
+from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sampling.state import warm_up_batch
 
@@ -34,6 +36,7 @@ class DummySteps:
         max_model_len: longest context.
         cache: that the model's layers are bound to; None: to none yet.
         runner: that prepares batches for their backends; None as long as there is no cache.
+        adapters: slots of adapters, which all rows use; None: there are none.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class DummySteps:
         device: torch.device,
         cache: KVCacheConfig | None = None,
         runner: ModelRunner | None = None,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self._model = model
         self._sampler = sampler
@@ -56,6 +60,7 @@ class DummySteps:
         self._device = device
         self._cache = cache
         self._runner = runner
+        self._adapters = adapters
 
     def run(self, num_tokens: int, num_seqs: int) -> None:
         """A step of that many tokens, spread over that many requests (more if they would be longer
@@ -69,6 +74,15 @@ class DummySteps:
             batch = dataclasses.replace(batch, token_type_ids=torch.zeros_like(batch.input_ids))
         if self._runner is not None:
             batch = self._runner.with_metadata(batch)
+        if self._adapters is not None:
+            self._adapters.choose_all(batch.num_tokens, batch.num_seqs, slot=0)
+        try:
+            self._compute(batch)
+        finally:
+            if self._adapters is not None:
+                self._adapters.choose_none()
+
+    def _compute(self, batch: ForwardBatch) -> None:
         if self._pooling is not None:
             assert isinstance(self._model, SupportsPooling)
             pool_once(self._model, batch, self._pooling)

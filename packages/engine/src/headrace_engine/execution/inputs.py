@@ -5,7 +5,7 @@ Letters: T tokens in this step, B requests in it, M blocks per table row, R rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,11 @@ from headrace_core.model import INPUT_EMBEDS, MROPE_POSITIONS, SupportsMRoPE
 from headrace_engine.execution.media import PendingMedia
 from headrace_engine.execution.prompt_table import PromptTable
 from headrace_engine.execution.requests import RequestTable
+from headrace_engine.speculation.state_turns import StateTurns
 
 Ints = npt.NDArray[np.int64]
+NO_DRAFTS: Mapping[str, Sequence[int]] = {}
+NOBODY: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,20 @@ class StepInputs:
     sampled: Ints
     """Indices (0..B-1) of the requests that get a token: this step completes what is known, and
     nothing is wrong with them."""
+    num_logits: int
+    """Rows of logits that they get: one each, and one for each guess."""
     prompt_rows: list[PromptRows]
     encodes: list[int]
     """Indices (0..B-1) of the requests whose media this step encodes."""
     batch: ForwardBatch | None
     """None if no request of the step can run. ``logits_rows`` holds the sampled requests' last
-    rows, then the prompt rows."""
+    rows, before their guesses and at them, then the prompt rows."""
     errors: dict[str, str]
     """Requests of which nothing comes, and why; what can be computed of them is in the batch."""
+    token_rows: Ints
+    """[T]; rows of the request table, of each token's request."""
+    logits_rows: Ints | None
+    """[R]; as those of the batch."""
 
     @property
     def sampled_rows(self) -> Ints:
@@ -138,6 +147,8 @@ class InputBuilder:
         """Parts of prompts beside token ids, by the table's rows."""
         self.media = PendingMedia(table)
         """Media that are still to be encoded or embedded."""
+        self.turns: StateTurns | None = None
+        """Where states are, if guesses are checked beside them."""
         table.follow(self.prompts, self.media)
         self._table = table
         self._takes_token_types = token_types
@@ -147,14 +158,25 @@ class InputBuilder:
         self._counts: list[int] = []
         self._layout = _BatchLayout([], np.zeros(0, np.int64), np.zeros(0, np.int64), table)
 
-    def build(self, scheduled: Mapping[str, int]) -> StepInputs:
+    def build(
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, Sequence[int]] = NO_DRAFTS,
+        behind: Mapping[str, int] = NOBODY,
+    ) -> StepInputs:
         """A step's inputs.
 
         Args:
             scheduled: number of tokens by request id, in batch order.
+            drafts: guesses that are computed besides, of requests whose tokens are complete.
+            behind: tokens that are computed again before them
+                (:mod:`~headrace_engine.speculation.state_turns`).
         """
         table = self._table
-        layout, errors = self._look_up(list(scheduled), list(scheduled.values()))
+        counts = list(scheduled.values())
+        if drafts or behind:
+            counts = [n + len(drafts.get(i, ())) + behind.get(i, 0) for i, n in scheduled.items()]
+        layout, errors = self._look_up(list(scheduled), counts)
         computed, seq_lens, known = self._lengths(layout)
         lacking = self._lacking(layout, seq_lens, known)
         if lacking.any():
@@ -164,7 +186,7 @@ class InputBuilder:
             computed, seq_lens, known = self._lengths(layout)
         rows = layout.rows
         if not len(rows):
-            return StepInputs([], rows, rows, rows, [], [], None, errors)
+            return StepInputs([], rows, rows, rows, 0, [], [], None, errors, rows, None)
         positions = layout.positions(computed)
         sampled = np.flatnonzero(seq_lens == known)
         prompt_rows = _prompt_rows(table, layout, computed, seq_lens)
@@ -174,6 +196,8 @@ class InputBuilder:
             sampled = np.setdiff1d(sampled, failing)
             prompt_rows = [part for part in prompt_rows if part.index not in failing]
         longest, device = int(seq_lens.max()), self._device
+        ends = 1 + table.num_drafts[rows[sampled]]
+        logits_rows = _logits_rows(layout.cu_seqlens, sampled, ends, prompt_rows)
         # Nearly all requests bring nothing but tokens: then nothing is asked of the tables.
         waiting = self.media.to_encode
         encodes = [b for b, row in enumerate(rows.tolist()) if row in waiting] if waiting else []
@@ -199,7 +223,7 @@ class InputBuilder:
             max_seqlen_q=layout.most_tokens,
             max_seqlen_k=longest,
             groups=self._groups(layout, positions, computed, seq_lens, encodes),
-            logits_rows=_logits_rows(layout.cu_seqlens, sampled, prompt_rows, device),
+            logits_rows=None if logits_rows is None else _tensor(logits_rows, device),
             token_type_ids=(
                 prompts.token_type_ids(rows, computed, layout.cu_seqlens)
                 if self._takes_token_types
@@ -210,7 +234,17 @@ class InputBuilder:
             extra=extra,
         )
         return StepInputs(
-            layout.request_ids, rows, seq_lens, sampled, prompt_rows, encodes, batch, errors
+            layout.request_ids,
+            rows,
+            seq_lens,
+            sampled,
+            int(ends.sum()),
+            prompt_rows,
+            encodes,
+            batch,
+            errors,
+            layout.token_rows,
+            logits_rows,
         )
 
     def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_BatchLayout, dict[str, str]]:
@@ -238,9 +272,10 @@ class InputBuilder:
         return [b for b, row in enumerate(rows.tolist()) if row in self._table.failures]
 
     def _lengths(self, layout: _BatchLayout) -> tuple[Ints, Ints, Ints]:
-        """[B] each: tokens before this step, with it, and known."""
-        computed = self._table.num_computed_tokens[layout.rows]
-        return computed, computed + layout.counts, self._table.num_tokens[layout.rows]
+        """[B] each: tokens before this step, with it, and known or guessed."""
+        table, rows = self._table, layout.rows
+        computed = table.num_computed_tokens[rows]
+        return computed, computed + layout.counts, table.num_tokens[rows] + table.num_drafts[rows]
 
     def _lacking(self, layout: _BatchLayout, seq_lens: Ints, known: Ints) -> npt.NDArray[np.bool_]:
         """[B]; whose tokens are not known, or have no blocks."""
@@ -292,7 +327,7 @@ class InputBuilder:
                 groups.append(self._cross_group(blocks, layout.rows, encodes))
                 continue
             if group in self._table.state_groups:
-                groups.append(self._state_group(blocks, layout.rows, computed, seq_lens))
+                groups.append(self._state_group(group, layout.rows, computed, seq_lens))
                 continue
             slots = blocks[layout.token_rows, columns].astype(np.int64)
             slots *= size
@@ -322,15 +357,17 @@ class InputBuilder:
             max_seqlen_k=longest,
         )
 
-    def _state_group(
-        self, blocks: npt.NDArray[np.int32], rows: Ints, computed: Ints, seq_lens: Ints
-    ) -> GroupBatch:
+    def _state_group(self, group: int, rows: Ints, computed: Ints, seq_lens: Ints) -> GroupBatch:
         """A group whose blocks hold a state each: the entry of the last token before the step is read,
         that of the step's last token written."""
         device, size = self._device, self._block_size
-        before = blocks[rows, np.maximum(computed - 1, 0) // size].astype(np.int64)
-        before[computed == 0] = -1
-        after = blocks[rows, (seq_lens - 1) // size].astype(np.int64)
+        blocks = self._table.block_tables[group]
+        if self.turns is not None:
+            before, after = self.turns.places(group, rows, computed)
+        else:
+            before = blocks[rows, np.maximum(computed - 1, 0) // size].astype(np.int64)
+            before[computed == 0] = -1
+            after = blocks[rows, (seq_lens - 1) // size].astype(np.int64)
         return GroupBatch(
             block_table=torch.zeros((len(rows), 0), dtype=torch.int32, device=device),
             slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
@@ -354,17 +391,22 @@ def _prompt_rows(
 
 
 def _logits_rows(
-    cu_seqlens: Ints, sampled: Ints, prompt_rows: list[PromptRows], device: torch.device
-) -> Tensor | None:
+    cu_seqlens: Ints, sampled: Ints, ends: Ints, prompt_rows: list[PromptRows]
+) -> Ints | None:
+    """``ends``: so many rows of each sampled request, its last ones."""
     num_tokens = int(cu_seqlens[-1])
-    if len(sampled) == num_tokens and not prompt_rows:
-        return None  # every request decodes one token: all rows, in order
-    parts = [cu_seqlens[sampled + 1] - 1, *(part.token_rows for part in prompt_rows)]
+    if int(ends.sum()) == num_tokens and not prompt_rows:
+        return None  # every request decodes: all rows, in order
+    last = cu_seqlens[sampled + 1] - 1
+    if len(last) < int(ends.sum()):
+        steps = np.arange(int(ends.sum())) - np.repeat(np.cumsum(ends), ends) + 1
+        last = np.repeat(last, ends) + steps
+    parts = [last, *(part.token_rows for part in prompt_rows)]
     wanted = np.concatenate(parts)
     if not wanted.size:
         # Nothing is wanted of this step; one row anyway, as no kernel need accept zero rows.
         wanted = np.array([num_tokens - 1])
-    return _tensor(wanted, device)
+    return wanted
 
 
 def _tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor:

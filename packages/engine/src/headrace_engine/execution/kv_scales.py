@@ -23,8 +23,8 @@ from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.kv import NULL_BLOCK, KVCacheConfig
 from headrace_core.model import AttentionLayer, MeasuresKVScales
-from headrace_engine.execution.cache import state_groups
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.kv.states import state_groups
 
 logger = logging.getLogger(__name__)
 

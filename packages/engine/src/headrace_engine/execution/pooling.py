@@ -22,13 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace_core import failpoints
 from headrace_core.arrays import PackedArray
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
 from headrace_core.graph import StepGraph
 from headrace_core.model import Pooler, PoolingBatch, Rows, SupportsPooling
 from headrace_core.pooling import PoolingInfo, PoolingParams
+from headrace_core.reliability import failpoints
 from headrace_core.step import NewRequest, RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.execution.inputs import StepInputs
 from headrace_engine.execution.requests import Ints
@@ -142,7 +142,7 @@ class PoolingRunner(ModelRunner):
             pass_failpoint("engine.step.forward", step)
         spans = self._spans(inputs, [step.num_scheduled_tokens[i] for i in inputs.request_ids])
         start = time.perf_counter()
-        states = self._states(inputs.batch, spans)
+        states = self._states(inputs, inputs.batch, spans)
         result.forward_seconds = time.perf_counter() - start
         self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
         due = self._due(inputs, states.hidden, spans)
@@ -174,14 +174,18 @@ class PoolingRunner(ModelRunner):
                 spans.append(_RowSpan(b, start, start + 1))
         return spans
 
-    def _states(self, batch: ForwardBatch, spans: Sequence[_RowSpan]) -> _States:
+    def _states(
+        self, inputs: StepInputs, batch: ForwardBatch, spans: Sequence[_RowSpan]
+    ) -> _States:
         """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
         rows = _row_index(spans, batch.num_tokens, self.device)
+        self._choose_adapters(inputs, None if rows is None else rows.cpu().numpy())
         wanted = dataclasses.replace(batch, logits_rows=rows)
         captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
-        if self.graph is not None and self.graph.fits(captured):
+        graph = self.fitting_graph
+        if graph is not None and graph.fits(captured):
             try:
-                states = self._run_captured(self.graph, captured)
+                states = self._run_captured(graph, captured)
             except ReplayFailed as error:
                 self.run_again(error)
             else:
@@ -207,7 +211,7 @@ class PoolingRunner(ModelRunner):
 
     def _cuts(self, graph: StepGraph, batch: ForwardBatch) -> list[int]:
         """The bounds of a step's parts; [] if it is better not divided, or cannot be."""
-        if graph.lanes < 2:
+        if graph.lanes < 2 or graph is self.adapter_graph:
             return []
         bounds = batch.cu_seqlens_q.numpy()
         if not self.all_rows and not _one_of_each(batch.logits_rows, bounds):

@@ -98,7 +98,7 @@ class PromptTable:
         is all 0."""
         self.axes: dict[int, _Axes] = {}
         """Places of the tokens of prompts with media, for models that tell time, height and width apart."""
-        self.whole_spans: dict[int, list[tuple[int, int]]] = {}
+        self.whole_spans: dict[int, list[tuple[int, ...]]] = {}
         """Tokens that all see each other; see :class:`headrace_core.multimodal.MediaPlacement`."""
         self.num_attended: dict[int, int] = {}
         """Numbers of tokens that are attended to, for models that attend in both directions; a row that
@@ -234,11 +234,12 @@ class PromptTable:
         for b, row in enumerate(rows.tolist()):
             first, start = int(computed[b]), int(cu_seqlens[b])
             num_tokens = int(cu_seqlens[b + 1]) - start
-            for begin, end in self.whole_spans.get(row, ()):
-                from_, to = max(begin - first, 0), min(end - first, num_tokens)
-                if from_ < to:
-                    last = positions.astype(np.int32) if last is None else last
-                    last[start + from_ : start + to] = end - 1
+            for bounds in self.whole_spans.get(row, ()):
+                for begin, end in zip(bounds[::2], bounds[1::2], strict=True):
+                    from_, to = max(begin - first, 0), min(end - first, num_tokens)
+                    if from_ < to:
+                        last = positions.astype(np.int32) if last is None else last
+                        last[start + from_ : start + to] = bounds[-1] - 1
         return last
 
     def _remaining(self, row: int, first: int) -> list[_VectorSpan]:

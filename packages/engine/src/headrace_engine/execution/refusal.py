@@ -1,4 +1,4 @@
-"""Turns torch's error for memory that the system refuses into one that says so."""
+"""Turns the libraries' errors for memory that the system refuses into one that says what it was for."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def memory_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if _TORCHS_WORDS not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and _TORCHS_WORDS not in str(error):
             raise
-        raise MemoryError(
-            f"{what}: the system refused the memory: {str(error).splitlines()[0]:.300}"
-        ) from error
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MemoryError(f"{what}: the system refused the memory: {said:.300}") from error

@@ -7,7 +7,7 @@ number of requests. A row is reused after its request is gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,6 +83,8 @@ class RequestTable:
         """[C, W]; prompt, then what was sampled."""
         self.num_tokens = np.zeros(_FIRST_ROWS, np.int64)
         """[C]; known tokens."""
+        self.num_drafts = np.zeros(_FIRST_ROWS, np.int64)
+        """[C]; guesses of this step, which stand behind the known tokens."""
         self.num_prompt_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self.num_computed_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self.num_encoder_tokens = np.zeros(_FIRST_ROWS, np.int64)
@@ -147,11 +149,27 @@ class RequestTable:
     def append_tokens(self, rows: Ints, token_ids: Ints) -> None:
         """Append one sampled token to each row's list."""
         ends = self.num_tokens[rows]
+        self.place_tokens(rows, ends, token_ids)
+        self.num_tokens[rows] = ends + 1
+        self.sampling.observe(rows, token_ids)
+
+    def place_tokens(self, rows: Ints, ends: Ints, token_ids: Ints) -> None:
+        """Write one token of each row, at ``ends``; none becomes a known one."""
         if ends.size and int(ends.max()) >= self.token_ids.shape[1]:
             self.token_ids = _widened(self.token_ids, int(ends.max()) + 1)
         self.token_ids[rows, ends] = token_ids
-        self.num_tokens[rows] = ends + 1
-        self.sampling.observe(rows, token_ids)
+
+    def place_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Let guesses stand behind the known tokens of requests, in place of those of the step before."""
+        self.num_drafts[:] = 0
+        for request_id, draft in drafts.items():
+            row = self.row_of[request_id]
+            start = int(self.num_tokens[row])
+            end = start + len(draft)
+            if end > self.token_ids.shape[1]:
+                self.token_ids = _widened(self.token_ids, end)
+            self.token_ids[row, start:end] = draft
+            self.num_drafts[row] = len(draft)
 
     def remove(self, request_id: str) -> int | None:
         """Remove a request from all tables and return the row it had; None for unknown ids, which are
@@ -213,6 +231,7 @@ class RequestTable:
             )
         self.token_ids[row, :count] = tokens
         self.num_tokens[row] = count
+        self.num_drafts[row] = 0
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self.num_encoder_tokens[row] = new.request.num_encoder_tokens
@@ -233,6 +252,7 @@ class RequestTable:
         old = len(self.num_tokens)
         self.token_ids = _doubled(self.token_ids)
         self.num_tokens = _doubled(self.num_tokens)
+        self.num_drafts = _doubled(self.num_drafts)
         self.num_prompt_tokens = _doubled(self.num_prompt_tokens)
         self.num_computed_tokens = _doubled(self.num_computed_tokens)
         self.num_encoder_tokens = _doubled(self.num_encoder_tokens)

@@ -6,21 +6,24 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
+from headrace_core.attention import AttentionBackend
+from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CacheSpec, KVCacheConfig
+from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
     StateLayer,
     SupportsPooling,
+    SupportsPromptEmbeds,
     SupportsRecurrence,
-    takes_prompt_embeds,
 )
 from headrace_core.multimodal import MediaInput
 from headrace_core.ops import OpTable
@@ -40,7 +43,6 @@ from headrace_engine.execution.cache import (
     clear_blocks,
     cross_groups,
     group_backends,
-    state_groups,
     unbind,
 )
 from headrace_engine.execution.capture import Capture, capture_steps
@@ -57,11 +59,24 @@ from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows
 from headrace_engine.execution.populate import WHOLE, CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.refusal import memory_errors
-from headrace_engine.execution.reloading import load_changes
+from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.kv.spare_states import spare_states
+from headrace_engine.kv.states import state_groups
+from headrace_engine.lora.step_adapters import StepAdapters
+from headrace_engine.lora.store import AdapterStore
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
+from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS
+from headrace_engine.sleep.memory import SleepingMemory
+from headrace_engine.sleep.memory_pool import MemoryPool
+from headrace_engine.speculation.config import SpeculativeConfig
+from headrace_engine.speculation.draft_context import DraftContext
+from headrace_engine.speculation.draft_head import BuildHead, DraftHead
+from headrace_engine.speculation.draft_model import DraftModelProposer, draft_layers
+from headrace_engine.speculation.head import HeadProposer
+from headrace_engine.speculation.state_turns import StateTurns
 from headrace_engine.structured.matching import ConstraintMaker
 from headrace_engine.structured.store import GrammarStore
 
@@ -71,11 +86,13 @@ WARM_UP_SEQS = 16
 """Requests of the largest warm-up step on a CPU, where nothing is compiled or sized for more."""
 
 
-class ModelWorker:
-    """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
+class ServingWorker:
+    """Computes steps with a model on one device. One thread only. With weights that may change it is a
+    :class:`~headrace_engine.weights.worker.ModelWorker`.
 
     Args:
-        build_model: builds and loads the model; called once, by :meth:`load`.
+        build_model: builds and loads the model, given the slots of ``make_adapters`` if there is that;
+            called once, by :meth:`load`.
         ops: whose ``sample`` and ``top_logprobs`` choose and describe tokens.
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         dtype: the activations' dtype; for messages.
@@ -99,16 +116,21 @@ class ModelWorker:
         largest_media: makes an item of each kind to measure with; None: requests bring
             none.
         pooling: what the model pools, which it must support then; None: it generates.
-        rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
-            read once.
         make_transfer: makes the worker's end of a disaggregated encoder; None: there is none.
         slices: where towers pause; None: nothing is embedded beside steps.
         encoder_share: seconds of that for each second of steps.
+        speculative: who guesses tokens that steps check besides; None: nobody.
+        build_draft: builds and loads the model that guesses; None: none does.
+        draft_max_len: its longest context.
+        build_head: builds what guesses by the model's hidden states; None: nothing does.
+        make_adapters: makes the slots of a model's adapters; None: requests have none.
+        adapter_store: has the adapters, and reads them for the model.
+        memory_pool: holds weights and cache of an engine that may sleep, if the device has such memory.
     """
 
     def __init__(
         self,
-        build_model: Callable[[], CausalLM],
+        build_model: Callable[..., CausalLM],
         *,
         ops: OpTable,
         device: str,
@@ -131,10 +153,16 @@ class ModelWorker:
         largest_media: Callable[[], Sequence[LargestItem]] | None = None,
         max_media_vectors: int = 0,
         pooling: PoolingInfo | None = None,
-        rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
         make_transfer: Callable[[], EncoderTransfer] | None = None,
         slices: EncoderSlices | None = None,
         encoder_share: float = 0.0,
+        speculative: SpeculativeConfig | None = None,
+        build_draft: Callable[[], CausalLM] | None = None,
+        draft_max_len: int = 0,
+        build_head: BuildHead | None = None,
+        make_adapters: Callable[[], AdapterSlots] | None = None,
+        adapter_store: AdapterStore | None = None,
+        memory_pool: MemoryPool | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -158,12 +186,23 @@ class ModelWorker:
         self._largest_media = largest_media
         self._max_media_vectors = max_media_vectors
         self._pooling = pooling
-        self._rebuild_model = rebuild_model
         self._make_transfer = make_transfer
         self._slices = slices
         self._encoder_share = encoder_share
+        self._build_draft = build_draft
+        self._draft_max_len = draft_max_len
+        self._draft: CausalLM | None = None
+        self._build_head = build_head
+        self._head: DraftHead | None = None
+        self._path: str | None = None
+        """Of the checkpoint that serves, if it is another than at the start."""
+        self._draft_proposer: DraftModelProposer | HeadProposer | None = None
+        self._speculative = speculative or SpeculativeConfig()
+        self._make_adapters = make_adapters
+        self._adapter_store = adapter_store
+        self._memory = SleepingMemory(memory_pool)
+        self._adapters: StepAdapters | None = None
         self._transfer: EncoderTransfer | None = None
-        self._load_changes: Mapping[str, str] = {}
         self._constraints: ConstraintMaker | None = None
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
@@ -188,10 +227,12 @@ class ModelWorker:
             self._transfer = self._make_transfer()
         self._available = self._meter.available()
         before = self._meter.used()
-        with memory_errors("the model's weights"):
-            model = self._build_model()
-        self._hold(model)
-        if self._prompt_embeds and not takes_prompt_embeds(model):
+        with memory_errors("the model's weights"), self._memory.region(WEIGHTS):
+            slots = self._make_slots()
+            model = self._build_model(*slots)
+            draft = None if self._build_draft is None else self._build_draft()
+        self._hold(model, draft)
+        if self._prompt_embeds and not _takes_prompt_embeds(model):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
                 f"({type(model).__name__}), which takes tokens only",
@@ -207,15 +248,43 @@ class ModelWorker:
             made = self._make_processors(self._device)
             self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
-        self._weights = max(self._meter.used() - before, _parameter_bytes(model))
+        known = _parameter_bytes(model) + sum(one.num_bytes for one in slots)
+        self._weights = max(self._meter.used() - before, known)
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
         )
 
-    def _hold(self, model: CausalLM) -> None:
-        """Take a model, whose layers have no cache yet."""
-        self._model = model
+    def _make_slots(self) -> tuple[AdapterSlots, ...]:
+        """The slots of a model that is built next, if it is to have any."""
+        if self._make_adapters is None:
+            return ()
+        assert self._adapter_store is not None
+        slots = self._make_adapters()
+        self._adapter_store.bind(slots)
+        self._adapters = StepAdapters(slots, self._adapter_store.content, self._device)
+        return (slots,)
+
+    def _hold(
+        self, model: CausalLM, draft: CausalLM | None = None, head: DraftHead | None = None
+    ) -> None:
+        """Take a model and its draft model, whose layers have no cache yet.
+
+        Args:
+            head: of the model, if that has been built.
+
+        Raises:
+            UnsupportedFeature: the draft model's layers do not keep what they saw.
+        """
+        self._model, self._draft = model, draft
         self._layers = model.attention_layers()
+        if draft is not None:
+            self._layers = {**self._layers, **draft_layers(draft)}
+        if head is None and self._build_head is not None:
+            with memory_errors("the weights of the part that guesses"):
+                head = self._build_head(model, self._path)
+        self._head = head
+        if head is not None:
+            self._layers = {**self._layers, **draft_layers(head)}
         self._states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
         for layer in self._states.values():
             layer.bind_states(None, 0)
@@ -260,23 +329,33 @@ class ModelWorker:
         and logits, also in the activations' dtype, of as many rows as that share samples."""
         if self._capture is None or not self._capture.largest:
             return 0
-        share = self._capture.largest / self._max_num_batched_tokens
-        rows = min(1.0, self._capture.largest / self._max_num_seqs)
+        recordings = (
+            1 + (self._adapters is not None) + (self._draft is not None or self._head is not None)
+        )
+        share = recordings * self._capture.largest / self._max_num_batched_tokens
+        rows = recordings * min(1.0, self._capture.largest / self._max_num_seqs)
         return int(share * activations + 2 * rows * logits)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
-        model = self._loaded()
+        self._loaded()
         backends = group_backends(self._layers, config)
-        with memory_errors(f"a KV cache of {readable(config.num_bytes)}"):
+        size = readable(config.num_bytes)
+        with memory_errors(f"a KV cache of {size}"), self._memory.region(KV_CACHE):
             self._buffers = bind_cache(self._layers, self._states, config, self._device)
         self._cache = config
         if self._device.type == "cpu":
             self._populators = list(self._make_populators(config))
         if self._grammars is not None:
             self._constraints = ConstraintMaker(self._grammars)
+        self._make_runner(config, backends)
+
+    def _make_runner(
+        self, config: KVCacheConfig, backends: Sequence[AttentionBackend | None]
+    ) -> None:
+        """A runner of the model as it is now, whose layers have their cache."""
         self._runner = self._runner_class()(
-            model,
+            self._loaded(),
             backends,
             config,
             device=self._device,
@@ -290,8 +369,41 @@ class ModelWorker:
             max_media_vectors=self._max_media_vectors,
             transfer=self._transfer,
             make_ahead=None if self._slices is None else self._make_ahead,
+            adapters=self._adapters,
         )
         self._runner.launching = self._launching
+        self._guess(self._runner)
+
+    def _guess(self, runner: ModelRunner) -> None:
+        """Let a new runner have guesses, if there are to be any."""
+        made: DraftModelProposer | HeadProposer | None = None
+        max_len = self._max_model_len if self._draft is None else self._draft_max_len
+        context = DraftContext(
+            runner.requests, runner.with_metadata, self._sampler, runner.block_size, self._device, max_len
+        )  # fmt: skip
+        if self._draft is not None:
+            made = DraftModelProposer(self._draft, context)
+        elif self._head is not None:
+            made = HeadProposer(self._head, context)
+        if made is not None:
+            runner.requests.follow(made)
+        self._draft_proposer = made
+        proposer = made or self._speculative.make_proposer()
+        if proposer is not None:
+            runner.guess_by(
+                proposer,
+                adapts=self._speculative.adaptive,
+                takes_time=made is not None,
+                turns=self._state_turns(runner.requests),
+            )
+
+    def _state_turns(self, table: RequestTable) -> StateTurns | None:
+        """Where states are while guesses are checked, if layers have any."""
+        assert self._cache is not None
+        if not self._states:
+            return None
+        count = spare_states(self._speculative.num_drafts, self._max_num_seqs)
+        return StateTurns(table, self._cache, count)
 
     def _make_ahead(self, embed: Callable[[MediaInput], Tensor]) -> VectorsAhead:
         assert self._slices is not None
@@ -307,9 +419,20 @@ class ModelWorker:
         """Measure the cache's scales, if asked to. Run a decode step of one and of many requests,
         and a prompt, writing to no block; then capture steps, and begin to make the cache's memory
         resident."""
-        tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
+        self._try_and_capture()
+        for populator in self._populators:
+            populator.start()
+        self._binding.narrow()
+
+    def _try_and_capture(self) -> None:
+        """The steps of :meth:`warm_up`."""
         if self._kv_scales is not None:  # first: recordings hold scales as constants
             self._measure_kv_scales(self._kv_scales)
+        self._settle_and_record()
+
+    def _settle_and_record(self) -> None:
+        """Run dummy steps, then capture steps."""
+        tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
         prompt = self._ready().block_size or WARM_UP_SEQS
         dummy = self._dummy_steps()
         dummy.run(1, 1)
@@ -319,25 +442,30 @@ class ModelWorker:
         if self._capture is not None:
             runner, cache, all_rows, parts = self._ready(), self._cache, False, False
             assert cache is not None
+            all_rows = runner.tap is not None
             if isinstance(runner, PoolingRunner):
                 assert self._pooling is not None
                 parts = not runner.backends
                 all_rows = runner.all_rows = needs_all_rows(runner.model, self._pooling)
-            runner.graph = capture_steps(
+            record = partial(
+                capture_steps,
                 self._capture,
-                runner.whole_step,
                 max_num_seqs=seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
                 all_rows=all_rows,
-                parts=parts,
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),
             )
-        for populator in self._populators:
-            populator.start()
-        self._binding.narrow()
+            runner.graph = record(runner.whole_step, parts=parts)
+            if self._draft_proposer is not None:
+                like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
+                self._draft_proposer.capture(record, self._capture.largest, like)
+            if self._adapters is not None:
+                self._adapters.choose_all(tokens, tokens)
+                runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
+                self._adapters.choose_none()
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""
@@ -380,7 +508,7 @@ class ModelWorker:
             "device": str(self._device),
             "dtype": self._dtype,
             "num_threads": torch.get_num_threads(),
-            "weights_bytes": self._weights,
+            "weights_bytes": 0 if self._model is None else self._weights,
             "activations_bytes": self._activations,
             "cache_bytes": sum(tensor.nbytes for pool in self._buffers for tensor in pool),
             "torch": str(torch.__version__),
@@ -413,39 +541,6 @@ class ModelWorker:
         """Write what was recorded; see :meth:`StepProfiler.stop`."""
         self._profiler.stop()
 
-    def update_config(self, changes: object) -> None:
-        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
-
-        Raises:
-            RequestError: something else is to change.
-        """
-        self._load_changes = load_changes(changes)
-
-    def reload_weights(self) -> None:
-        """Build the model again under the same cache plan, and capture its steps again.
-
-        The old model goes first, so that memory for one is enough: where the new weights cannot be
-        read there is none until a later call reads some. No request may run, and what is cached is
-        lost.
-
-        Raises:
-            UnsupportedFeature: this worker cannot. WeightsError: see the loader.
-        """
-        cache = self._cache
-        if self._rebuild_model is None or cache is None:
-            raise UnsupportedFeature("reload_weights: this worker reads its weights once")
-        if self._transfer is not None:
-            raise UnsupportedFeature(
-                "reload_weights: engines of a disaggregated encoder read their weights once, as they know "
-                "vectors by the model (ec_transfer_config)"
-            )
-        self._free()
-        self._cache = cache  # the plan stays, whatever happens now
-        self._binding.widen()
-        self._hold(self._rebuild_model(self._load_changes))
-        self.allocate_cache(cache)
-        self.warm_up()
-
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
         self._free()
@@ -465,14 +560,13 @@ class ModelWorker:
         if self._constraints is not None:
             self._constraints.close()
             self._constraints = None
-        if self._runner is not None:
-            self._runner.media_vectors.clear()
-            if self._runner.graph is not None:
-                self._runner.graph.close()
+        close_runner(self._runner, self._draft_proposer)
+        self._adapters = self._draft_proposer = None
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
-        self._model = self._runner = self._cache = None
+        self._model = self._runner = self._cache = self._head = None
         self._buffers = []
+        self._memory.forget()
 
     def _make_populators(self, config: KVCacheConfig) -> Iterator[CachePopulator]:
         """One for each pool, with its share of what is to be resident ahead of use."""
@@ -508,6 +602,7 @@ class ModelWorker:
             device=self._device,
             cache=self._cache,
             runner=self._runner,
+            adapters=self._adapters,
         )
 
     @property
@@ -516,7 +611,9 @@ class ModelWorker:
 
     def _loaded(self) -> CausalLM:
         if self._model is None:
-            raise ModelError("the worker has no model: load() has not been called, or close() has")
+            raise ModelError(
+                "the worker has no model: load() has not been called, or close() or sleep has"
+            )
         return self._model
 
     def _ready(self) -> ModelRunner:
@@ -524,6 +621,25 @@ class ModelWorker:
         if self._runner is None:
             raise ModelError("the worker has no cache: allocate_cache() has not been called")
         return self._runner
+
+
+def close_runner(
+    runner: ModelRunner | None, proposer: DraftModelProposer | HeadProposer | None
+) -> None:
+    """Let go of a runner's recordings, and of what it keeps of media."""
+    if runner is None:
+        return
+    runner.media_vectors.clear()
+    drafts = None if proposer is None else proposer.graph
+    for graph in (runner.graph, runner.adapter_graph, drafts):
+        if graph is not None:
+            graph.close()
+
+
+def _takes_prompt_embeds(model: CausalLM) -> bool:
+    """True if prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
+    says by an attribute ``reads_ids`` (Gemma 3n)."""
+    return isinstance(model, SupportsPromptEmbeds) and not getattr(model, "reads_ids", False)
 
 
 def _parameter_bytes(model: CausalLM) -> int:

@@ -12,8 +12,8 @@ import threading
 import msgspec
 
 from headrace_core.errors import RequestError
+from headrace_core.reliability.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
 from headrace_core.request import EMBEDS_DTYPES, PromptEmbeds
-from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong
 
 DECODE_SECONDS = 10.0
 """Wall-clock limit of reading one prompt."""

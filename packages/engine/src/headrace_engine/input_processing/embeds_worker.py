@@ -14,8 +14,8 @@ import sys
 import msgspec
 import torch
 
+from headrace_core.reliability.sandbox_process import address_space, limit_time, serve
 from headrace_core.request import EMBEDS_DTYPES
-from headrace_core.sandbox_process import address_space, limit_time, serve
 from headrace_engine.input_processing.embeds import (
     DECODE_SECONDS,
     EmbedsDecodeJob,

@@ -13,10 +13,10 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from headrace_core import failpoints
 from headrace_core.engine import TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.grammar import Vocabulary
+from headrace_core.reliability import failpoints
 from headrace_core.request import ChatPrompt, CoreRequest, Prompt, ThinkingBudget
 from headrace_core.sampling.logits_processor import LogitsProcessor
 from headrace_core.sampling.params import SamplingParams
@@ -63,6 +63,7 @@ class InputProcessor:
             constraints begin. None: the model does not reason.
         check_params: refuses what the device cannot honour.
         media: reads what prompts bring besides text; None: the model takes none.
+        default_loras: modality -> path of the adapter of prompts that bring media of it and name none.
         only_encodes: requests end when their media are encoded, for other engines.
         clock: wall-clock seconds.
     """
@@ -81,11 +82,13 @@ class InputProcessor:
         reasoning_parser: type[ReasoningParser] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
         media: MediaReader | None = None,
+        default_loras: Mapping[str, str] | None = None,
         only_encodes: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
+        self.default_loras = default_loras or {}
         self._only_encodes = only_encodes
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
@@ -175,7 +178,9 @@ class InputProcessor:
         self._checks.check(params)
         self._prompts.check_text_alone(prompt)
         fit = Fit(cut=params.truncate_prompt_tokens is not None)
-        tokens = self._shortened(self._prompts.read(prompt, add_special_tokens, fit), params)
+        tokens = self._prompts.read(prompt, add_special_tokens, fit)
+        self._prompts.check_tokens_alone(prompt, tokens)
+        tokens = self._shortened(tokens, params)
         ids = tokens.ids
         request = PreparedRequest(
             request_id=request_id,

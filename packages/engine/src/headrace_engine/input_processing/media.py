@@ -12,7 +12,8 @@ import binascii
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -47,7 +48,13 @@ from headrace_engine.input_processing.media_items import (
     Later,
 )
 from headrace_engine.input_processing.media_names import FIELD as NAMES_FIELD
-from headrace_engine.input_processing.media_names import check_name, content_name, names_of
+from headrace_engine.input_processing.media_names import (
+    NamesElsewhere,
+    check_name,
+    content_name,
+    item_hash,
+    names_of,
+)
 from headrace_engine.input_processing.processed_items import NotKept, ProcessedItems
 from headrace_engine.whole_spans import check_spans, uncut_spans
 
@@ -69,6 +76,10 @@ _KEYS = {"input_audio": "data", "audio_url": "url", "image_url": "url", "video_u
 """Type of a message's part -> the key of its content, within an object of the type's name."""
 
 
+_ForNumbers = Callable[[Mapping[str, int], Mapping[str, Any]], Mapping[str, Any]]
+"""(modality -> how many items a prompt brings, options) -> options of a processor to which that matters."""
+_ForText = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
+"""(text of a prompt, options) -> options of a processor to which that matters."""
 AT_ONCE = 8
 """Items that are held as they were decoded, of all requests."""
 PLACE_SECONDS = 120.0
@@ -116,7 +127,7 @@ class PlacedMedia(NamedTuple):
     token_ids: list[int]
     media: list[MediaInput]
     num_encoder_tokens: int
-    whole_spans: list[tuple[int, int]]
+    whole_spans: list[tuple[int, ...]]
     """See :class:`~headrace_core.multimodal.MediaPlacement`."""
 
 
@@ -175,18 +186,31 @@ class MediaReader:
         self._places = threading.Semaphore(AT_ONCE)
         self._options = dict(options or {})
         self.needs_media: str = getattr(processor, "needs_media", "")
+        self.placeholder_ids = frozenset[int](getattr(processor, "placeholder_ids", ()))
+        self._for_numbers: _ForNumbers | None = getattr(processor, "options_for_numbers", None)
+        self._for_text: _ForText | None = getattr(processor, "options_for_text", None)
         self.is_encoder_decoder = is_encoder_decoder
         self.decoder_start_token_id = decoder_start_token_id
         self._bare = processor
         self._processor = ProcessedItems(processor, max_kept_bytes)
         self._items = ItemReader(files, content_hash)
+        self._elsewhere: NamesElsewhere | None = None
         self._limits = {m: media_limit(limits or {}, m) for m in processor.modalities()}
         self.files = files
+
+    def share_names(self, elsewhere: NamesElsewhere) -> None:
+        """Have named items in common with other processes; before the first prompt."""
+        self._elsewhere = elsewhere
 
     @property
     def modalities(self) -> tuple[str, ...]:
         """Modalities of which a prompt may bring at least one item, be it as vectors."""
         return tuple(m for m, most in self._limits.items() if most or self._takes_vectors(m))
+
+    @property
+    def reads_text(self) -> bool:
+        """True if what becomes of an item depends on the text of its prompt."""
+        return self._for_text is not None
 
     def part_types(self) -> tuple[str, ...]:
         """Types of the parts of messages that bring media."""
@@ -209,6 +233,7 @@ class MediaReader:
         names: object = None,
         salt: str | None = None,
         places: Mapping[str, Sequence[str]] | None = None,
+        text: str = "",
     ) -> PlacedMedia:
         """A prompt with its media.
 
@@ -219,6 +244,7 @@ class MediaReader:
             names: ``multi_modal_uuids``: modality -> one name or a list; None: none.
             salt: the prompt's ``cache_salt``.
             places: modality -> where a chat brings its items, for messages.
+            text: the prompt's, where :attr:`reads_text`.
 
         Raises:
             RequestError: an item, an option, a name or the number of items is wrong; says what.
@@ -226,6 +252,10 @@ class MediaReader:
         """
         chosen = self._chosen(options)
         brought = self._brought(data, names, places or {})
+        if self._for_numbers is not None:
+            chosen = self._for_numbers(Counter(one.modality for one in brought), chosen)
+        if self._for_text is not None:
+            chosen = self._for_text(text, chosen)
         if self.is_encoder_decoder and len(brought) != 1:
             raise RequestError(
                 f"{FIELD}: {len(brought)} items; must be exactly one, which the encoder reads",
@@ -398,7 +428,7 @@ class MediaReader:
                 with named_at(one.place):
                     pair = self._one(one, known, options)
             if known:
-                named[known] = pair
+                named[known] = pair = self._named(known, *pair)
             found.append(pair)
             total += pair[1].num_tokens
             if not self.is_encoder_decoder and total > self._max_tokens:
@@ -413,10 +443,9 @@ class MediaReader:
             known: stands for the hash of its content; "": it has no name.
         """
         modality, given, name, where, _ = brought
-        if known and self._processor.keeps(known):
-            item = MediaItem(modality, None, known, {})
-            with suppress(NotKept):  # it was, when it was looked at
-                return item, self._processor.process([item], options)[0]
+        kept = self._kept(modality, known) if known else None
+        if kept is not None:
+            return kept
         if given is None and not known:
             raise RequestError(
                 f"{FIELD}.{where} = null: must be an item, as it has no name ({NAMES_FIELD}; uuid beside a "
@@ -444,6 +473,27 @@ class MediaReader:
         if modality == "audio":
             check_numbers(made, f"{FIELD}.{brought.where}")
         return replace(item, data=None), made
+
+    def _kept(self, modality: Modality, known: str) -> tuple[MediaItem, ProcessedMedia] | None:
+        """An item that came under its name before, to this process or to another."""
+        item = MediaItem(modality, None, known, {})
+        if self._processor.keeps(known):
+            with suppress(NotKept):  # it was, when it was looked at
+                return item, self._processor.process([item], {})[0]
+        made = None if self._elsewhere is None else self._elsewhere.find(known)
+        if made is None:
+            return None
+        self._processor.keep(known, made)
+        return item, made
+
+    def _named(
+        self, known: str, item: MediaItem, made: ProcessedMedia
+    ) -> tuple[MediaItem, ProcessedMedia]:
+        """A named item as the engine and other processes are to know it."""
+        item = replace(item, content_hash=item_hash(known, made))
+        if self._elsewhere is not None:
+            self._elsewhere.offer(known, item.content_hash, made)
+        return item, made
 
     def _vectors(
         self, modality: Modality, given: GivenEmbeds, known: str

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 from headrace_core.errors import RequestError
+from headrace_core.multimodal import ProcessedMedia
 
 FIELD = "multi_modal_uuids"
 MAX_LENGTH = 256
@@ -60,6 +61,24 @@ def content_name(modality: str, name: str, salt: str | None, options: Mapping[st
     """
     facts = ["uuid", modality, name, salt, dict(options)]
     return sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def item_hash(name: str, made: ProcessedMedia) -> str:
+    """What names a named item to the engine: the name, and the form that the item has in a prompt. Content
+    of another size may come under the name once it is not kept any more."""
+    return sha256(repr((name, made.num_tokens, made.runs)).encode()).hexdigest()
+
+
+class NamesElsewhere(Protocol):
+    """Named items that other processes in front of the same engine took in."""
+
+    def find(self, name: str) -> ProcessedMedia | None:
+        """An item by :func:`content_name`; None: it is not kept."""
+        ...
+
+    def offer(self, name: str, content_hash: str, made: ProcessedMedia) -> None:
+        """Let others find an item that a request will bring, by its :func:`item_hash`."""
+        ...
 
 
 def _list_of(modality: str, given: object, count: int) -> list[str | None]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from headrace_core import failpoints
 from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import (
@@ -22,6 +21,7 @@ from headrace_core.pooling import (
     PoolingInfo,
     PoolingParams,
 )
+from headrace_core.reliability import failpoints
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_core.served_model import ServedModel
@@ -83,7 +83,7 @@ class PooledPrompt:
     num_attended_tokens: int | None = None
     """See :attr:`FilledPrompt.num_attended_tokens`; None: all."""
     media: Sequence[MediaInput] = ()
-    whole_spans: Sequence[tuple[int, int]] = ()
+    whole_spans: Sequence[tuple[int, ...]] = ()
     """See :attr:`headrace_core.multimodal.MediaPlacement.whole_spans`."""
     window: int = 0
     """Tokens of the windows in which it must be computed; 0: whole."""
@@ -244,7 +244,9 @@ class PoolingInputProcessor:
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
             )
         self._prompts.check_text_alone(prompt)
-        return self._prompts.read(prompt, add_special_tokens, fit)
+        tokens = self._prompts.read(prompt, add_special_tokens, fit)
+        self._prompts.check_tokens_alone(prompt, tokens)
+        return tokens
 
     def _templated(
         self, prompt: RenderedPrompt | PairParts, add_special_tokens: bool | None, fit: Fit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace_core.lora import LoRARequest
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
@@ -28,6 +29,15 @@ class PreparedRequest:
     """Parameters of a pooling request, verified; ``params`` mean nothing then."""
     call: str = ""
     """The call that a pooling request is part of, by the caller's name for it."""
+    lora_request: LoRARequest | None = None
+    """The adapter that it is computed with."""
+
+    def assign(self, owner: str, lora_request: LoRARequest | None) -> PreparedRequest:
+        """Say whose request it is, and which adapter computes it; returns it."""
+        self.lora_request = lora_request
+        for core in self.core_requests:
+            core.owner, core.lora_request = owner, lora_request
+        return self
 
     @property
     def num_tokens(self) -> int:

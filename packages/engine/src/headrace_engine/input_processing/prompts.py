@@ -41,7 +41,7 @@ class PromptTokens(NamedTuple):
     media: Sequence[MediaInput] = ()
     """In order of their offsets."""
     num_encoder_tokens: int = 0
-    whole_spans: Sequence[tuple[int, int]] = ()
+    whole_spans: Sequence[tuple[int, ...]] = ()
     """See :class:`headrace_core.multimodal.MediaPlacement`."""
     token_type_ids: list[int] | None = None
     """The text of a pair that each token belongs to; None: not said."""
@@ -128,7 +128,14 @@ class PromptReader:
                 prompt_templates=prompt_templates,
                 allow_control_tokens=allow_control_tokens,
                 max_model_len=model.max_model_len,
+                media_tokens=self._placeholder_texts(tokenizer),
             )
+
+    def _placeholder_texts(self, tokenizer: Tokenizer) -> list[str]:
+        """Texts of the special tokens that stand for media."""
+        ids = set() if self._media is None else self._media.placeholder_ids
+        special = tokenizer.special_token_ids.intersection(ids)
+        return [tokenizer.decode([token], skip_special_tokens=False) for token in special]
 
     def close(self) -> None:
         """End the processes in which templates render and embeddings are read, if there are any;
@@ -201,6 +208,33 @@ class PromptReader:
         if self._media is None or (isinstance(prompt, Mapping) and brings_media(prompt)):
             return
         self._media.check_text_alone(prompt)
+
+    def check_tokens_alone(self, prompt: Prompt, tokens: PromptTokens) -> None:
+        """The same by tokens, which need not be what is written for an item, and may come as ids. A chat's
+        are its template's own.
+
+        Raises: RequestError: some stand for media.
+        """
+        if self._media is None or not self._media.modalities or isinstance(prompt, ChatPrompt):
+            return
+        if tokens.media or tokens.embeds is not None:
+            return
+        found = self._media.placeholder_ids.intersection(tokens.ids)
+        if found:
+            token = next(token for token in tokens.ids if token in found)
+            raise RequestError(
+                f"prompt: has {self._told(token)}, which stands for media, and none come with it; bring "
+                f"one item for each placeholder as {MEDIA_FIELD} or as a part of a chat's messages, or leave "
+                "the token out",
+                param="prompt",
+            )
+
+    def _told(self, token: int) -> str:
+        """A token as messages name it."""
+        text = ""
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return f"token {token}{text and f' ({text!r})'}"
 
     def read_rendered(
         self, prompt: RenderedPrompt, add_special_tokens: bool | None, fit: Fit
@@ -345,7 +379,10 @@ class PromptReader:
         places: Mapping[str, Sequence[str]] | None = None,
     ) -> PromptTokens:
         assert self._media is not None
-        placed = self._media.place(tokens.ids, data, options, names, tokens.cache_salt, places)
+        text = self._text_of(tokens) if self._media.reads_text else ""
+        placed = self._media.place(
+            tokens.ids, data, options, names, tokens.cache_salt, places, text
+        )
         return tokens._replace(
             ids=placed.token_ids,
             media=placed.media,
@@ -353,6 +390,16 @@ class PromptReader:
             whole_spans=placed.whole_spans,
             cache_salt=_salted(tokens.cache_salt, placed),
         )
+
+    def _text_of(self, tokens: PromptTokens) -> str:
+        """The text that a prompt came with; of ids, theirs without special tokens.
+
+        Raises: RequestError: it came as ids, and there is no tokenizer.
+        """
+        if tokens.text is not None:
+            return tokens.text
+        tokenizer = need_tokenizer(self._tokenizer, "prompt_token_ids")
+        return tokenizer.decode(tokens.ids, skip_special_tokens=True)
 
     def _check_options(self, options: object) -> None:
         """Raises: RequestError: a chat without media has options of the processor that it does not take."""
@@ -459,12 +506,17 @@ def _types(types: object) -> list[int]:
 
 def _salted(salt: str | None, placed: PlacedMedia) -> str | None:
     """A salt for cached prefixes that names what their tokens see behind them: an item's blocks are known
-    by its content, other text is not."""
-    items = [(item.offset, item.offset + item.num_tokens) for item in placed.media]
+    by its content, other text and later items are not."""
+    items = [
+        (item.offset, item.offset + item.num_tokens, item.content_hash) for item in placed.media
+    ]
     ahead = [
-        placed.token_ids[first:end]
-        for first, end in placed.whole_spans
-        if not any(begin <= first and end <= last for begin, last in items)
+        (
+            placed.token_ids[span[0] : span[-1]],
+            [content for begin, end, content in items if begin < span[-1] and span[0] < end],
+        )
+        for span in placed.whole_spans
+        if not any(begin <= span[0] and span[-1] <= end for begin, end, _ in items)
     ]
     if not ahead:
         return salt

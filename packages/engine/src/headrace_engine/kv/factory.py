@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace_core.kv import (
+from headrace_core.kv import KVCacheConfig
+from headrace_engine.kv.contract import (
     BlockIds,
     CachedSequence,
-    KVCacheConfig,
     KVCacheManager,
     KVCacheStats,
     PrefixMatch,
@@ -18,19 +18,22 @@ def make_manager(
     enable_prefix_caching: bool,
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
+    most_behind: int = 0,
 ) -> KVCacheManager:
     """A manager; for a config without groups, one that hands out nothing. Arguments as of
     :class:`PagedKVCacheManager`."""
     if not config.groups:
         return UncachedKVManager(max_model_len)
-    return PagedKVCacheManager(config, enable_prefix_caching, max_model_len, max_num_batched_tokens)
+    return PagedKVCacheManager(
+        config, enable_prefix_caching, max_model_len, max_num_batched_tokens, most_behind
+    )
 
 
 _NOTHING: BlockIds = ()
 
 
 class UncachedKVManager(KVCacheManager):
-    """See :class:`~headrace_core.kv.KVCacheManager`; there are no groups and no blocks.
+    """See :class:`~headrace_engine.kv.contract.KVCacheManager`; there are no groups and no blocks.
 
     Args:
         max_model_len: longest sequence, in tokens.
@@ -58,6 +61,9 @@ class UncachedKVManager(KVCacheManager):
 
     def reset_prefix_cache(self) -> bool:
         return True
+
+    def forget_prefixes(self) -> None:
+        """Nothing is found."""
 
     @property
     def num_blocks(self) -> int:

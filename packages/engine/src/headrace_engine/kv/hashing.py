@@ -60,6 +60,7 @@ class BlockHashes:
         cache_salt: of the sequence.
         embeds: the prompt's embeddings, if it came as such: content of its blocks, whatever the ids.
         media: what placeholders stand for: content of the blocks that hold some.
+        adapter_digest: names the content of the adapter that computes the sequence; "": none does.
     """
 
     __slots__ = ("_block_size", "_embeds", "_media", "_root", "digests")
@@ -70,11 +71,13 @@ class BlockHashes:
         cache_salt: str | None,
         embeds: PromptEmbeds | None = None,
         media: Sequence[MediaInput] = (),
+        adapter_digest: str = "",
     ) -> None:
         self._block_size = block_size
         self._embeds = embeds
         self._media = media
-        self._root = root_digest(() if cache_salt is None else ("salt", cache_salt))
+        salt = () if cache_salt is None else ("salt", cache_salt)
+        self._root = root_digest((*salt, *(("adapter", adapter_digest) if adapter_digest else ())))
         self.digests: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:

@@ -20,16 +20,15 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import (
-    NULL_BLOCK,
+from headrace_core.kv import NULL_BLOCK, KVCacheConfig
+from headrace_engine.kv.block_pool import BlockPool
+from headrace_engine.kv.contract import (
     BlockIds,
     CachedSequence,
-    KVCacheConfig,
     KVCacheManager,
     KVCacheStats,
     PrefixMatch,
 )
-from headrace_engine.kv.block_pool import BlockPool
 from headrace_engine.kv.hashing import BlockHashes
 from headrace_engine.kv.policies import (
     CachePolicy,
@@ -45,7 +44,7 @@ from headrace_engine.kv.states import StateTables
 
 
 class PagedKVCacheManager(KVCacheManager):
-    """See :class:`~headrace_core.kv.KVCacheManager`.
+    """See :class:`~headrace_engine.kv.contract.KVCacheManager`.
 
     Args:
         config: sizes of the pools, and layer groups.
@@ -54,6 +53,9 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: longest sequence, in tokens.
         max_num_batched_tokens: most tokens of one step. Known, it lets :meth:`fits` count for groups
             with windows or chunks only what one step can hold at a time; None counts every token.
+        most_behind: tokens by which a request's recurrent states may be behind what is computed of it, as
+            guesses were wrong: windows keep so many more, and states that a request leaves while it generates
+            are not kept.
 
     Raises:
         ConfigError: no groups, a pool without a usable block, unequal block sizes, or a kind of layer
@@ -66,13 +68,13 @@ class PagedKVCacheManager(KVCacheManager):
         enable_prefix_caching: bool,
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
+        most_behind: int = 0,
     ) -> None:
         self._policies = [policy_of(group) for group in config.groups]
         _check_config(config, self._policies, enable_prefix_caching)
         self.block_size = config.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_model_len = max_model_len
-        self._max_step_tokens = max_num_batched_tokens
         self._pools = [BlockPool(count, len(config.groups)) for count in config.pools]
         self._pool_indices = [group.pool for group in config.groups]
         self._pool_of = [self._pools[index] for index in self._pool_indices]
@@ -93,6 +95,10 @@ class PagedKVCacheManager(KVCacheManager):
             g: self._pool_of[g] for g, policy in policies if isinstance(policy, RecurrentPolicy)
         }
         self._states = StateTables(recurrent, self.block_size)
+        self._most_behind = most_behind if recurrent else 0
+        self._max_step_tokens = max_num_batched_tokens
+        if max_num_batched_tokens is not None:
+            self._max_step_tokens = max_num_batched_tokens + self._most_behind
         self._growing = next(
             g for g, policy in policies if not isinstance(policy, CrossAttentionPolicy)
         )
@@ -195,6 +201,12 @@ class PagedKVCacheManager(KVCacheManager):
             pool.clear_cached()
         return True
 
+    def forget_prefixes(self) -> None:
+        for pool in self._pools:
+            pool.clear_cached()
+        for entry in self._entries.values():
+            entry.is_private = True
+
     @property
     def num_blocks(self) -> int:
         return sum(pool.num_blocks - 1 for pool in self._pools)
@@ -271,7 +283,7 @@ class PagedKVCacheManager(KVCacheManager):
             room[self._pool_indices[group]] -= claimed
         for group, policy in self._passing:
             counts = self._pool_of[group].ref_counts
-            end = policy.first_visible(computed)
+            end = policy.first_visible(self._settled(entry, policy, computed))
             passed = entry.tables[group][entry.first_held[group] : end]
             released = sum(counts[b] == 1 for b in passed if b != NULL_BLOCK)
             room[self._pool_indices[group]] += released
@@ -303,6 +315,13 @@ class PagedKVCacheManager(KVCacheManager):
             entry.tables[group] += ids
         return gained
 
+    def _settled(self, entry: RequestBlocks, policy: CachePolicy, computed: int) -> int:
+        """The first position that a request may still be computed from."""
+        sequence = entry.sequence
+        unsettled = sequence.num_computed_tokens - sequence.num_settled_tokens  # guesses in flight
+        behind = 0 if isinstance(policy, RecurrentPolicy) else self._most_behind
+        return max(0, computed - unsettled - behind)
+
     def _no_allocation_until(self, entry: RequestBlocks) -> int:
         """Length up to which no block is gained or given up, and none is filled that is not findable
         yet."""
@@ -317,7 +336,8 @@ class PagedKVCacheManager(KVCacheManager):
         """Replace by the null block what nobody will read from this request's table."""
         for group, policy in self._passing:
             table, pool = entry.tables[group], self._pool_of[group]
-            start, end = entry.first_held[group], min(policy.first_visible(computed), len(table))
+            visible = policy.first_visible(self._settled(entry, policy, computed))
+            start, end = entry.first_held[group], min(visible, len(table))
             if start >= end:
                 continue
             if group in self._token_groups:
@@ -345,7 +365,7 @@ class PagedKVCacheManager(KVCacheManager):
         Also called as blocks are released: what was a duplicate when it was filled may be the only
         copy by now.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or entry.is_private:
             return
         known = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
         digests, table = self._digests(entry.sequence), entry.tables[group]
@@ -356,7 +376,9 @@ class PagedKVCacheManager(KVCacheManager):
     def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
         """True if the state after ``computed`` tokens is there, and worth being found again."""
         states = self._states
-        if not self.enable_prefix_caching or not states.groups:
+        if not self.enable_prefix_caching or not states.groups or entry.is_private:
+            return False
+        if self._most_behind and computed > entry.num_given:
             return False
         return states.at_boundary(entry, computed) and states.is_new(
             self._digests(entry.sequence)[computed // self.block_size - 1]
@@ -397,7 +419,11 @@ class PagedKVCacheManager(KVCacheManager):
         hashes = self._hashes.get(sequence.request_id)
         if hashes is None:
             hashes = BlockHashes(
-                self.block_size, sequence.cache_salt, sequence.prompt_embeds, sequence.media
+                self.block_size,
+                sequence.cache_salt,
+                sequence.prompt_embeds,
+                sequence.media,
+                sequence.adapter_digest,
             )
             self._hashes[sequence.request_id] = hashes
         return hashes.extend(sequence.all_token_ids)

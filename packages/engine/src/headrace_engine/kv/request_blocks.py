@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_core.kv import CachedSequence
+from headrace_engine.kv.contract import CachedSequence
 
 
 class RequestBlocks:
@@ -16,6 +16,7 @@ class RequestBlocks:
     __slots__ = (
         "decoded_states",
         "first_held",
+        "is_private",
         "no_allocation_until",
         "num_given",
         "num_registered",
@@ -34,5 +35,7 @@ class RequestBlocks:
         """Growing to this many tokens changes nothing; 0 where windows may pass."""
         self.first_held = [0] * num_groups
         """By group: entries before this one are null."""
+        self.is_private = False
+        """Nothing in these blocks may be found by others: weights changed below it."""
         self.decoded_states: dict[int, tuple[int, bytes]] = {}
         """By group: block and digest of the latest snapshot among generated tokens."""

@@ -14,9 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace_core.kv import NULL_BLOCK
+from headrace_core.kv import NULL_BLOCK, KVCacheConfig, RecurrentSpec
 from headrace_engine.kv.block_pool import BlockPool
 from headrace_engine.kv.request_blocks import RequestBlocks
+
+
+def state_groups(config: KVCacheConfig) -> list[int]:
+    """Groups of recurrent layers, whose blocks hold a state each."""
+    return [g for g, group in enumerate(config.groups) if isinstance(group.spec, RecurrentSpec)]
 
 
 class StateTables:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headrace_core.lora import LoRARequest
 from headrace_core.output import (
     CompletionOutput,
     FlatLogprobs,
@@ -34,6 +35,7 @@ from headrace_engine.output_processing.logprobs import (
     split,
 )
 from headrace_engine.output_processing.stop import StopFinder
+from headrace_engine.output_processing.versions_seen import VersionsSeen
 
 TOKEN_BYTES = 64
 """Memory of an output's token, about: its id and its text."""
@@ -51,8 +53,10 @@ class CompletionState:
         detokenizer: Detokenizer | None,
         text_of: TokenText,
         bytes_of: TokenBytes,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self.index = index
+        self._lora_request = lora_request
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -180,6 +184,7 @@ class CompletionState:
             self.finish_reason,
             self.stop_reason,
             self._dead_end,
+            self._lora_request,
         )
 
     def _add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
@@ -298,7 +303,12 @@ class StreamState:
         self._kind = params.output_kind
         self._completions = {
             core.request_id: CompletionState(
-                index, params, _detokenizer(tokenizer, request), text_of, bytes_of
+                index,
+                params,
+                _detokenizer(tokenizer, request),
+                text_of,
+                bytes_of,
+                request.lora_request,
             )
             for index, core in enumerate(request.core_requests)
         }
@@ -313,9 +323,11 @@ class StreamState:
         )
         self._prompt_logprobs: Logprobs | None = None
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.weights_versions = VersionsSeen()
         self._num_cached_tokens = 0
         self._num_preemptions: dict[str, int] = {}
         self._taken_finished = False
+        self.num_takes = 0
         self.on_taken: Callable[[], None] | None = None
         """Called once, when the next output has been taken."""
         self.num_waiting = len(self._list)
@@ -333,8 +345,11 @@ class StreamState:
         """Core requests that must be aborted if the request ends now."""
         return [i for i, c in self._completions.items() if not c.ended]
 
-    def update(self, output: CoreOutput, timestamp: float) -> bool:
+    def update(self, output: CoreOutput, timestamp: float, weights_version: str = "") -> bool:
         """Take in what a step did for one completion.
+
+        Args:
+            weights_version: of the weights that computed it; "": not known.
 
         Returns:
             True if the completion ended here (by a stop string) and the core does not know yet.
@@ -349,6 +364,11 @@ class StreamState:
             metrics.first_token_ts = metrics.first_token_ts or timestamp
             metrics.last_token_ts = timestamp
             metrics.num_generation_tokens += len(output.new_token_ids)
+            if weights_version not in self.weights_versions.all:  # seldom
+                self.weights_versions.see(weights_version)
+            if output.num_drafted:
+                metrics.num_draft_tokens += output.num_drafted
+                metrics.num_accepted_tokens += len(output.new_token_ids) - 1
         if output.num_preemptions:
             self._num_preemptions[output.request_id] = output.num_preemptions
             metrics.num_preemptions = sum(self._num_preemptions.values())
@@ -423,6 +443,7 @@ class StreamState:
         return only.text_delta()
 
     def _tell_taken(self) -> None:
+        self.num_takes += 1
         if self.on_taken is not None:
             on_taken, self.on_taken = self.on_taken, None
             on_taken()
@@ -447,6 +468,8 @@ class StreamState:
             prompt_logprobs,
             _copy(self._metrics),
             self._num_cached_tokens,
+            self.request.lora_request,
+            self.weights_versions.all,
         )
 
     def _start(self, completion: CompletionState, output: CoreOutput) -> None:
@@ -498,4 +521,6 @@ def _copy(metrics: RequestMetrics) -> RequestMetrics:
         metrics.num_generation_tokens,
         metrics.num_preemptions,
         metrics.step_times,
+        metrics.num_draft_tokens,
+        metrics.num_accepted_tokens,
     )

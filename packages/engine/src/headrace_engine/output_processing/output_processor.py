@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from headrace_core import failpoints
-from headrace_core.errors import GenerateError, RequestError
+from headrace_core.errors import EngineAsleep, GenerateError, RequestError
+from headrace_core.reliability import failpoints
 from headrace_core.text import Tokenizer
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs, TimedStep
@@ -132,7 +132,8 @@ class OutputProcessor:
         """Take in one step's outputs."""
         changed: dict[int, FollowedRequest] = {}  # by identity: completions of one come together
         aborts: list[str] = []
-        find, timestamp = self._by_core_id.get, step.timestamp
+        find, timestamp, version = self._by_core_id.get, step.timestamp, step.weights_version
+        earlier = step.earlier_versions or {}
         if step.timed is not None:
             self._count_step(step.timed)
         for output in step.outputs:
@@ -143,11 +144,14 @@ class OutputProcessor:
             try:
                 if failpoints.PLAN is not None:
                     failpoints.hit("output.update", output.request_id)
-                if state.update(output, timestamp):
+                if earlier:
+                    for before in earlier.get(output.request_id, ()):
+                        state.weights_versions.see(before)
+                if state.update(output, timestamp, version):
                     aborts.append(output.request_id)
                 failed = output.finish_reason == "error" and output.dead_end is None
                 if failed and state.error is None:
-                    aborts += self._fail(state, output.error or "")
+                    aborts += self._fail(state, output.error or "", asleep=output.asleep)
             except Exception as error:
                 logger.exception("request %s ends", output.request_id)
                 aborts += self._fail(state, f"{type(error).__name__}: {error}")
@@ -165,9 +169,10 @@ class OutputProcessor:
             state.end(finish_reason)
         return ProcessedOutputs(states, aborts)
 
-    def _fail(self, state: FollowedRequest, message: str) -> list[str]:
+    def _fail(self, state: FollowedRequest, message: str, *, asleep: bool = False) -> list[str]:
         """One completion failed, and with it the request; returns what to abort."""
-        state.error = GenerateError(f"request {state.request.request_id!r} failed: {message}")
+        failed = GenerateError(f"request {state.request.request_id!r} failed: {message}")
+        state.error = EngineAsleep(message) if asleep else failed
         aborts = state.unfinished_core_ids
         state.end("error")
         return aborts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestMetrics, StepTimes
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput
+from headrace_engine.output_processing.versions_seen import VersionsSeen
 
 PooledOutput = PoolingRequestOutput[PoolingOutput]
 """``outputs.data`` is a :class:`~headrace_core.arrays.PackedArray`."""
@@ -29,6 +30,7 @@ class PooledState:
         """True if the result was taken."""
         self._output: PooledOutput | None = None
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.weights_versions = VersionsSeen()
 
     @property
     def ready(self) -> bool:
@@ -40,7 +42,7 @@ class PooledState:
         """The core request, if it must be aborted when the request ends now."""
         return [] if self.finished else [core.request_id for core in self.request.core_requests]
 
-    def update(self, output: CoreOutput, timestamp: float) -> bool:
+    def update(self, output: CoreOutput, timestamp: float, weights_version: str = "") -> bool:
         """Take in what the core said; never ends a request by itself, so False."""
         self.num_waiting = 0
         if output.finish_reason is None or self.finished:
@@ -51,12 +53,14 @@ class PooledState:
         metrics.first_token_ts = metrics.last_token_ts = timestamp
         metrics.num_preemptions = output.num_preemptions
         if output.pooled is not None:
+            self.weights_versions.see(weights_version)
             self._output = PoolingRequestOutput(
                 self.request.request_id,
                 PoolingOutput(output.pooled),
                 self.request.prompt_token_ids,
                 output.num_cached_tokens,
                 metrics=metrics,
+                weights_versions=self.weights_versions.all,
             )
         return False
 

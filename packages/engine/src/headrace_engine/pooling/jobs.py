@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.errors import RequestError
-from headrace_core.output import PoolingOutput
+from headrace_core.lora import LoRARequest
+from headrace_core.output import PoolingOutput, all_versions
 from headrace_core.pooling import PoolingParams
 from headrace_engine.input_processing.pooling import (
     PooledPrompt,
@@ -41,6 +42,7 @@ class PoolingJob(NamedTuple):
     """See :meth:`PoolingInputProcessor.read`."""
     side: str = ""
     """The side of a pair that the prompt is, for errors; empty: it is none, or both."""
+    lora_request: LoRARequest | None = None
 
 
 def read_job(input_processor: PoolingInputProcessor, job: PoolingJob) -> PooledPrompt:
@@ -123,4 +125,6 @@ class WindowResults:
         if weight:
             self._mean.add(output.outputs.data, weight)
         if self._first is not None and output is not self._first:
-            self._first.num_cached_tokens += output.num_cached_tokens
+            first = self._first
+            first.num_cached_tokens += output.num_cached_tokens
+            first.weights_versions = all_versions((first.weights_versions, output.weights_versions))

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.output import PoolingRequestOutput, ScoringOutput
+from headrace_core.lora import LoRARequest
+from headrace_core.output import PoolingRequestOutput, ScoringOutput, all_versions
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
 from headrace_core.pooling.scoring import ScoreInput, pair_up
 from headrace_core.request import ChatPrompt, Prompt, brings_media, modality_of
@@ -72,6 +73,7 @@ class ScorePlan:
             first.prompt_token_ids + second.prompt_token_ids if both else first.prompt_token_ids,
             first.num_cached_tokens + (second.num_cached_tokens if both else 0),
             metrics=second.metrics,
+            weights_versions=all_versions((first.weights_versions, second.weights_versions)),
         )
 
 
@@ -104,6 +106,7 @@ class ScorePlanner:
         priority: int = 0,
         chat_template: str | None = None,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ScorePlan:
         """Plan the prompts that must be pooled.
 
@@ -132,7 +135,15 @@ class ScorePlanner:
             if add_special_tokens is False:
                 _check_plain(prompt, info)
             return PoolingJob(
-                prompt, params, task, own_id, priority, add_special_tokens, request_id, side
+                prompt,
+                params,
+                task,
+                own_id,
+                priority,
+                add_special_tokens,
+                request_id,
+                side,
+                lora_request,
             )
 
         if info.scoring == "cross":

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from headrace_core import failpoints
-from headrace_core.kv import BlockIds, KVCacheManager, PrefixMatch
+from headrace_core.errors import RequestError
+from headrace_core.reliability import failpoints
+from headrace_engine.kv.contract import BlockIds, KVCacheManager, PrefixMatch
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
+from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker
@@ -24,15 +27,23 @@ class BatchBuilder:
         kv: hands out blocks.
         limits: of steps.
         media: of media in them.
+        drafts: of guesses in them; None: nothing is guessed.
     """
 
     def __init__(
-        self, tracker: RequestTracker, kv: KVCacheManager, limits: StepLimits, media: MediaLimits
+        self,
+        tracker: RequestTracker,
+        kv: KVCacheManager,
+        limits: StepLimits,
+        media: MediaLimits,
+        drafts: DraftLimits | None = None,
     ) -> None:
         self._tracker = tracker
         self._kv = kv
         self._limits = limits
         self._media = media
+        self._drafts = drafts
+        self._adapters = tracker.adapters
         self.quarantined: list[SchedulerRequest] = []
         """To be computed alone, in this order; see :mod:`headrace_engine.scheduler.scheduler`."""
         self._refused: list[CoreOutput] = []
@@ -43,6 +54,8 @@ class BatchBuilder:
         plan = self._limits.plan(self._tracker)
         while not plan.entries and (state := self._next_quarantined()) is not None:
             try:
+                if self._adapters is not None and not self._make_slot(self._adapters, state):
+                    return plan
                 self._schedule_quarantined(state, plan)
             except Exception as error:
                 self._refuse(state, error)
@@ -74,6 +87,8 @@ class BatchBuilder:
         self._schedule_running(plan)
         # After a preemption the pool is exhausted: admitting now would only thrash.
         if not plan.num_preempted:
+            if self._adapters is not None:
+                self._open_slots(self._adapters)
             self._schedule_waiting(plan)
             if plan.contended:
                 self._use_rest(plan)
@@ -96,8 +111,14 @@ class BatchBuilder:
                 num_tokens = self._to_border(state, state.num_computed_tokens, most, plan)
                 if num_tokens == 0:
                     continue  # a part of it that must not be cut needs a step with more room
+            num_drafts = 0
             try:
-                gained = allocate(state, num_tokens)
+                if decodes and self._drafts is not None:
+                    num_drafts = self._drafts.room(state, plan.budget, plan.size, len(running))
+                gained = allocate(state, num_tokens + num_drafts)
+                if gained is None and num_drafts:
+                    num_drafts = 0
+                    gained = allocate(state, num_tokens)
                 if gained is None:
                     gained = self._preempt_for(state, num_tokens, plan)
             except Exception as error:
@@ -107,7 +128,7 @@ class BatchBuilder:
             if gained is None:
                 break
             if decodes:
-                plan.add_decode(state)
+                plan.add_decode(state, num_drafts)
             else:
                 self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
@@ -169,6 +190,8 @@ class BatchBuilder:
             and len(passed_over) < self._limits.max_seqs
         ):
             state = waiting.peek()
+            if state.adapter is not None and not self._has_slot(state):
+                continue
             # Preempted with a token in flight: it needs that token first, and nobody may take the
             # blocks it is waiting for.
             if state.num_steps_in_flight or not self._limits.encodes(state, plan):
@@ -197,9 +220,39 @@ class BatchBuilder:
         for state in reversed(passed_over):
             waiting.push_back_first(state)
 
+    def _open_slots(self, adapters: SlotPlanner) -> None:
+        """Hand out free slots; requests that waited for them go back into the queue."""
+        opened = adapters.open_slots()
+        for state, error in opened.failed:
+            self._refused.append(self._tracker.end(state, "error", error=str(error)))
+        if opened.returned:
+            self._tracker.put_back(opened.returned)
+
+    def _has_slot(self, state: SchedulerRequest) -> bool:
+        """True if the head of the queue may run with its adapter; else it is out of the queue."""
+        assert self._adapters is not None
+        try:
+            if self._adapters.admits(state):
+                return True
+        except RequestError as error:
+            self._refused.append(self._tracker.end(state, "error", error=str(error)))
+            return False
+        self._tracker.waiting.pop()
+        self._tracker.set_aside(state)
+        return False
+
+    def _make_slot(self, adapters: SlotPlanner, state: SchedulerRequest) -> bool:
+        """See that a request which runs alone has its adapter in a slot; False: it is still being read."""
+        leaving = adapters.slot_to_force(state)
+        if leaving is not None:
+            for other in [one for one in self._tracker.running if one.adapter is leaving]:
+                self._tracker.running.remove(other)
+                self._tracker.preempt(other)
+        return adapters.force(state)
+
     def _use_rest(self, plan: BatchPlan) -> None:
         """Give what nobody else could use to the long prompts that had to share."""
-        for index, (state, _, samples) in enumerate(plan.entries):
+        for index, (state, _, samples, _) in enumerate(plan.entries):
             num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
             if samples or num_tokens == 0 or state.media:
                 continue
@@ -244,7 +297,7 @@ class BatchBuilder:
         match = self._match_prefix(state)
         num_tokens = self._alone(state, match.num_tokens, plan)
         gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))
-        self._tracker.waiting.take(state)
+        self._tracker.take_out(state)
         self._tracker.admit(state, match.num_tokens)
         plan.begin(state, gained, match.num_tokens)
         self._add(state, num_tokens, plan)

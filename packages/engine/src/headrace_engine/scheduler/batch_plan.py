@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace_core.kv import BlockIds
 from headrace_core.step import NewRequest, ScheduledStep
 from headrace_engine.config import SchedulerConfig
+from headrace_engine.kv.contract import BlockIds
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker
 
@@ -38,6 +38,7 @@ class BatchPlan:
         """One was."""
         self.entries: list[InFlight] = []
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.num_drafts: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
 
@@ -72,21 +73,31 @@ class BatchPlan:
             self.num_long_partial += 0 < long_threshold < remaining
         self.entries.append(InFlight(state, state.epoch, remaining == 0))
 
-    def add_decode(self, state: SchedulerRequest) -> None:
-        """:meth:`add` for the one token that a request lacks: it samples the next."""
+    def add_decode(self, state: SchedulerRequest, num_drafts: int = 0) -> None:
+        """:meth:`add` for the one token that a request lacks: it samples the next.
+
+        Args:
+            num_drafts: guesses that may be checked besides.
+        """
         self.budget -= 1
         self.num_scheduled_tokens[state.request_id] = 1
         state.num_computed_tokens += 1
         state.num_steps_in_flight += 1
         state.num_placeholders += 1
         entry = state.decoding_entry
-        if entry is None or entry[1] != state.epoch:
-            entry = state.decoding_entry = InFlight(state, state.epoch, True)
+        if entry is None or entry[1] != state.epoch or entry[3] != num_drafts:
+            entry = state.decoding_entry = InFlight(state, state.epoch, True, num_drafts)
         self.entries.append(entry)
+        if num_drafts:
+            self.budget -= num_drafts
+            self.num_drafts[state.request_id] = num_drafts
+            state.num_computed_tokens += num_drafts
+            state.num_placeholders += num_drafts
+            state.num_drafts += num_drafts
 
     def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""
-        state, epoch, _ = self.entries[index]
+        state, epoch, *_ = self.entries[index]
         self.budget -= num_tokens
         self.num_scheduled_tokens[state.request_id] += num_tokens
         state.num_computed_tokens += num_tokens
@@ -109,6 +120,7 @@ class BatchPlan:
         return ScheduledStep(
             step_id=step_id,
             num_scheduled_tokens=self.num_scheduled_tokens,
+            num_drafts=self.num_drafts,
             new_requests=self.new_requests,
             new_block_ids=self.new_block_ids,
             gone_request_ids=gone_request_ids,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from headrace_engine.scheduler.request import SchedulerRequest
 
@@ -28,6 +29,10 @@ class WaitingQueue(ABC):
     @abstractmethod
     def push_back_first(self, state: SchedulerRequest) -> None:
         """A request that was taken out or preempted; of several, the last one pushed is first."""
+
+    @abstractmethod
+    def put_back(self, states: Iterable[SchedulerRequest]) -> None:
+        """Requests that were taken out, each to its place by arrival."""
 
     @abstractmethod
     def pop(self) -> SchedulerRequest:
@@ -78,6 +83,9 @@ class FCFSQueue(WaitingQueue):
     def push_back_first(self, state: SchedulerRequest) -> None:
         self._states.appendleft(state)
 
+    def put_back(self, states: Iterable[SchedulerRequest]) -> None:
+        self._states = _merged(self._states, states)
+
     def pop(self) -> SchedulerRequest:
         self.peek()
         return self._states.popleft()
@@ -108,6 +116,10 @@ class PriorityQueue(WaitingQueue):
 
     def push_back_first(self, state: SchedulerRequest) -> None:
         self.push(state)
+
+    def put_back(self, states: Iterable[SchedulerRequest]) -> None:
+        for state in states:
+            self.push(state)
 
     def pop(self) -> SchedulerRequest:
         self.peek()
@@ -166,6 +178,14 @@ class FairQueue(WaitingQueue):
         self._used.setdefault(owner, 0.0)
         self._queues.setdefault(owner, deque()).appendleft(state)
 
+    def put_back(self, states: Iterable[SchedulerRequest]) -> None:
+        owned: dict[str, list[SchedulerRequest]] = {}
+        for state in states:
+            owned.setdefault(state.request.owner, []).append(state)
+        for owner, own in owned.items():
+            self._used.setdefault(owner, 0.0)
+            self._queues[owner] = _merged(self._queues.get(owner, ()), own)
+
     def pop(self) -> SchedulerRequest:
         state = self.peek()
         owner = state.request.owner
@@ -202,3 +222,11 @@ class FairQueue(WaitingQueue):
             self._queues[owner] = deque(state for state in queue if not state.finished)
             if not self._queues[owner]:
                 self._leave(owner)
+
+
+def _merged(
+    waiting: Iterable[SchedulerRequest], returned: Iterable[SchedulerRequest]
+) -> deque[SchedulerRequest]:
+    """Both in order of arrival. Those that waited keep their own order, whatever it is."""
+    by_arrival = attrgetter("sequence_number")
+    return deque(heapq.merge(waiting, sorted(returned, key=by_arrival), key=by_arrival))

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest, PromptEmbeds
 from headrace_core.step import TokenLogprobs
+from headrace_engine.lora.store import KnownAdapter
+from headrace_engine.scheduler.adapter_slots import Place
 
 
 class RequestStatus(enum.Enum):
@@ -34,17 +36,22 @@ class InFlight(NamedTuple):
     """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
     samples: bool
     """True if the step yields a token for it."""
+    num_drafts: int = 0
+    """Guesses that the step may check besides: it yields at most so many more tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class SchedulerRequest:
-    """One request's tokens and counters; a :class:`~headrace_core.kv.CachedSequence`.
+    """One request's tokens and counters; a :class:`~headrace_engine.kv.contract.CachedSequence`.
 
     With steps in flight the tokens are, in order::
 
         |---- prompt ----|---- known output ----|---- placeholders ----|
         |<------------- all_token_ids --------->|  sampled by steps in flight
         |<------ num_computed_tokens ------>|      in the cache when the steps in flight end
+
+    Where steps in flight check guesses, placeholders and ``num_computed_tokens`` count all of them as
+    right until the steps end.
 
     A request can be scheduled for the tokens from ``num_computed_tokens`` to
     :attr:`num_tokens`; a step that reaches the end of them samples one more.
@@ -64,6 +71,8 @@ class SchedulerRequest:
     """Length at which it ends whatever is sampled: its ``max_tokens``, or the context's."""
     num_computed_tokens: int = 0
     num_placeholders: int = 0
+    num_drafts: int = 0
+    """Guesses that steps in flight may check."""
     num_steps_in_flight: int = 0
     is_slow: bool = False
     """Nothing is scheduled behind a placeholder of it: its constraint takes long to match."""
@@ -84,6 +93,10 @@ class SchedulerRequest:
     """Asked for and not yet handed out."""
     decoding_entry: InFlight | None = None
     """Kept, as it is the same for every token of an epoch."""
+    adapter: KnownAdapter | None = None
+    """That it is computed with."""
+    place: Place = Place.NOWHERE
+    """Of a request with an adapter."""
 
     @classmethod
     def create(
@@ -117,6 +130,11 @@ class SchedulerRequest:
         return len(self.all_token_ids) + self.num_placeholders
 
     @property
+    def num_settled_tokens(self) -> int:
+        """See :class:`headrace_engine.kv.contract.CachedSequence`."""
+        return self.num_computed_tokens - self.num_drafts
+
+    @property
     def num_output_tokens(self) -> int:
         """Known output tokens."""
         return len(self.all_token_ids) - self.num_prompt_tokens
@@ -132,17 +150,22 @@ class SchedulerRequest:
 
     @property
     def prompt_embeds(self) -> PromptEmbeds | None:
-        """See :class:`headrace_core.kv.CachedSequence`."""
+        """See :class:`headrace_engine.kv.contract.CachedSequence`."""
         return self.request.prompt_embeds
 
     @property
     def media(self) -> Sequence[MediaInput]:
-        """See :class:`headrace_core.kv.CachedSequence`."""
+        """See :class:`headrace_engine.kv.contract.CachedSequence`."""
         return self.request.media
 
     @property
+    def adapter_digest(self) -> str:
+        """See :class:`headrace_engine.kv.contract.CachedSequence`."""
+        return "" if self.adapter is None else self.adapter.digest
+
+    @property
     def num_encoder_tokens(self) -> int:
-        """See :class:`headrace_core.kv.CachedSequence`."""
+        """See :class:`headrace_engine.kv.contract.CachedSequence`."""
         return self.request.num_encoder_tokens
 
     @property

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from headrace_core.kv import KVCacheManager
 from headrace_core.request import CoreRequest
 from headrace_engine.config import SchedulerConfig
+from headrace_engine.kv.contract import KVCacheManager
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.adapter_slots import Place, SlotPlanner
 from headrace_engine.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
 from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
 
@@ -31,6 +32,28 @@ _sort_key = attrgetter("sort_key")
 
 
 @dataclass(slots=True)
+class DraftCounters:
+    """Guesses, and those that were right; they never fall."""
+
+    num_drafts: int = 0
+    """Runs of guesses that were checked."""
+    num_draft_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    """Right guesses by their place in the run."""
+
+    def count(self, num_drafted: int, num_right: int) -> None:
+        """A run was checked."""
+        if not num_drafted:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        accepted = self.accepted_per_position
+        accepted += [0] * (num_drafted - len(accepted))
+        for position in range(num_right):
+            accepted[position] += 1
+
+
+@dataclass(slots=True)
 class SchedulerCounters:
     """Running totals; they never fall."""
 
@@ -42,6 +65,7 @@ class SchedulerCounters:
     num_steps: int = 0
     iteration_tokens: int = 0
     step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_STEPS))
+    drafts: DraftCounters = field(default_factory=DraftCounters)
 
     def count_step(self, num_tokens: int) -> None:
         self.num_steps += 1
@@ -81,6 +105,7 @@ class RequestTracker:
         kv: hands out blocks.
         max_model_len: longest sequence, in tokens.
         clock: monotonic seconds.
+        adapters: hands out slots; None: no request has an adapter.
     """
 
     def __init__(
@@ -89,6 +114,7 @@ class RequestTracker:
         kv: KVCacheManager,
         max_model_len: int,
         clock: Callable[[], float],
+        adapters: SlotPlanner | None = None,
     ) -> None:
         self.requests: dict[str, SchedulerRequest] = {}
         """By id: all that have not ended."""
@@ -106,6 +132,7 @@ class RequestTracker:
         self.admissions = AdmissionRate()
         self.gone: list[str] = []
         """Requests that the worker must forget, since the last step."""
+        self.adapters = adapters
         self._by_priority = config.policy == "priority"
         self._kv = kv
         self._max_model_len = max_model_len
@@ -121,9 +148,34 @@ class RequestTracker:
             now=self._clock(),
             max_model_len=self._max_model_len,
         )
+        if self.adapters is not None:
+            self.adapters.enter(state)
         self._num_added += 1
         self.requests[state.request_id] = state
         self.waiting.push(state)
+        self._move(state, Place.QUEUE)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those that are set aside."""
+        return len(self.waiting) + (0 if self.adapters is None else self.adapters.num_aside)
+
+    def set_aside(self, state: SchedulerRequest) -> None:
+        """A request, already out of the queue, waits for a slot."""
+        self._move(state, Place.ASIDE)
+
+    def put_back(self, states: Iterable[SchedulerRequest]) -> None:
+        """Requests that were set aside go back to their places in the queue."""
+        states = list(states)
+        for state in states:
+            self._move(state, Place.QUEUE)
+        self.waiting.put_back(states)
+
+    def take_out(self, state: SchedulerRequest) -> None:
+        """Take a request out of wherever it waits."""
+        if state.place is not Place.ASIDE:
+            self.waiting.take(state)
+        self._move(state, Place.NOWHERE)
 
     def admit(self, state: SchedulerRequest, num_cached_tokens: int) -> None:
         """A request, already out of the queue, runs from now on."""
@@ -137,6 +189,7 @@ class RequestTracker:
         state.prompt_logprobs.clear()
         state.num_computed_tokens = num_cached_tokens
         state.status = RequestStatus.RUNNING
+        self._move(state, Place.RUNNING)
         state.held_by_worker = True
         bisect.insort(self.running, state, key=_sort_key)
 
@@ -150,6 +203,7 @@ class RequestTracker:
         self.counters.num_preemptions += 1
         self._forget_in_worker(state)
         self.waiting.push_back_first(state)
+        self._move(state, Place.QUEUE)
 
     def suspend(self, state: SchedulerRequest) -> None:
         """Take a running or waiting request out of steps and queue. What it holds is freed."""
@@ -158,8 +212,9 @@ class RequestTracker:
             self._kv.free(state.request_id)
             state.num_computed_tokens = 0
             self._forget_in_worker(state)
+            self._move(state, Place.NOWHERE)
         else:
-            self.waiting.take(state)
+            self.take_out(state)
         state.status = RequestStatus.SUSPENDED
         self.num_suspended += 1
 
@@ -168,6 +223,7 @@ class RequestTracker:
         self.num_suspended -= 1
         state.status = RequestStatus.PREEMPTED
         self.waiting.push_back_first(state)
+        self._move(state, Place.QUEUE)
 
     def preempt_all(self) -> None:
         """Send every running request back to the queue; their tokens are kept."""
@@ -178,10 +234,12 @@ class RequestTracker:
         """Free what a request holds; the caller takes it out of the running list."""
         if state.status is RequestStatus.SUSPENDED:
             self.num_suspended -= 1
-        elif state.status is not RequestStatus.RUNNING:
+        elif state.status is not RequestStatus.RUNNING and state.place is not Place.ASIDE:
             state.status = RequestStatus.FINISHED
             self.waiting.discard()
         state.status = RequestStatus.FINISHED
+        if self.adapters is not None:
+            self.adapters.leave(state)
         self._kv.free(state.request_id)
         self._forget_in_worker(state)
         state.decoding_entry = None  # it refers back to the state
@@ -209,6 +267,20 @@ class RequestTracker:
     def has_late(self) -> bool:
         """True if a token that an ended step sampled is not known yet."""
         return any(state.is_late for state in self.running)
+
+    def count_adapters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Numbers of requests that run, and that wait, by the name of their adapter."""
+        running, waiting = Counter[str](), Counter[str]()
+        for state in self.requests.values():
+            lora = state.request.lora_request
+            if lora is not None and state.status is not RequestStatus.SUSPENDED:
+                runs = state.status is RequestStatus.RUNNING
+                (running if runs else waiting)[lora.lora_name] += 1
+        return dict(running), dict(waiting)
+
+    def _move(self, state: SchedulerRequest, place: Place) -> None:
+        if self.adapters is not None:
+            self.adapters.move(state, place)
 
     def _forget_in_worker(self, state: SchedulerRequest) -> None:
         if state.held_by_worker:

@@ -38,16 +38,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from headrace_core import failpoints
 from headrace_core.engine import EngineStats
 from headrace_core.errors import ConfigError, PromptTooLong, QueueFull, RequestError
-from headrace_core.kv import KVCacheManager
+from headrace_core.reliability import failpoints
 from headrace_core.request import CoreRequest
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.config import SchedulerConfig
+from headrace_engine.kv.contract import KVCacheManager
+from headrace_engine.lora.store import no_adapters
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_builder import BatchBuilder
 from headrace_engine.scheduler.batch_plan import StepLimits
+from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.request import InFlight, RequestStatus, SchedulerRequest
@@ -65,7 +68,9 @@ class Scheduler:
         max_model_len: longest sequence, in tokens.
         async_scheduling: whether a step may be scheduled before the previous one's result is
             known; None takes the config's value, and on if that is None too.
+        drafts: guesses that steps may check; None: there are none.
         clock: monotonic seconds.
+        adapters: hands out slots for low-rank adapters; None: requests have none.
 
     Raises:
         ConfigError: ``max_num_batched_tokens`` or ``max_num_seqs`` is not resolved.
@@ -78,7 +83,9 @@ class Scheduler:
         *,
         max_model_len: int,
         async_scheduling: bool | None = None,
+        drafts: DraftLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        adapters: SlotPlanner | None = None,
     ) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(config, name) is None:
@@ -93,12 +100,13 @@ class Scheduler:
         self._clock = clock
         self._max_model_len = max_model_len
         self._max_steps_in_flight = 1 if overlapped is False else 2
-        self._tracker = RequestTracker(config, kv, max_model_len, clock)
+        self._tracker = RequestTracker(config, kv, max_model_len, clock, adapters)
+        self._adapters = adapters
         kept = (config.max_num_batched_tokens or 0) if config.encoder_share > 0 else 0
         self._ahead = MediaAhead(self._tracker.running, kept)
         self._media = MediaLimits(config, self._ahead)
         self._builder = BatchBuilder(
-            self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks), self._media
+            self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks), self._media, drafts
         )
         self._counters, self._fair = self._tracker.counters, self._tracker.fair
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
@@ -123,12 +131,14 @@ class Scheduler:
                 param="request_id",
                 value=request.request_id,
             )
+        if request.lora_request is not None and self._adapters is None:
+            raise no_adapters()
         self._check_length(request)
         self._media.check(request)
-        if len(self._tracker.waiting) >= self._config.max_queued_requests:
+        most = self._config.max_queued_requests
+        if most is not None and self._tracker.num_waiting >= most:
             raise QueueFull(
-                f"{len(self._tracker.waiting)} requests wait already (max_queued_requests = "
-                f"{self._config.max_queued_requests})",
+                f"{self._tracker.num_waiting} requests wait already (max_queued_requests = {most})",
                 retry_after=self._tracker.admissions.retry_after(self._clock()),
             )
         self._tracker.add(request)
@@ -164,6 +174,11 @@ class Scheduler:
             if state is not None and state.status is RequestStatus.SUSPENDED:
                 self._tracker.resume(state)
 
+    def resume_all(self) -> None:
+        """Go on with every suspended request."""
+        if self._tracker.num_suspended:
+            self.resume(list(self._tracker.requests))
+
     @property
     def has_unfinished(self) -> bool:
         """True while any request has not ended, suspended ones included."""
@@ -180,8 +195,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self._tracker.waiting)
+        """Requests in the queue, preempted ones included, and those that wait for their adapter's slot."""
+        return self._tracker.num_waiting
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -204,6 +219,9 @@ class Scheduler:
         if plan.waits:
             step.media_ahead = self._ahead.take_wanted()
         self._tracker.gone = []
+        if self._adapters is not None:
+            step.placed_adapters = self._adapters.take_placed()
+            self._adapters.step_scheduled()
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
         if plan.entries:
@@ -227,13 +245,16 @@ class Scheduler:
             self._ahead.take_done(result.embedded)
         outputs = self._take_late(result.late) if result.late else []
         find, ended = result.requests.get, RequestStatus.FINISHED
-        for state, epoch, samples in self._land(step):
+        for state, epoch, samples, num_drafts in self._land(step):
             if state.epoch != epoch or state.status is ended:
                 continue
             state.num_steps_in_flight -= 1
             state.num_placeholders -= samples
+            part = find(state.request_id)
+            if num_drafts:
+                self._settle(state, num_drafts, part)
             try:
-                output = self._take(state, samples, find(state.request_id))
+                output = self._take(state, samples, part, num_drafts)
             except Exception as error:
                 output = self._tracker.end_raising(state, error)
             if output is not None:
@@ -251,7 +272,7 @@ class Scheduler:
         have in flight is dropped (nobody has seen those tokens).
         """
         entries = self._land(step)
-        concerned = [s for s, epoch, _ in entries if s.epoch == epoch and not s.finished]
+        concerned = [s for s, epoch, *_ in entries if s.epoch == epoch and not s.finished]
         outputs = []
         if len(entries) == 1:
             outputs += [self._tracker.end(state, "error", error=message) for state in concerned]
@@ -263,8 +284,10 @@ class Scheduler:
         self.preempt_all()
         for state in self._tracker.requests.values():
             state.epoch += 1
-            state.num_steps_in_flight = state.num_placeholders = 0
+            state.num_steps_in_flight = state.num_placeholders = state.num_drafts = 0
             state.is_late = False
+        if self._adapters is not None:
+            self._adapters.forget()
         # The worker may not have come to forget whom this step said to. Nobody is left there.
         self._tracker.gone = list(dict.fromkeys([*step.gone_request_ids, *self._tracker.gone]))
         self._kv.reset_prefix_cache()
@@ -289,6 +312,23 @@ class Scheduler:
             self.preempt_all()
         return self._kv.reset_prefix_cache()
 
+    def forget_prefixes(self) -> list[str]:
+        """Let no request find what was computed until now: the weights are others. No step may be in
+        flight. Requests that run keep what they hold.
+
+        Returns:
+            Ids of those that hold something.
+        """
+        self._kv.forget_prefixes()
+        self._ahead.forget()
+        return [one.request_id for one in self._tracker.running if one.num_computed_tokens]
+
+    def forget_adapters(self) -> None:
+        """Put adapters into slots again before requests with them run: the model is another one. No request
+        may run."""
+        if self._adapters is not None:
+            self._adapters.forget()
+
     def stats(self, *, drain: bool = False) -> EngineStats:
         """Counters and gauges, but for ``block_size`` and ``heartbeat_age``, which others know.
 
@@ -299,7 +339,7 @@ class Scheduler:
         counters.take_prefix_cache(kv)
         stats = EngineStats(
             num_requests_running=len(self._tracker.running),
-            num_requests_waiting=len(self._tracker.waiting),
+            num_requests_waiting=self._tracker.num_waiting,
             num_requests_suspended=self._tracker.num_suspended,
             kv_cache_usage=kv.usage,
             num_blocks=kv.num_blocks,
@@ -312,9 +352,14 @@ class Scheduler:
             num_steps=counters.num_steps,
             iteration_tokens=counters.iteration_tokens,
             step_tokens=list(counters.step_tokens),
+            num_drafts=counters.drafts.num_drafts,
+            num_draft_tokens=counters.drafts.num_draft_tokens,
+            num_accepted_per_position=list(counters.drafts.accepted_per_position),
         )
         if drain:
             counters.step_tokens.clear()
+        if self._adapters is not None:
+            stats.running_loras, stats.waiting_loras = self._tracker.count_adapters()
         return stats
 
     # -- taking a result -----------------------------------------------------------------------
@@ -323,6 +368,8 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0][0] != step.step_id:
             expected = self._in_flight[0][0] if self._in_flight else None
             raise RuntimeError(f"step {step.step_id} has ended, but {expected} is the oldest")
+        if self._adapters is not None:
+            self._adapters.step_ended()
         return self._in_flight.popleft()[1]
 
     def _take_late(self, late: Mapping[str, RequestStepResult]) -> list[CoreOutput]:
@@ -343,8 +390,24 @@ class Scheduler:
                 outputs.append(output)
         return outputs
 
+    def _settle(
+        self, state: SchedulerRequest, num_drafts: int, result: RequestStepResult | None
+    ) -> None:
+        """A step in flight has ended: its wrong guesses no longer count as computed."""
+        state.num_placeholders -= num_drafts
+        state.num_drafts -= num_drafts
+        num_right = 0 if result is None else max(len(result.token_ids) - 1, 0)
+        if state.status is RequestStatus.RUNNING:
+            state.num_computed_tokens -= num_drafts - num_right
+        if result is not None:
+            self._counters.drafts.count(result.num_drafted, num_right)
+
     def _take(
-        self, state: SchedulerRequest, samples: bool, result: RequestStepResult | None
+        self,
+        state: SchedulerRequest,
+        samples: bool,
+        result: RequestStepResult | None,
+        num_drafts: int = 0,
     ) -> CoreOutput | None:
         if failpoints.PLAN is not None:
             failpoints.hit("engine.update", state.request_id)
@@ -361,8 +424,8 @@ class Scheduler:
         if state.request.pooling is not None:
             return self._take_pooled(state, samples, result)
         is_late = samples and result.is_slow and not result.token_ids
-        if len(result.token_ids) != samples and not is_late:
-            found = len(result.token_ids)
+        found = len(result.token_ids)
+        if not samples <= found <= samples + num_drafts and not is_late:
             return self._tracker.end(
                 state, "error", error=f"the worker returned {found} tokens instead of {samples:d}"
             )
@@ -380,13 +443,12 @@ class Scheduler:
             return None
         if state.num_output_tokens == 0:
             self._counters.prompt_tokens += state.num_prompt_tokens
-        self._counters.generation_tokens += 1
-        if self._fair is not None:
-            self._fair.charge(state.request.owner, 1)
         if self._builder.quarantined:
             self._builder.clear(state)
-        state.all_token_ids += result.token_ids
-        reason = state.token_finish_reason
+        reason = _append(state, result)
+        self._counters.generation_tokens += len(result.token_ids)
+        if self._fair is not None:
+            self._fair.charge(state.request.owner, len(result.token_ids))
         if reason is None:
             output = output_of(state)
         else:
@@ -394,6 +456,7 @@ class Scheduler:
             if reason == "stop":
                 output.stop_token_id = state.all_token_ids[-1]
         output.new_token_ids, output.logprobs = result.token_ids, result.logprobs
+        output.num_drafted = result.num_drafted
         if state.prompt_logprobs_pending:
             state.prompt_logprobs_pending = False
             output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, []
@@ -455,3 +518,21 @@ class Scheduler:
             True,
             key=lambda length: not self._kv.fits(length, num_encoder_tokens),
         )
+
+
+def _append(state: SchedulerRequest, result: RequestStepResult) -> str | None:
+    """Append a step's tokens up to the one that ends the output; why that does, or None. What comes behind
+    it is taken off the result."""
+    token_ids = result.token_ids
+    if len(token_ids) == 1:
+        state.all_token_ids += token_ids
+        return state.token_finish_reason
+    for index, token_id in enumerate(token_ids):
+        state.all_token_ids.append(token_id)
+        reason = state.token_finish_reason
+        if reason is not None:
+            del token_ids[index + 1 :]
+            if result.logprobs is not None:
+                del result.logprobs[index + 1 :]
+            return reason
+    return None

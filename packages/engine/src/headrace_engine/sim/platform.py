@@ -27,6 +27,7 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "load.load_format": "auto",
     "model.logits_processors": (),
     "model.enable_prompt_embeds": False,
+    "lora.enable_lora": False,
 }
 """Settings about computing -> their defaults: they must be left alone."""
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from headrace_core import failpoints
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CacheSpec, FullAttentionSpec, KVCacheConfig
+from headrace_core.reliability import failpoints
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import (
     NewRequest,
@@ -139,6 +139,25 @@ class SimWorker:
     def reload_weights(self) -> None:
         """Refused, as :meth:`update_config`."""
         self.update_config(None)
+
+    def stage_weights(self, message: object) -> int:
+        """Refused, as :meth:`update_config`."""
+        raise UnsupportedFeature("device 'sim' has no weights to update")
+
+    def drop_weights(self) -> None:
+        """Nothing has come."""
+
+    def init_weight_update_group(self, *arguments: object) -> None:
+        """Refused, as :meth:`update_config`."""
+        self.stage_weights(arguments)
+
+    def open_weight_stream(self) -> None:
+        """Refused, as :meth:`update_config`."""
+        self.stage_weights(None)
+
+    def close_weight_transfer(self) -> None:
+        """Refused, as :meth:`update_config`."""
+        self.stage_weights(None)
 
     def close(self) -> None:
         """Forget all requests."""

@@ -6,6 +6,8 @@ below those limits would slow every step that its request takes part in, and so 
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +18,41 @@ SECONDS_PER_TOKEN = 1e-3
 """Free for each token: several times what usual constraints take with large vocabularies."""
 
 
+class MatchingClock:
+    """Processor time of the calling thread, in seconds, without the garbage collector's.
+
+    A collection takes as long as the process is large, up to seconds, in whichever thread it comes due:
+    no request is charged for what others left behind. Counts from its making until :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._called = self._collects  # one object, which can be found again
+        gc.callbacks.append(self._called)
+
+    def __call__(self) -> float:
+        collected: float = getattr(self._thread, "collected", 0.0)
+        return time.thread_time() - collected
+
+    def close(self) -> None:
+        """Count collections no more. Idempotent."""
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._thread.begin = time.thread_time()
+        else:
+            took = time.thread_time() - getattr(self._thread, "begin", time.thread_time())
+            self._thread.collected = getattr(self._thread, "collected", 0.0) + max(0.0, took)
+
+
 class MatchingBudget:
     """Processor time that one request's matching has taken, and may take.
 
     Args:
         seconds: that may be taken in all, beyond those that are free.
-        clock: processor time of the calling thread, in seconds.
+        clock: processor time of the calling thread, in seconds; usually a :class:`MatchingClock`.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:

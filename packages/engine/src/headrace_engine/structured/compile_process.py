@@ -20,14 +20,19 @@ from typing import Any
 
 from headrace_core.errors import HeadraceError, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, malformed
-from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong, serve_json
+from headrace_core.reliability.sandbox_process import (
+    ProcessEnded,
+    SandboxProcess,
+    TookTooLong,
+    serve_json,
+)
 from headrace_engine.structured.backend_loading import Backends
 
 MODULE = "headrace_engine.structured.compile_process"
 LOAD_SECONDS = 60.0
 """Wall-clock limit of importing a backend's library and reading the vocabulary."""
 _CPU_GRACE = 5
-"""Seconds of processor time beyond the wall-clock limit, for a child whose parent was killed."""
+"""Seconds of processor time beyond the limit, for a child whose parent was killed."""
 
 
 class CompileProcesses:
@@ -36,7 +41,7 @@ class CompileProcesses:
     Args:
         vocabulary: made when the first process starts.
         count: most processes; more callers wait.
-        seconds: wall-clock limit of one compilation.
+        seconds: of processor time that one compilation may take.
         memory_bytes: most memory that one compilation may add to its process.
     """
 

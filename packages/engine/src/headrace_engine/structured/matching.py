@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.grammar import Constraint, GrammarMatcher, Vocabulary
-from headrace_engine.structured.budget import MatchingBudget
+from headrace_engine.structured.budget import MatchingBudget, MatchingClock
 from headrace_engine.structured.marker import MarkerGate, MarkerTokens
 from headrace_engine.structured.matching_threads import MatchingThreads
 from headrace_engine.structured.store import Compiled, GrammarStore
@@ -370,6 +370,7 @@ class ConstraintMaker:
         self._store = store
         self._threads = threads or MatchingThreads()
         self._markers: dict[str, MarkerTokens] = {}
+        self._clock: MatchingClock | None = None
 
     def make(self, constraint: Constraint, output: Sequence[int]) -> RowConstraint:
         """A constraint that has seen the output so far: not empty after a preemption.
@@ -381,7 +382,9 @@ class ConstraintMaker:
         compiled = self._store.request(constraint).result(COMPILE_WAIT)
         vocabulary = self._store.vocabulary
         marker = self._marker(constraint.start_after, vocabulary)
-        budget = MatchingBudget(self._store.matching_seconds)
+        if self._clock is None:
+            self._clock = MatchingClock()
+        budget = MatchingBudget(self._store.matching_seconds, self._clock)
         made = RowConstraint(constraint, compiled, vocabulary, marker, budget, self._threads)
         made.replay(output)
         return made
@@ -389,6 +392,8 @@ class ConstraintMaker:
     def close(self) -> None:
         """End the threads that match slow constraints. Idempotent."""
         self._threads.close()
+        if self._clock is not None:
+            self._clock.close()
 
     def _marker(self, text: str, vocabulary: Vocabulary) -> MarkerTokens | None:
         if not text:

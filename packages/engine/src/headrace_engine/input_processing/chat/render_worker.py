@@ -1,7 +1,7 @@
 """Rendering in a process that can be killed, for templates or inputs that could take long.
 
 Parent's half: :class:`RenderWorker`; child's half: :func:`main`. The process is a
-:class:`~headrace_core.sandbox_process.SandboxProcess`.
+:class:`~headrace_core.reliability.sandbox_process.SandboxProcess`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any
 
 import jinja2
 
-from headrace_core.sandbox_process import ProcessEnded, SandboxProcess, TookTooLong, serve_json
+from headrace_core.reliability.sandbox_process import (
+    ProcessEnded,
+    SandboxProcess,
+    TookTooLong,
+    serve_json,
+)
 from headrace_engine.input_processing.chat.content_format import detect_content_format
 from headrace_engine.input_processing.chat.sandbox import OutputTooLong, render_template
 

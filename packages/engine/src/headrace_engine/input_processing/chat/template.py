@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from headrace_core.errors import PromptTooLong, RequestError
@@ -86,6 +86,7 @@ class ChatRenderer:
         prompt_templates: how templates are treated that prompts bring.
         allow_control_tokens: text of special tokens in messages becomes these tokens.
         max_model_len: the context, in tokens; it bounds what a template may produce.
+        media_tokens: texts of tokens that stand for media, which no turn of a user or an assistant may write.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ChatRenderer:
         prompt_templates: PromptTemplates = "refused",
         allow_control_tokens: bool = False,
         max_model_len: int = 1 << 16,
+        media_tokens: Iterable[str] = (),
     ) -> None:
         self._special_tokens = dict(tokenizer.special_tokens)
         self._named: Mapping[str, str] = getattr(tokenizer, "chat_templates", {})
@@ -105,6 +107,7 @@ class ChatRenderer:
         self._content_format = content_format
         self._prompt_templates = prompt_templates
         self._guard = None if allow_control_tokens else MessageGuard(_special_texts(tokenizer))
+        self._media_tokens = frozenset(media_tokens)
         self._max_model_len = max_model_len
         self._worker = RenderWorker()
 
@@ -201,8 +204,8 @@ class ChatRenderer:
         if guard is None:
             return prompt, ""
         if isolated:  # not rendered in this process
-            return guard.protect(prompt)
-        return guard.protect(prompt, lambda: self._turn_tokens(guard, source))
+            return guard.protect(prompt, lambda: self._media_tokens)
+        return guard.protect(prompt, lambda: self._turn_tokens(guard, source) | self._media_tokens)
 
     def _turn_tokens(self, guard: MessageGuard, source: str) -> frozenset[str]:
         """Control tokens that a template puts around a user's turn, and the end token: none of them

@@ -1,0 +1,1 @@
+"""Low-rank adapters on the engine's side: which are known, which are in slots, which rows have one."""

@@ -1,0 +1,1 @@
+"""Sleep: an engine that gives its memory back and takes it again."""

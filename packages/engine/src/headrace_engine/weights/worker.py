@@ -1,0 +1,407 @@
+"""A worker whose weights may change: it sleeps, reads others, takes those of a trainer, and changes models
+between two steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.model import (
+    CausalLM,
+    SupportsRecurrence,
+)
+from headrace_core.ops import OpTable
+from headrace_engine.execution.cache import (
+    bind_buffers,
+    cache_specs,
+    group_backends,
+)
+from headrace_engine.execution.reloading import load_changes
+from headrace_engine.execution.runner import ModelRunner
+from headrace_engine.execution.worker import ServingWorker, close_runner
+from headrace_engine.lora.step_adapters import StepAdapters
+from headrace_engine.sampling.sampler import Sampler
+from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS
+from headrace_engine.speculation.draft_head import DraftHead
+from headrace_engine.weights.beside import BuildBeside, Candidate, ModelsBeside, Running
+from headrace_engine.weights.holder import WeightHolder
+from headrace_engine.weights.messages import WeightsMessage
+from headrace_engine.weights.order import Probe
+from headrace_engine.weights.probe import Limits
+from headrace_engine.weights.updates import keeps_no_weights
+
+_OF_MODEL = (
+    "_model", "_runner", "_head", "_draft_proposer", "_adapters", "_layers", "_states", "_weights",
+    "_path",
+)  # fmt: skip
+"""Attributes of a worker that change with its model, while its cache stays."""
+
+
+class WorkerModelConfig(NamedTuple):
+    """Facts about a worker's model."""
+
+    dtype: torch.dtype
+    """Of the activations."""
+    vocab_size: int
+    max_model_len: int
+
+
+class ModelWorker(ServingWorker):
+    """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
+
+    Args:
+        build_model: as of :class:`~headrace_engine.execution.worker.ServingWorker`, as are all that are
+            not named here.
+        rebuild_model: as ``build_model``, given changes of the load configuration first, and ``path`` of
+            another checkpoint that serves by now; None: weights are read once.
+        build_beside: builds the model of another checkpoint while this one serves; None: nothing does.
+        head_within: the head that guesses is layers of the model's checkpoint, and comes with it.
+        max_bytes: what the engine may hold in all; None: what is free.
+        weights: what comes of new weights; knows the models that are built. None: there is no way for
+            them.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[..., CausalLM],
+        *,
+        ops: OpTable,
+        rebuild_model: Callable[..., CausalLM] | None = None,
+        build_beside: BuildBeside | None = None,
+        head_within: bool = False,
+        max_bytes: int | None = None,
+        weights: WeightHolder | None = None,
+        **serving: Any,
+    ) -> None:
+        super().__init__(build_model, ops=ops, **serving)
+        self._rebuild_model = rebuild_model
+        self._new_weights = weights or WeightHolder()
+        self._head_within = head_within
+        self._load_changes: Mapping[str, str] = {}
+        self._loaded_with: Mapping[str, str] = {}
+        """Changes with which the weights were read that it has, or had last."""
+        self._beside: ModelsBeside | None = None
+        if build_beside is not None:
+            raw = Sampler(ops.sample, ops.top_logprobs)
+            limits = Limits(self._vocab_size, self._max_model_len, self._max_num_batched_tokens)
+            self._beside = ModelsBeside(
+                build_beside, raw, limits, self._meter, self._device, max_bytes,
+                build_head=self._build_head if head_within else None,
+            )  # fmt: skip
+
+    def update_config(self, changes: object) -> None:
+        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
+
+        Raises:
+            RequestError: something else is to change.
+        """
+        self._load_changes = load_changes(changes)
+
+    def reload_weights(self) -> None:
+        """Build the model again under the same cache plan, and capture its steps again.
+
+        The old model goes first, so that memory for one is enough: where the new weights cannot be
+        read there is none until a later call reads some. No request may run, and what is cached is
+        lost.
+
+        Raises:
+            UnsupportedFeature: this worker cannot. WeightsError: see the loader.
+        """
+        self.read_weights(True)
+        self.restore_cache()
+
+    def give_back_memory(self, keep: bool = False) -> None:
+        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.give_back_memory`.
+
+        Raises:
+            UnsupportedFeature: this worker cannot read its weights again.
+            RequestError: what guesses has weights that are nowhere else.
+            CapacityError: the host has no memory for what is kept.
+        """
+        self._check_rereads("sleep")
+        if keep and self._new_weights.draft_is_from_outside:
+            raise keeps_no_weights()
+        if keep and self._memory.keeps and self._runner is not None:
+            self._runner.media_vectors.clear()
+            self._memory.sleep(keep=True)
+            self._meter.trim()
+            return
+        self._forget_draft()
+        self._free_all_but_plan()
+        if self._adapter_store is not None:
+            self._adapter_store.bind(None)
+        gc.collect()
+        self._memory.sleep(keep=False)
+        self._meter.trim()
+
+    def read_weights(self, changed: bool) -> None:
+        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.read_weights`."""
+        rebuild = self._check_rereads("reload_weights")
+        changes = self._load_changes if changed else self._loaded_with
+        if self._memory.wake(WEIGHTS) and not changed:
+            return
+        if self._new_weights.draft_is_from_outside:  # those of the checkpoint are wanted
+            self._forget_draft()
+        self._free_all_but_plan()
+        self._binding.widen()
+        with self._memory.region(WEIGHTS):
+            other = {} if self._path is None else {"path": self._path}
+            model, draft = rebuild(changes, *self._make_slots(), **other), self._draft
+            if draft is None and self._build_draft is not None:
+                draft = self._build_draft()
+        self._hold(model, draft)
+        self._loaded_with = changes
+
+    def restore_cache(self) -> None:
+        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.restore_cache`."""
+        assert self._cache is not None
+        if self._memory.wake(KV_CACHE):
+            return
+        self.allocate_cache(self._cache)
+        self.warm_up()
+
+    def build_beside(
+        self, path: str, probes: tuple[Probe, ...], max_perplexity: float | None
+    ) -> dict[str, Any]:
+        """See :meth:`headrace_engine.weights.swap.SwappingWorker.build_beside`. Reads of the worker what
+        changes only while nothing is built."""
+        self._check_rereads("swap_weights")
+        beside, model = self._models_beside(), self._loaded()
+        slots = None if self._make_adapters is None else self._make_adapters()
+        states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+        cache = 0 if self._cache is None else self._cache.num_bytes
+        running = Running(
+            cache_specs(model.attention_layers(), states),
+            self._weights + self._activations + cache,
+            generates=self._pooling is None,
+        )
+        with self._memory.region(WEIGHTS):
+            return beside.build(path, slots, running, probes, max_perplexity)
+
+    @torch.inference_mode()
+    def adopt_beside(self) -> None:
+        """See :meth:`headrace_engine.weights.swap.SwappingWorker.adopt_beside`. What guesses stays, but for
+        layers of the model's checkpoint, and so do the cache's memory and what compiles constraints."""
+        candidate, cache = self._models_beside().candidate, self._cache
+        assert cache is not None
+        before = {name: getattr(self, name) for name in _OF_MODEL}
+        old, model = (self._runner, self._draft_proposer), self._loaded()
+        self._binding.widen()
+        try:
+            if candidate.slots is not None:
+                assert self._adapter_store is not None
+                content = self._adapter_store.content
+                self._adapters = StepAdapters(candidate.slots, content, self._device)
+            self._path = candidate.path
+            self._hold(candidate.model, self._draft, self._head_for(candidate))
+            bind_buffers(self._buffers, self._layers, self._states, cache)
+            self._make_runner(cache, group_backends(self._layers, cache))
+            self._try_and_capture()
+        except BaseException:
+            close_runner(self._runner, self._draft_proposer)
+            for name, value in before.items():
+                setattr(self, name, value)
+            if self._head is not None:
+                self._head.retarget(model)
+            raise
+        finally:
+            self._binding.narrow()
+        self._weights = candidate.num_bytes
+        self._new_weights.loaded(candidate.loaded)
+        if self._head_within:
+            self._new_weights.draft_loaded(candidate.loaded_head)
+        if self._adapter_store is not None:
+            self._adapter_store.bind(candidate.slots)
+        close_runner(*old)
+        before.clear()
+        del old, model, candidate
+        self._models_beside().drop()
+
+    def _head_for(self, candidate: Candidate) -> DraftHead | None:
+        """The head that guesses for a candidate; None: none does."""
+        if self._head_within or self._head is None:
+            return candidate.head
+        self._head.retarget(candidate.model)
+        return self._head
+
+    def drop_beside(self) -> None:
+        """See :meth:`headrace_engine.weights.swap.SwappingWorker.drop_beside`."""
+        if self._beside is not None:
+            self._beside.drop()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Take a part of an update, by the checkpoint's names; for worker extensions. The model changes when
+        whoever steers the engine calls ``update_weights()``, so that no cached key stays behind.
+
+        Args:
+            weights: name and tensor. Parts of fused layers may come in any order.
+
+        Returns:
+            Tensors of the update that have come.
+
+        Raises:
+            WeightsError: see :meth:`headrace_engine.weights.holder.WeightHolder.stage`.
+        """
+        return self.stage_weights(WeightsMessage("process", given=list(weights), finish=False))
+
+    def stage_weights(self, message: WeightsMessage) -> int:
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.stage`."""
+        self._check_rereads("update_weights")
+        if self._new_weights.needs_model():  # given up at level 2 of sleep
+            self._free_all_but_plan()
+            self._memory.wake(WEIGHTS)
+            with self._memory.region(WEIGHTS):
+                self._new_weights.begin_blank(*self._make_slots())
+                if self._draft is None and self._build_draft is not None:
+                    self._draft = self._build_draft()
+                if self._build_head is not None:
+                    self._head = self._build_head(self._new_weights.model, self._path)
+        if self._model is not None and self._new_weights.model is not self._model:
+            raise UnsupportedFeature(
+                "update_weights: it is not known how the model was loaded that serves now",
+                param="weights",
+            )
+        return self._new_weights.stage(message)
+
+    def seal_weights(self) -> None:
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.seal`."""
+        self._new_weights.seal()
+
+    def update_changes_model(self) -> bool:
+        """False if an update is only of what guesses, so that outputs stay what they are."""
+        return self._new_weights.changes_model
+
+    def apply_weights(self, keep_requests: bool) -> None:
+        """Put new weights into the model, and get ready for steps with them. No step is in flight.
+
+        A model that had none has no cache after it, either: :meth:`restore_cache` comes next.
+
+        Args:
+            keep_requests: blocks of the cache are in use: its scales stay as they are.
+
+        Raises:
+            RequestError: the model computes vectors of media, of which requests that run have a part.
+            WeightsError, CapacityError: the old weights are in their place again.
+        """
+        if self._model is None:
+            self._new_weights.apply()
+            self._hold(self._new_weights.model, self._draft, self._head)
+            return
+        takes_media = self._largest_media is not None and bool(self._largest_media())
+        if keep_requests and takes_media and self._new_weights.changes_model:
+            raise RequestError(
+                "update_weights: mode = 'keep': must be 'wait' or 'abort' for a model that takes media: "
+                "vectors of requests that run are of the old weights",
+                param="mode",
+            )
+        undo = self._new_weights.apply()
+        try:
+            self._use_weights(measure=not keep_requests)
+        except BaseException:
+            undo()
+            self._use_weights(measure=not keep_requests, record=False)
+            raise
+        del undo  # and the old weights with it
+        gc.collect()
+        self._meter.trim()
+
+    def drop_weights(self) -> None:
+        """Forget what has come of new weights."""
+        self._new_weights.drop()
+
+    def init_weight_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int
+    ) -> None:
+        """Join a trainer's group, which is rank 0, by rank ``rank_offset`` plus this worker's.
+
+        Raises:
+            RequestError: it cannot be joined.
+        """
+        if not isinstance(rank_offset, bool) and isinstance(rank_offset, int):
+            rank_offset += self.rank
+        self._new_weights.join_group(master_address, master_port, rank_offset, world_size)
+
+    def open_weight_stream(self) -> dict[str, Any]:
+        """Listen for parts of an update: ``host``, ``port`` and ``token`` of the listener."""
+        return self._new_weights.open_stream()
+
+    def close_weight_transfer(self) -> None:
+        """Leave a trainer's group, and close the stream."""
+        self._new_weights.close_ways()
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """Runs steps on the model, which is its ``model``; for worker extensions."""
+        return self._ready()
+
+    @property
+    def model_config(self) -> WorkerModelConfig:
+        """Facts about the model; for worker extensions."""
+        dtype = getattr(torch, self._dtype)
+        return WorkerModelConfig(dtype, self._vocab_size, self._max_model_len)
+
+    def close(self) -> None:
+        """Free model, cache and requests. Idempotent."""
+        if self._beside is not None:
+            self._beside.close()
+        super().close()
+        self._new_weights.close_ways()
+
+    def _free(self) -> None:
+        super()._free()
+        self._new_weights.loaded(None)
+        if self._draft is None:
+            self._new_weights.draft_loaded(None)
+
+    def _forget_draft(self) -> None:
+        """Let go of what guesses, which is read again with the model's weights."""
+        self._draft = self._head = None
+        self._new_weights.draft_loaded(None)
+
+    def _models_beside(self) -> ModelsBeside:
+        if self._beside is None:
+            raise UnsupportedFeature("swap_weights: this worker reads its weights once")
+        return self._beside
+
+    @torch.inference_mode()
+    def _use_weights(self, *, measure: bool, record: bool = True) -> None:
+        """Let go of what was made of other weights, and make it of those that there are."""
+        assert self._cache is not None
+        self._close_graphs()
+        runner = self._ready()
+        runner.media_vectors.clear()
+        bind_buffers(self._buffers, self._layers, self._states, self._cache)
+        if measure and self._kv_scales is not None:
+            self._measure_kv_scales(self._kv_scales)
+        if record:
+            self._settle_and_record()
+
+    def _check_rereads(self, call: str) -> Callable[..., CausalLM]:
+        if self._rebuild_model is None or self._cache is None:
+            raise UnsupportedFeature(f"{call}: this worker reads its weights once")
+        if self._transfer is not None:
+            raise UnsupportedFeature(
+                f"{call}: engines of a disaggregated encoder read their weights once, as they know "
+                "vectors by the model (ec_transfer_config)"
+            )
+        return self._rebuild_model
+
+    def _free_all_but_plan(self) -> None:
+        cache = self._cache
+        self._free()
+        self._cache = cache
+
+    def _close_graphs(self) -> None:
+        """Free recordings, which hold the addresses of weights."""
+        for owner, name in (
+            (self._runner, "graph"), (self._runner, "adapter_graph"), (self._draft_proposer, "graph"),
+        ):  # fmt: skip
+            graph = getattr(owner, name, None)
+            if graph is not None:
+                graph.close()
+                setattr(owner, name, None)
