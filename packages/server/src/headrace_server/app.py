@@ -33,6 +33,7 @@ from headrace_server.http.middleware import (
 )
 from headrace_server.http.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
 from headrace_server.http.request_pacing import AdmissionQueue
+from headrace_server.lora.served import ServedAdapters, check_adapters
 from headrace_server.observability.fingerprint import installed_version
 from headrace_server.observability.instrumentation import InstrumentedEngine, Watcher
 from headrace_server.observability.load_reports import LoadReports
@@ -169,6 +170,9 @@ def add_model(
         tracing=tracing,
         **shared,
     )
+    check_adapters(settings, engine)
+    if engine.model.max_loras:
+        state.adapters = ServedAdapters(state)
     app.state.headrace = state
     errors.install(app, stacks=bool(settings.log_error_stack))
     _add_routers(app, state)

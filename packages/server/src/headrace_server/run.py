@@ -145,6 +145,8 @@ async def serve(
     try:
         with careful_access_log(settings.quiet_paths), quiet_lifecycle:
             async with _with_peers(state), _serving_admin(state, settings, admin_sock):
+                if isinstance(state, ServerState) and state.adapters is not None:
+                    await state.adapters.start()
                 await server.serve(sockets=[sock])
     finally:
         if refresher is not None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from headrace_core.config import option
 from headrace_core.errors import ConfigError
+from headrace_server.lora.modules import parse_modules
 from headrace_server.security import profiles
 
 MAX_API_SERVERS = 64
@@ -158,6 +159,18 @@ class ServerSettings:
     admin_api_key_file: str | None = option(
         None, "File with keys of control routes, in the format of api_key_file."
     )
+    lora_modules: tuple[str, ...] = option(
+        (), "Adapters (LoRA) to begin with, each chosen by its name as a request's model: name=path, a JSON "
+        "object with name, path and perhaps base_model_name, or a JSON list of such; needs --enable-lora.",
+    )  # fmt: skip
+    allow_runtime_lora_updating: bool = option(
+        False, "Let adapters come and go: serve /v1/load_lora_adapter and /v1/unload_lora_adapter, which "
+        "need a key, and ask resolvers for unknown names. Also HEADRACE_ALLOW_RUNTIME_LORA_UPDATING=1.",
+    )  # fmt: skip
+    allowed_lora_path: str | None = option(
+        None, "Folder in which adapters must lie that /v1/load_lora_adapter loads. Default: any folder of "
+        "this machine.",
+    )  # fmt: skip
     middleware: tuple[str, ...] = option(
         (), "Import path of an ASGI middleware class or an HTTP middleware function; repeatable."
     )
@@ -311,6 +324,7 @@ class ServerSettings:
             "middleware",
             "allowed_hosts",
             "admin_api_key",
+            "lora_modules",
             "disable_access_log_for_endpoints",
         ):
             _check(not isinstance(getattr(self, name), str), name, getattr(self, name), "a list")
@@ -347,6 +361,10 @@ class ServerSettings:
                "enable_responses_store", self.enable_responses_store,
                "left out with api_server_count above 1: responses are kept in one process and the "
                "next request may reach another")  # fmt: skip
+        parse_modules(self.lora_modules)
+        folder = self.allowed_lora_path
+        _check(folder is None or os.path.isdir(folder), "allowed_lora_path", folder,
+               "an existing folder")  # fmt: skip
         for name in ("header_timeout", "body_timeout"):
             value = getattr(self, name)
             _check(0 < value < float("inf"), name, value, "above 0, and finite")
@@ -397,6 +415,9 @@ class ServerSettings:
                self.ssl_certfile, "set together with ssl_keyfile")  # fmt: skip
         _check(self.ssl_cert_reqs == 0 or self.ssl_ca_certs is not None, "ssl_cert_reqs",
                self.ssl_cert_reqs, "0 unless ssl_ca_certs is given")  # fmt: skip
+        _check(self.allowed_lora_path is None or self.allow_runtime_lora_updating,
+               "allowed_lora_path", self.allowed_lora_path,
+               "set together with allow_runtime_lora_updating")  # fmt: skip
         absent = (None, False)
         for name, partner in (
             ("enable_auto_tool_choice", "tool_call_parser"),
@@ -424,6 +445,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "HEADRACE_SERVER_DEV_MODE": "dev_mode",
     "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "log_responses",
     "HEADRACE_ENABLE_RESPONSES_API_STORE": "enable_responses_store",
+    "HEADRACE_ALLOW_RUNTIME_LORA_UPDATING": "allow_runtime_lora_updating",
 }
 """Variable -> boolean setting that it switches on."""
 

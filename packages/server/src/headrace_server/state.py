@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import FastAPI, Request
 
 from headrace_core.engine import EngineClient
+from headrace_core.lora import LoRARequest
 from headrace_server.api_processes.peers import Peers
 from headrace_server.http.h11_protocol import Connections
 from headrace_server.observability.fingerprint import Fingerprint, fingerprint_of
@@ -21,6 +22,9 @@ from headrace_server.observability.tracing import Tracing
 from headrace_server.parsing.registry import Parsers
 from headrace_server.settings import ServerSettings
 from headrace_server.streaming.offload import OffLoop
+
+if TYPE_CHECKING:
+    from headrace_server.lora.served import ServedAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +194,10 @@ class ServerState(Serving):
             "request field %r is unknown: it has no effect, unless the chat template reads it"
         )
     )
+    adapters: ServedAdapters | None = None
+    """Names of adapters; None: the engine takes none."""
+    adapter: LoRARequest | None = None
+    """The one that :attr:`engine` computes everything with, in the state of requests that name it."""
     left_out: LoggedOnce = field(
         default_factory=lambda: LoggedOnce(
             "requests have %r, which only the vendor of the API can read: it is left out of the prompt"
@@ -216,3 +224,22 @@ def state_of(request: Request) -> ServerState:
     state = request.app.state.headrace
     assert isinstance(state, ServerState)
     return state
+
+
+async def state_for(request: Request, model: str | None) -> ServerState:
+    """The state by which a request is answered: that of the adapter which it names, else the model's own.
+
+    Where the engine takes no adapters, :func:`~headrace_server.requests.convert.check_model` refuses
+    unknown names.
+
+    Args:
+        model: as the client gave it.
+
+    Raises:
+        UnknownModel: no such adapter, where the engine takes some.
+        RequestError: a resolver's adapter cannot be used.
+    """
+    state = state_of(request)
+    if state.adapters is None or model is None or model in state.engine.model.names:
+        return state
+    return (await state.adapters.find(model)).state

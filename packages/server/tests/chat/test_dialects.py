@@ -228,7 +228,9 @@ async def test_a_gpt_oss_chat(connect: Any, size: int) -> None:
     ]
     assert (message["reasoning"], message["content"]) == ("Look.", "Wait.")
     assert choice["finish_reason"] == "tool_calls"
-    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    assert whole["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 5, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+    }  # fmt: skip
     text = engine.requests[0].prompt_text
     assert text.startswith("<|start|>system<|message|>")
     assert "Reasoning: high" in text

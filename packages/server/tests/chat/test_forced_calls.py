@@ -237,6 +237,7 @@ async def test_a_required_call_in_the_models_own_format(connect: Any, parser: st
         assert params.structured_outputs.json is None
 
 
+@pytest.mark.keep(5, every_value=False)
 @pytest.mark.parametrize("parser", TEXTS)
 async def test_what_is_cut_never_becomes_content(connect: Any, parser: str) -> None:
     """Wherever the output ends: complete calls are there, and nothing of the rest but arguments."""
@@ -258,6 +259,7 @@ async def test_what_is_cut_never_becomes_content(connect: Any, parser: str) -> N
             json.loads(arguments)
 
 
+@pytest.mark.keep(5, every_value=False)
 @pytest.mark.parametrize("parser", TEXTS)
 async def test_free_calls_that_are_cut_leave_no_half_tags(connect: Any, parser: str) -> None:
     first, rest = TEXTS[parser]

@@ -17,7 +17,7 @@ from headrace_core.errors import (
     QueueFull,
     RequestError,
 )
-from headrace_core.failpoints import CANARY
+from headrace_core.reliability.failpoints import CANARY
 from headrace_server import ServerSettings, create_app
 from headrace_server.protocols import base
 from headrace_testing.fakes.engine import FakeEngine
@@ -425,3 +425,29 @@ async def test_a_refusal_logs_its_reason_and_not_its_content(connect: Any, caplo
     assert "max_tokens" in first
     assert "model" in second
     assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "body", "headers"),
+    [
+        (400, "not valid JSON", b'{"prompt": "the-secret", ', {}),
+        (400, "names, objects and lists", b"[" + b"{}," * 140_000 + b'"the-secret"]', {}),
+        (400, "nested", b'{"the-secret": ' + b"[" * 900 + b"]" * 900 + b"}", {}),
+        (400, "Content-Type must be", b"the-secret", {"Content-Type": "text/the-secret"}),
+        (413, "larger than", b'{"prompt": "the-secret"}' + b" " * 20_000_000, {}),
+        (415, "compressed", b"the-secret", {"Content-Encoding": "the-secret"}),
+        (431, "header lines", b"{}", {f"x-{n}": "the-secret" for n in range(300)}),
+    ],
+)  # fmt: skip
+async def test_a_body_that_is_not_read_is_logged_with_its_reason(
+    connect: Any, caplog: Any, status: int, said: str, body: bytes, headers: dict[str, str]
+) -> None:
+    headers = {"Content-Type": "application/json", **headers}
+    with caplog.at_level("INFO", "headrace_server"):
+        answer = await connect().post(URL, content=body, headers=headers)
+    assert answer.status_code == status
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"refused: {status} " in line
+    assert "None" not in line
+    assert said in line
+    assert "the-secret" not in line

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from headrace_core.errors import ConfigError
+from headrace_core.engine import EngineStats
+from headrace_core.errors import CapacityError, ConfigError, EngineAsleep, WeightsError
 from headrace_server import ServerSettings, create_app
 from headrace_server.http.paths import CONTROL_PATHS
 from headrace_server.routes import control
@@ -18,6 +21,7 @@ from headrace_testing.fakes.engine import FakeEngine
 KEY = {"Authorization": "Bearer canary-user"}
 ADMIN = {"Authorization": "Bearer canary-admin"}
 DEV_ONLY = {"/collective_rpc", "/server_info"}
+ADAPTERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 PROFILE = {"/start_profile", "/stop_profile"}
 
 
@@ -49,10 +53,10 @@ async def test_none_by_default(connect: Any) -> None:
 async def test_switched_on(connect: Any) -> None:
     keyed: Any = {"api_key": ("canary-user",)}
     on = await served(connect(enable_control_routes=True, **keyed), KEY)
-    assert on == CONTROL_PATHS - DEV_ONLY
+    assert on == CONTROL_PATHS - DEV_ONLY - ADAPTERS
     assert await served(connect(enable_control_routes=True, **keyed)) == set()
-    assert await served(connect(dev_mode=True, **keyed), KEY) == CONTROL_PATHS
-    assert await served(connect(dev_mode=True)) == CONTROL_PATHS
+    assert await served(connect(dev_mode=True, **keyed), KEY) == CONTROL_PATHS - ADAPTERS
+    assert await served(connect(dev_mode=True)) == CONTROL_PATHS - ADAPTERS
     assert await served(connect(profiled(), **keyed), KEY) == PROFILE
     assert await served(connect(profiled())) == set(), "without a key, only in dev mode"
 
@@ -99,7 +103,7 @@ async def test_their_own_key(connect: Any, scope: str) -> None:
                     answer = await client.request(method, spelling, headers=headers)
                     assert answer.status_code in (401, 404, 405), (method, spelling)
                     assert answer.status_code == 401 or spelling != path
-    assert await served(client, ADMIN) == CONTROL_PATHS
+    assert await served(client, ADMIN) == CONTROL_PATHS - ADAPTERS
     assert (await client.get("/v1/models", headers=ADMIN)).status_code == 401
     assert (await client.get("/v1/models", headers=KEY)).status_code == 200
 
@@ -261,3 +265,85 @@ async def test_what_is_not_served_says_so(connect: Any) -> None:
     for path, (method, reason) in control.NOT_SERVED.items():
         answer = await client.request(method, "http://localhost" + path)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, reason)
+
+
+class Sleeper(FakeEngine):
+    """Notes what its workers are told; asleep, it refuses requests."""
+
+    def __init__(self) -> None:
+        super().__init__("x")
+        self.told: list[tuple[str, list[Any]]] = []
+        self.level = 0
+
+    async def collective_rpc(
+        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        self.told.append((method, list(args)))
+        return [bool(self.level)]
+
+    async def stats(self, *, drain: bool = False) -> EngineStats:
+        return replace(await super().stats(drain=drain), sleep_level=self.level)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise EngineAsleep("the engine sleeps: wake_up() comes first")
+        yield
+
+
+async def test_sleep(connect: Any) -> None:
+    engine = Sleeper()
+    client, base = connect(engine, dev_mode=True), "http://localhost"
+    for path in ("/sleep", "/sleep?level=2", "/wake_up", "/wake_up?tags=weights&tags=kv_cache"):
+        answer = await client.post(base + path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert engine.told == [
+        ("sleep", [1]), ("sleep", [2]), ("wake_up", [None]), ("wake_up", [["weights", "kv_cache"]]),
+    ]  # fmt: skip
+    assert (await client.post(base + "/sleep?level=deep")).status_code == 400
+    assert (await client.get(base + "/is_sleeping")).json() == {"is_sleeping": False}
+    assert 'engine_sleep_state{engine="0",model_name="fake-model",sleep_state="awake"} 1.0' in (
+        (await client.get("http://localhost/metrics")).text
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/wake_up", None), ("/collective_rpc", {"method": "reload_weights"})],
+)
+async def test_weights_that_cannot_be_had(connect: Any, path: str, body: Any) -> None:
+    """Whoever steers the server is told why; of other faults only the log says more."""
+
+    class Failing(Sleeper):
+        error: Exception = WeightsError("/models/a: no weights found")
+
+        async def collective_rpc(self, *_: Any, **__: Any) -> list[Any]:
+            raise self.error
+
+    engine = Failing()
+    client = connect(engine, dev_mode=True)
+    for error, told in (
+        (engine.error, "/models/a: no weights found"),
+        (CapacityError("the model's weights need 3 GiB"), "the model's weights need 3 GiB"),
+        (ValueError("a secret"), "internal error; the server's log has the details"),
+    ):
+        engine.error = error
+        answer = await client.post("http://localhost" + path, json=body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, told)
+
+
+@pytest.mark.parametrize(("level", "state"), [(1, "weights_offloaded"), (2, "discard_all")])
+async def test_asleep(connect: Any, level: int, state: str) -> None:
+    engine = Sleeper()
+    engine.level = level
+    client = connect(engine, dev_mode=True)
+    assert (await client.get("http://localhost/is_sleeping")).json() == {"is_sleeping": True}
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/readyz")).json()["reasons"][0].startswith("asleep: ")
+    metrics = (await client.get("http://localhost/metrics")).text
+    assert f'sleep_state="{state}"}} 1.0' in metrics
+    assert 'sleep_state="awake"} 0.0' in metrics
+    for stream in (False, True):
+        body = {"prompt": "a", "stream": stream}
+        refused = await client.post("http://localhost/v1/completions", json=body)
+        told = refused.json()["error"]
+        assert (refused.status_code, told["headrace_code"]) == (503, "HR-ENG-003")
+        assert told["message"] == "the engine sleeps: wake_up() comes first"

@@ -20,7 +20,7 @@ from headrace_core.errors import AddressError, EngineDead
 from headrace_server import ServerSettings, bind, create_app, serve
 from headrace_server.http.paths import CONTROL_PATHS
 from headrace_server.observability import metrics
-from headrace_server.routes import control, invocations
+from headrace_server.routes import control, invocations, lora
 from headrace_server.run import address, bind_admin
 from headrace_server.security import tls
 from headrace_testing.fakes.engine import FakeEngine, fake_served_model
@@ -326,6 +326,7 @@ def test_control_paths_are_all_known() -> None:
     engine = FakeEngine()
     engine.profiles = []
     routers = control.build(engine, ServerSettings(dev_mode=True))
+    routers = [*routers, lora.build()]
     paths = {getattr(route, "path", "") for router in routers for route in router.routes}
     assert paths == CONTROL_PATHS
     assert control.has_profiler(engine)

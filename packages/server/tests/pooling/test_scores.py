@@ -280,6 +280,7 @@ async def test_the_cohere_clients(live: Any, version: int) -> None:
         assert answer.results[0].document.text == "abc"
 
 
+@pytest.mark.keep(4, every_value=False)
 @pytest.mark.parametrize(
     ("tasks", "path", "api"),
     [

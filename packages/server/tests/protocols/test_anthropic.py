@@ -148,7 +148,9 @@ _TEXTS = st.lists(
 
 @pytest.mark.req("REL-16")
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(text=_TEXTS, size=st.integers(1, 12), pushes=st.booleans(), shown=st.booleans())
 async def test_streams_equal_the_whole(

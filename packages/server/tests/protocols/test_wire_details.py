@@ -288,6 +288,7 @@ STREAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.keep(3, every_value=False)
 @pytest.mark.parametrize(("url", "body"), STREAMS)
 async def test_events_of_streams_fit_the_document(connect: Any, url: str, body: Any) -> None:
     reply = '[{"name": "f", "parameters": {}}]' if "tools" in body else "Hello"

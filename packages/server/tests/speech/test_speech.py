@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.requests import Request
 
@@ -12,7 +13,7 @@ from headrace_core.errors import RequestError
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.speech.model import SpeechToTextConfig
 from headrace_core.speech.transcription import FALLBACK_TEMPERATURES
-from headrace_server import ServerSettings
+from headrace_server import ServerSettings, create_app
 from headrace_server.errors.mapping import ClientGone
 from headrace_server.routes.speech import ROUTER
 from headrace_server.speech.upload import read_upload
@@ -151,9 +152,26 @@ def test_prompts_of_encoder_decoders_are_logged(caplog: Any) -> None:
     caplog.set_level("DEBUG", "headrace_server.observability.request_log")
     encoder = {"prompt": "", "multi_modal_data": {"audio": ([0.0] * 9999, RATE)}}
     prompt: Any = {"encoder_prompt": encoder, "decoder_prompt": [7, 8]}
-    log_request(ServerSettings(enable_log_requests=True), "r", SamplingParams(), prompt)
+    app = create_app(engine(), ServerSettings(enable_log_requests=True))
+    log_request(app.state.headrace, "r", SamplingParams(), prompt)
     assert "prompt [7, 8]" in caplog.text
     assert len(caplog.text) < 4000
+
+
+async def test_an_adapter(live: Any, tmp_path: Any) -> None:
+    """Every call of the model has it; an alignment has none."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    fake = engine(speech=FakeSpeech(SHORT, word_timestamps=True), model={"max_loras": 1})
+    server = await live(fake, lora_modules=(f"dialect={tmp_path}",))
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        assert (await post(client, model="dialect")).json()["text"] == "hello"
+        stream = await post(client, model="dialect", stream="true")
+        assert '"model":"dialect"' in stream.text
+        assert {r.lora_request and r.lora_request.lora_name for r in fake.requests} == {"dialect"}
+        form = {"response_format": "verbose_json", "timestamp_granularities[]": "word"}
+        error = await told(client, model="dialect", **form)
+        assert error["param"] == "timestamp_granularities[]"
+        assert (await post(client, model="other")).status_code == 404
 
 
 # ---- languages

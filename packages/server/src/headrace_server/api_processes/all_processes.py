@@ -36,7 +36,13 @@ def answers_of(state: ServerState) -> Answers:
     async def is_paused(_: Mapping[str, Any]) -> bool:
         return await engine.is_paused()
 
+    async def forget_adapter(words: Mapping[str, Any]) -> bool:
+        if state.adapters is not None:
+            state.adapters.forget(int(words["number"]))
+        return True
+
     return {
+        "forget_adapter": forget_adapter,
         "load": load, "metrics": metrics, "pause": pause, "resume": resume, "is_paused": is_paused,
     }  # fmt: skip
 

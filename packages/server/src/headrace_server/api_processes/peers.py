@@ -45,7 +45,7 @@ class Peers:
 
     def __init__(self, folder: Path, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
-        self._folder = folder
+        self.folder = folder
 
     @contextlib.asynccontextmanager
     async def answering(self, answers: Answers) -> AsyncIterator[None]:
@@ -113,7 +113,7 @@ class Peers:
             writer.close()
 
     def _path(self, rank: int) -> Path:
-        return self._folder / f"http-{rank}"
+        return self.folder / f"http-{rank}"
 
 
 async def _answer(answers: Answers, line: bytes) -> bytes:

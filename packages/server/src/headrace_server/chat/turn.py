@@ -226,7 +226,7 @@ class Turn:
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.name, self._position)
-        log_request(self.state.settings, name, self.params, self.prompt)
+        log_request(self.state, name, self.params, self.prompt)
         engine, special = self.state.engine, special_tokens(self.prompt)
         if self._beams is not None:
             return beam_outputs(

@@ -1,7 +1,8 @@
 """Errors on the wire: one body, one table from exceptions to statuses, no foreign text.
 
 Every message is our own (:mod:`headrace_core.errors`' request errors, or a sentence from here);
-the text of any other exception goes to the log, under the request's id, never to a client.
+the text of any other exception goes to the log, under the request's id, never to a client. Whoever steers
+the server by control routes is told, too, why weights or memory could not be had.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_core.errors import (
     BUG,
+    EngineAsleep,
     EngineDead,
     GenerateError,
+    HeadraceError,
     PromptTooLong,
     QueueFull,
     RequestError,
@@ -163,6 +166,8 @@ def _answer(error: BaseException) -> ErrorAnswer:
             return ErrorAnswer(503, "the server is shutting down", headers={"Retry-After": "5"})
         case ClientGone():
             return ErrorAnswer(499, "the client closed the connection")
+        case EngineAsleep():
+            return ErrorAnswer(503, str(error))
         case GenerateError():
             return ErrorAnswer(500, "the engine failed on this request; other requests go on")
         case EngineDead():
@@ -176,14 +181,8 @@ def report(error: BaseException, request_id: str = "") -> ErrorAnswer:
     is the client's."""
     reply = answer(error)
     if 400 <= reply.status < 500 and not isinstance(error, ClientGone):
-        logger.info(
-            "request %s refused: %d %s (%s)",
-            request_id or "(no id)",
-            reply.status,
-            reply.headrace_code or CODES.get(reply.status),
-            _reason(error, reply),
-        )
-    if reply.status >= 500 and not isinstance(error, ShuttingDown):
+        log_refused(reply, request_id, _reason(error, reply))
+    if reply.status >= 500 and not isinstance(error, (ShuttingDown, EngineAsleep)):
         expected = isinstance(error, (GenerateError, EngineDead))
         logger.error(
             "request %s failed: %s: %s",
@@ -193,6 +192,30 @@ def report(error: BaseException, request_id: str = "") -> ErrorAnswer:
             exc_info=None if expected else error,
         )
     return reply
+
+
+def report_named(error: HeadraceError, request_id: str = "") -> ErrorAnswer:
+    """:func:`report`, for those who steer the server: they are told the cause, whatever it is."""
+    reply = report(error, request_id)
+    return msgspec.structs.replace(
+        reply, message=str(error), headrace_code=entry_of(error).code or reply.headrace_code
+    )
+
+
+def log_refused(reply: ErrorAnswer, request_id: str, reason: str = "") -> None:
+    """Log why a request was refused.
+
+    Args:
+        reason: holds nothing that the request brought; empty: the answer's own words, which then hold
+            nothing of it either.
+    """
+    code = reply.headrace_code or CODES.get(reply.status, "")
+    logger.info(
+        "request %s refused: %s (%s)",
+        request_id or "(no id)",
+        f"{reply.status} {code}".rstrip(),
+        reason or reply.message,
+    )
 
 
 def _reason(error: BaseException, reply: ErrorAnswer) -> str:
@@ -278,6 +301,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
                       headers=headers, headrace_code=NO_ROUTE).response()  # fmt: skip
     code = error.headrace_code if isinstance(error, BodyRefused) else ""
     reply = ErrorAnswer(error.status_code, str(error.detail), headers=headers, headrace_code=code)
+    # What stands behind a colon may be a library's word for a part of the body.
+    reason = reply.message.partition(":")[0]
+    log_refused(reply, request.scope.get("headrace_request_id", ""), reason)
     return reply.response()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_server.errors.mapping import ErrorAnswer, ShuttingDown, answer
+from headrace_server.errors.mapping import ErrorAnswer, ShuttingDown, answer, log_refused
 from headrace_server.http.h11_protocol import direct_write, replace_direct_write
 from headrace_server.http.paths import OPEN_PATHS, route_path
 from headrace_server.observability.metrics import HttpTraffic
@@ -103,19 +103,19 @@ class Limits:
             return
         if len(scope["headers"]) > self._max_headers:
             reply = ErrorAnswer(431, f"more than {self._max_headers} header lines")
-            await reply.response()(scope, receive, send)
+            await _refuse(reply, scope, receive, send)
             return
         coding = next((v for k, v in scope["headers"] if k == b"content-encoding"), b"")
         if coding.strip().lower() not in (b"", b"identity"):
             reply = ErrorAnswer(
                 415, "compressed bodies are not read; send it without Content-Encoding"
             )
-            await reply.response()(scope, receive, send)
+            await _refuse(reply, scope, receive, send)
             return
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         too_large = ErrorAnswer(413, f"the body is larger than {self._max_body} bytes")
         if declared.isdigit() and int(declared) > self._max_body:
-            await too_large.response()(scope, receive, send)
+            await _refuse(too_large, scope, receive, send)
             return
         await self._limited(scope, receive, send, too_large)
 
@@ -146,7 +146,7 @@ class Limits:
             await self._app(scope, take, count)
         except _Refused as refused:
             if not started:
-                await refused.reply.response()(scope, receive, send)
+                await _refuse(refused.reply, scope, receive, send)
 
     async def _in_time(self, receive: Receive, seen: int, begin: float) -> Message:
         """The next piece of a body, of which so many bytes have come."""
@@ -159,6 +159,12 @@ class Limits:
                 return await receive()
         except TimeoutError:
             raise _Refused(ErrorAnswer(408, "the body did not arrive in time")) from None
+
+
+async def _refuse(reply: ErrorAnswer, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer, and log why."""
+    log_refused(reply, scope.get("headrace_request_id", ""))
+    await reply.response()(scope, receive, send)
 
 
 class _Refused(BaseException):

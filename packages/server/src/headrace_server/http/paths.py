@@ -12,9 +12,11 @@ MODEL_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 
 CONTROL_PATHS = frozenset({
     "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile",
-    "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/scale_elastic_ep",
+    "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/swap_weights", "/weights_version",
+    "/scale_elastic_ep",
     "/is_scaling_elastic_ep", "/collective_rpc", "/server_info", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
+    "/v1/unload_lora_adapter", "/update_weights", "/init_weight_update_group", "/open_weight_stream",
+    "/close_weight_transfer",
 })  # fmt: skip
 """Routes that change or show the engine itself; always behind a key (ADR 0028)."""
 

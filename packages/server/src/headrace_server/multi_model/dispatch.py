@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace_core.context import MODEL
 from headrace_core.errors import RequestError, UnknownModel
-from headrace_server.errors.mapping import answer
+from headrace_server.errors.mapping import report
 from headrace_server.multi_model.models import Models, OneModel
 from headrace_server.multi_model.naming import NamedModel, read_name
 
@@ -37,7 +37,9 @@ class Dispatcher:
                 named = await read_name(scope, receive)
                 model = self._chosen(scope, named)
         except RequestError as error:
-            await answer(error).response()(scope, named.receive, send)
+            await report(error, scope.get("headrace_request_id", "")).response()(
+                scope, named.receive, send
+            )
             return
         app = self._part(model)
         assert app is not None, "a model without this part was chosen"

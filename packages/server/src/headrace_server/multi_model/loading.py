@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from headrace_core.engine import EngineClient
 from headrace_core.errors import HeadraceError, RequestError
 from headrace_server.multi_model.models import Models, OneModel
-from headrace_server.observability.metrics import is_healthy
+from headrace_server.observability.metrics import fresh_stats, is_healthy
 from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,8 @@ class Loading:
         return self._loader.budget
 
     async def list(self) -> list[dict[str, Any]]:
-        """Every model with its state: ``loading``, ``ready``, ``paused``, ``draining`` or ``dead``."""
+        """Every model with its state: ``loading``, ``ready``, ``paused``, ``asleep``, ``draining`` or
+        ``dead``."""
         return [
             *[await self._describe(model) for model in self._models],
             *[await self._describe(model, "draining") for model in self._leaving],
@@ -192,4 +193,7 @@ class Loading:
 async def _state_of(model: OneModel) -> str:
     if not await is_healthy(model.state.engine):
         return "dead"
-    return "paused" if await model.state.engine.is_paused() else "ready"
+    if await model.state.engine.is_paused():
+        return "paused"
+    stats = await fresh_stats(model.state.engine)
+    return "asleep" if stats is not None and stats.sleep_level else "ready"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,32 @@ def fingerprint_of(
         "accelerators": _accelerators(),
     }  # fmt: skip
     return Fingerprint("fp_" + _digest(json.dumps(facts, sort_keys=True, default=str)), facts)
+
+
+def with_adapter(fingerprint: Fingerprint, path: str) -> Fingerprint:
+    """The fingerprint of answers that are computed with an adapter.
+
+    Args:
+        path: the adapter's.
+    """
+    facts = {**fingerprint.facts, "adapter": path}
+    return Fingerprint("fp_" + _digest(fingerprint.name + "\n" + path), facts)
+
+
+FIRST_WEIGHTS = ("", "0")
+"""Versions of weights that an engine has from its start, and a ``weights_version`` that is not known."""
+
+
+def with_weights(fingerprint: Fingerprint, versions: Sequence[str]) -> Fingerprint:
+    """The fingerprint of answers of weights that came after the start.
+
+    Args:
+        versions: ``weights_versions`` of the answer.
+    """
+    if all(version in FIRST_WEIGHTS for version in versions):
+        return fingerprint
+    facts = {**fingerprint.facts, "weights_versions": list(versions)}
+    return Fingerprint("fp_" + _digest("\n".join([fingerprint.name, *versions])), facts)
 
 
 def installed_version() -> str:

@@ -19,6 +19,7 @@ from headrace_core.engine import (
     OutputStream,
     TokenizedPrompt,
 )
+from headrace_core.lora import LoRARequest
 from headrace_core.output import (
     BeamSearchOutput,
     PoolingOutput,
@@ -117,6 +118,7 @@ class InstrumentedEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
         outputs = self.engine.generate(
@@ -124,6 +126,7 @@ class InstrumentedEngine:
             params,
             request_id,
             priority=priority,
+            lora_request=lora_request,
             add_special_tokens=add_special_tokens,
         )
         if not self._watchers:
@@ -140,6 +143,7 @@ class InstrumentedEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
     ) -> BeamSearchOutput:
         found = BeamSearchOutput([])
@@ -151,6 +155,7 @@ class InstrumentedEngine:
                 params,
                 request_id,
                 priority=priority,
+                lora_request=lora_request,
                 add_special_tokens=add_special_tokens,
             )
             yield as_request_output(found, request_id)
@@ -174,6 +179,7 @@ class InstrumentedEngine:
         *,
         task: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         add_special_tokens: bool | None = None,
         entry: AdmissionTicket | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
@@ -183,6 +189,7 @@ class InstrumentedEngine:
             request_id,
             task=task,
             priority=priority,
+            lora_request=lora_request,
             add_special_tokens=add_special_tokens,
             entry=entry,
         )
@@ -219,6 +226,7 @@ class InstrumentedEngine:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         work = self.engine.score(
@@ -227,6 +235,7 @@ class InstrumentedEngine:
             params,
             request_id,
             priority=priority,
+            lora_request=lora_request,
             chat_template=chat_template,
         )
         watched = _WatchedPooling(self._watchers, "score", request_id)
@@ -290,6 +299,15 @@ class InstrumentedEngine:
 
     async def check_health(self) -> None:
         await self.engine.check_health()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return await self.engine.add_lora(lora_request)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        return await self.engine.remove_lora(lora_int_id)
+
+    async def list_loras(self) -> Sequence[LoRARequest]:
+        return await self.engine.list_loras()
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return await self.engine.reset_prefix_cache(reset_running_requests)

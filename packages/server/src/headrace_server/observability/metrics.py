@@ -39,6 +39,8 @@ MAX_KEPT_LATENCIES = 4096
 STATS_TIMEOUT = 2.0
 """Longest wait for the engine's numbers, in seconds: a scrape must not hang with a stuck engine."""
 _LABELS = ("model_name", "engine")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""Values of the label ``sleep_state``, by level; vLLM's words."""
 
 
 class _EngineCollector(Collector):
@@ -47,6 +49,7 @@ class _EngineCollector(Collector):
     def __init__(self, prefix: str, model: ServedModel) -> None:
         self._prefix = prefix
         self._values = (model.name, ENGINE_INDEX)
+        self._max_loras = model.max_loras
         self.stats = EngineStats()
         self.healthy = True
         self.paused = False
@@ -71,6 +74,12 @@ class _EngineCollector(Collector):
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.",
              stats.prefix_cache_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Runs of guessed tokens that were checked.",
+             stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Guessed tokens that were checked.",
+             stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.",
+             sum(stats.num_accepted_per_position)),
         )  # fmt: skip
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(self._prefix + name, text, labels=_LABELS)
@@ -80,6 +89,9 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(self._prefix + name, text, labels=_LABELS)
             counter.add_metric(self._values, float(value))
             yield counter
+        yield self._accepted()
+        yield self._sleep_state()
+        yield self._weights_info()
         info = GaugeMetricFamily(
             self._prefix + "cache_config_info",
             "The KV cache's shape, in labels.",
@@ -87,6 +99,61 @@ class _EngineCollector(Collector):
         )
         info.add_metric((*self._values, str(stats.block_size), str(stats.num_blocks)), 1.0)
         yield info
+        if self._max_loras:
+            yield from self._adapters()
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Requests by their adapters' names."""
+        stats = self.stats
+        kinds = (("running", stats.running_loras), ("waiting", stats.waiting_loras))
+        info = GaugeMetricFamily(
+            self._prefix + "lora_requests_info",
+            "Adapters of requests, in labels; the value is the time.",
+            labels=(*_LABELS, "max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        )
+        running, waiting = (",".join(sorted(counts)) for _, counts in kinds)
+        info.add_metric((*self._values, str(self._max_loras), waiting, running), time.time())
+        yield info
+        for kind, counts in kinds:
+            gauge = GaugeMetricFamily(
+                f"{self._prefix}lora_requests_{kind}",
+                f"Requests that are {kind}, by their adapter.",
+                labels=(*_LABELS, "lora_name"),
+            )
+            for name in sorted(counts):
+                gauge.add_metric((*self._values, name), float(counts[name]))
+            yield gauge
+
+    def _accepted(self) -> Metric:
+        """Right guesses, one number for each place in a run."""
+        accepted = CounterMetricFamily(
+            self._prefix + "spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place in the run.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(self.stats.num_accepted_per_position):
+            accepted.add_metric((*self._values, str(position)), float(count))
+        return accepted
+
+    def _weights_info(self) -> Metric:
+        info = GaugeMetricFamily(
+            self._prefix + "weights_info",
+            "The version of the weights that compute, in a label.",
+            labels=(*_LABELS, "weights_version"),
+        )
+        info.add_metric((*self._values, self.stats.weights_version), 1.0)
+        return info
+
+    def _sleep_state(self) -> Metric:
+        """1 for the state that the engine has, 0 for the others."""
+        gauge = GaugeMetricFamily(
+            self._prefix + "engine_sleep_state",
+            "1 for the engine's state: awake, weights_offloaded (sleep level 1), discard_all (level 2).",
+            labels=(*_LABELS, "sleep_state"),
+        )
+        for level, state in enumerate(SLEEP_STATES):
+            gauge.add_metric((*self._values, state), float(self.stats.sleep_level == level))
+        return gauge
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_server.observability.sse_reader import EventDecoder
-from headrace_server.settings import ServerSettings
+from headrace_server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +30,25 @@ _NUMBERS = 4
 
 
 def log_request(
-    settings: ServerSettings,
+    state: ServerState,
     request_id: str,
     params: SamplingParams | PoolingParams,
     prompt: Prompt,
 ) -> None:
-    """Id and parameters at INFO, the prompt at DEBUG, cut to ``max_log_len``."""
+    """Id, parameters and adapter at INFO, the prompt at DEBUG, cut to ``max_log_len``."""
+    settings = state.settings
     if not settings.enable_log_requests:
         return
     extra = {"request_id": request_id}
-    logger.info("request %s: %s", request_id, params, extra=extra)
+    logger.info("request %s: %s%s", request_id, params, _adapter_of(state), extra=extra)
     if logger.isEnabledFor(logging.DEBUG):
         shown = _shown(prompt, settings.max_log_len)
         logger.debug("request %s: prompt %r", request_id, shown, extra=extra)
+
+
+def _adapter_of(state: ServerState) -> str:
+    adapter = state.adapter
+    return "" if adapter is None else f", adapter {adapter.lora_name!r} (id {adapter.lora_int_id})"
 
 
 class OutputLog:

@@ -25,6 +25,8 @@ class Tally:
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         """Set at the end, by whoever knows."""
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        """Guesses that were checked, and those that were right."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -38,6 +40,9 @@ class Tally:
     def count(self, output: RequestOutput) -> None:
         """Take in the next output."""
         self.count_prompt(output)
+        if output.metrics is not None:
+            self.num_draft_tokens = output.metrics.num_draft_tokens
+            self.num_accepted_tokens = output.metrics.num_accepted_tokens
         new = 0
         for part in output.outputs:
             gained = len(part.token_ids)
@@ -74,7 +79,18 @@ def usage(tallies: list[Tally], *, details: bool, hidden: int = 0) -> Usage:
         completion_tokens=generated,
         total_tokens=prompt + generated,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if details else None,
-        completion_tokens_details=(
-            CompletionTokensDetails(reasoning_tokens=reasoning) if reasoning else None
-        ),
+        completion_tokens_details=_details(tallies, reasoning),
+    )
+
+
+def _details(tallies: list[Tally], reasoning: int) -> CompletionTokensDetails | None:
+    """What is known of the completion tokens beside their number."""
+    drafted = sum(tally.num_draft_tokens for tally in tallies)
+    if not drafted:
+        return CompletionTokensDetails(reasoning_tokens=reasoning) if reasoning else None
+    accepted = sum(tally.num_accepted_tokens for tally in tallies)
+    return CompletionTokensDetails(
+        reasoning_tokens=reasoning,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=drafted - accepted,
     )

@@ -113,7 +113,7 @@ class PoolingCall:
 
         def encode(position: int, prompt: Prompt) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
             name = convert.engine_id(self.id, position)
-            log_request(self.state.settings, name, self.params, prompt)
+            log_request(self.state, name, self.params, prompt)
             return self.state.engine.encode(
                 prompt,
                 self.params,

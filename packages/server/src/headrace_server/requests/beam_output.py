@@ -23,4 +23,5 @@ def as_request_output(found: BeamSearchOutput, request_id: str) -> RequestOutput
         ],
         finished=True,
         num_cached_tokens=found.num_cached_tokens,
+        weights_versions=found.weights_versions,
     )

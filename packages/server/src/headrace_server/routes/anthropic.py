@@ -28,7 +28,7 @@ from headrace_server.protocols.anthropic.protocol import (
 )
 from headrace_server.requests import convert
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for
 from headrace_server.streaming.event_stream import StreamForm, start_stream, wait_watching
 
 _FORM = StreamForm(done=b"", error=error_event, keep_alive=PING)
@@ -54,7 +54,7 @@ class AnthropicRouter:
 def _add(router: APIRouter) -> None:
     @router.post("/v1/messages", response_model=Message, responses=_STREAMED)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        state = state_of(request)
+        state = await state_for(request, body.model)
         try:
             message = MessageAnswer(body, request, state)
             if body.stream:
@@ -68,7 +68,7 @@ def _add(router: APIRouter) -> None:
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount)
     async def count(body: CountTokensRequest, request: Request) -> Response:
-        state = state_of(request)
+        state = await state_for(request, body.model)
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
         name = request.scope["headrace_request_id"]

@@ -19,28 +19,28 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from headrace_core.engine import EngineClient
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import CapacityError, ModelError, RequestError, UnsupportedFeature
 from headrace_server.api_processes import all_processes
-from headrace_server.errors.mapping import ErrorAnswer, ErrorResponse
+from headrace_server.errors.mapping import ErrorAnswer, ErrorResponse, report_named
 from headrace_server.http.routing import ERROR_RESPONSES, json_router
+from headrace_server.routes import lora, weight_swaps, weight_updates
 from headrace_server.routes.named import check_named
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.streaming.event_stream import wait_watching
 
 NOT_SERVED: Mapping[str, tuple[str, str]] = {
-    "/sleep": ("POST", "sleep mode is not served by this version"),
-    "/wake_up": ("POST", "sleep mode is not served by this version"),
-    "/is_sleeping": ("GET", "sleep mode is not served by this version"),
-    "/v1/load_lora_adapter": ("POST", "LoRA LoRA adapters are not supported by this version"),
-    "/v1/unload_lora_adapter": ("POST", "LoRA LoRA adapters are not supported by this version"),
     "/scale_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
     "/is_scaling_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
     "/reset_mm_cache": ("POST", "this engine has no cache of media"),
 }
 """Routes that clients know and nothing here can serve: they say so by name."""
+WAKING_TIMEOUT = 3600.0
+"""Longest wait for an engine that falls asleep or wakes up, in seconds: it may read a large checkpoint."""
 RPC_TIMEOUT = 600.0
 """Longest ``timeout`` of a remote call, in seconds."""
+NAMED = (ModelError, CapacityError)
+"""Weights or memory that could not be had: the caller is told why."""
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _EMPTY: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 200: {"content": {}}}
 
@@ -49,6 +49,13 @@ class Paused(BaseModel):
     """Answer of ``GET /is_paused``."""
 
     is_paused: bool
+
+
+class Sleeping(BaseModel):
+    """Answer of ``GET /is_sleeping``."""
+
+    is_sleeping: bool
+    """True until every part is awake."""
 
 
 class WorkerCall(BaseModel):
@@ -73,8 +80,13 @@ def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
     router = APIRouter(tags=["control"], dependencies=[Depends(check_named)])
     if settings.enable_control_routes or settings.dev_mode:
         _add_pause(router, engine)
+        _add_sleep(router, engine)
+        weight_swaps.add_routes(router, engine)
+        weight_updates.add_routes(router, engine)
         _add_cache(router, engine)
         _add_refusals(router)
+    if settings.allow_runtime_lora_updating:
+        router.include_router(lora.build())
     if has_profiler(engine) or settings.enable_control_routes or settings.dev_mode:
         _add_profile(router, engine)
     routers = [router] if router.routes else []
@@ -113,6 +125,30 @@ def _add_pause(router: APIRouter, engine: EngineClient) -> None:
     @router.get("/is_paused")
     async def is_paused() -> Paused:
         return Paused(is_paused=await engine.is_paused())
+
+
+def _add_sleep(router: APIRouter, engine: EngineClient) -> None:
+    @router.post("/sleep", response_class=Response, responses=_EMPTY)
+    async def sleep(level: Annotated[int, Query()] = 1) -> Response:
+        """Give the memory of weights and cache back, while no request runs."""
+        await engine.collective_rpc("sleep", args=[level], timeout=WAKING_TIMEOUT)
+        return Response()
+
+    @router.post("/wake_up", response_class=Response, responses=_EMPTY)
+    async def wake_up(
+        request: Request, tags: Annotated[list[str] | None, Query()] = None
+    ) -> Response:
+        """Take memory again, for all parts or those named: weights, kv_cache. A part that cannot be woken
+        sleeps on, and the answer says why."""
+        try:
+            await engine.collective_rpc("wake_up", args=[tags], timeout=WAKING_TIMEOUT)
+        except NAMED as error:
+            return report_named(error, request.scope["headrace_request_id"]).response()
+        return Response()
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Sleeping:
+        return Sleeping(is_sleeping=(await engine.collective_rpc("is_sleeping"))[0])
 
 
 def _add_cache(router: APIRouter, engine: EngineClient) -> None:
@@ -169,7 +205,7 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
     router.dependencies.append(Depends(check_named))
 
     @router.post("/collective_rpc", responses={504: {"model": ErrorResponse}})
-    async def collective_rpc(body: WorkerCall) -> WorkerResults:
+    async def collective_rpc(request: Request, body: WorkerCall) -> WorkerResults:
         """Call a listed method of every worker."""
         if body.kwargs:
             raise RequestError("kwargs: worker methods take none here", param="kwargs")
@@ -184,6 +220,9 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
                 504, f"collective_rpc: {body.method}: no answer from the workers {given}"
             )
             return reply.response()  # type: ignore[return-value]
+        except NAMED as error:
+            reply = report_named(error, request.scope["headrace_request_id"])
+            return reply.response()  # type: ignore[return-value]
         return WorkerResults(results=results)
 
     @router.get(
@@ -196,6 +235,7 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
     ) -> Response:
         """The configuration; secrets are left out."""
         info = describe(engine, settings, os.environ)
+        info["weights_version"] = (await engine.stats()).weights_version
         if config_format == "text":
             return PlainTextResponse(pprint.pformat(info, width=100))
         return Response(msgspec.json.encode(info), media_type="application/json")

@@ -13,7 +13,7 @@ from headrace_core.errors import UnsupportedFeature
 from headrace_server.api_processes.all_processes import total_load
 from headrace_server.errors.mapping import ErrorResponse
 from headrace_server.observability.fingerprint import installed_version
-from headrace_server.observability.metrics import is_healthy
+from headrace_server.observability.metrics import fresh_stats, is_healthy
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServedEngine, ServerState, serving_of, state_of
 
@@ -126,6 +126,10 @@ async def reasons_not_ready(state: ServerState) -> list[str]:
         reasons.append("engine stuck: no progress within the heartbeat limit")
     elif await state.engine.is_paused():
         reasons.append("paused: POST /resume starts the waiting requests")
+    elif (stats := await fresh_stats(state.engine)) is not None and stats.sleep_level:
+        reasons.append(
+            "asleep: requests are refused until POST /wake_up, and reload_weights after level 2"
+        )
     return reasons
 
 

@@ -30,7 +30,7 @@ from headrace_server.protocols.openai.chat import Chat
 from headrace_server.protocols.openai.completions import Completion
 from headrace_server.protocols.openai.render import RenderedRequest, Rendering
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for
 from headrace_server.streaming.event_stream import wait_watching
 from headrace_server.streaming.offload import text_cost
 
@@ -50,7 +50,7 @@ class OpenAIRouter:
             responses=streamed(CompletionChunk),
         )
         async def completions(body: CompletionRequest, request: Request) -> Response:
-            state, embeds = state_of(request), body.prompt_embeds or ""
+            state, embeds = await state_for(request, body.model), body.prompt_embeds or ""
             cost = text_cost(*([embeds] if isinstance(embeds, str) else embeds))
             call = await state.off_loop(cost, Completion, body, request, state)
             return await answer_with(call, request)
@@ -63,11 +63,12 @@ class OpenAIRouter:
                 responses=streamed(ChatChunk),
             )
             async def chat(body: ChatRequest, request: Request) -> Response:
-                return await answer_with(Chat(body, request, state_of(request)), request)
+                state = await state_for(request, body.model)
+                return await answer_with(Chat(body, request, state), request)
 
             @router.post("/v1/chat/completions/batch", response_model=BatchChatResponse)
             async def batch(body: BatchChatRequest, request: Request) -> Response:
-                call = BatchChat(body, request, state_of(request))
+                call = BatchChat(body, request, await state_for(request, body.model))
                 lifecycle = call.state.lifecycle
                 answer = await wait_watching(call.whole(), request, lifecycle, call.id)
                 return JsonAnswer(encode_answer(answer))
@@ -97,7 +98,7 @@ def _add_render_routes(router: APIRouter, *, chats: bool) -> None:
 
 
 async def _render(body: ChatRequest | CompletionRequest, request: Request) -> Response:
-    call = Rendering(body, request, state_of(request))
+    call = Rendering(body, request, await state_for(request, body.model))
     try:
         return await wait_watching(call.respond(), request, call.state.lifecycle, call.id)
     except RequestError as error:

@@ -37,7 +37,7 @@ from headrace_server.protocols.openai.bodies.pooling import (
 )
 from headrace_server.routes.availability import INFERENCE_ROUTES, can_score
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,13 @@ class EmbeddingsRouter:
 
         @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_BINARY)
         async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-            return await answer_pooled(Vectors(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_pooled(Vectors(body, request, state), request)
 
         @router.post("/v2/embed", response_model=CohereEmbedResponse, responses=COHERE_ERRORS)
         async def embed(body: CohereEmbedRequest, request: Request) -> Response:
-            return await answer_pooled(CohereEmbedding(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_pooled(CohereEmbedding(body, request, state), request)
 
         return router
 
@@ -92,7 +94,8 @@ class ClassifyRouter:
 
         @router.post("/classify", response_model=ClassifyResponse)
         async def classify(body: ClassifyRequest, request: Request) -> Response:
-            return await answer_pooled(Classification(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_pooled(Classification(body, request, state), request)
 
         return router
 
@@ -109,10 +112,12 @@ class ScoreRouter:
             return router
 
         async def score(body: ScoreRequest, request: Request) -> Response:
-            return await answer_pooled(Score(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_pooled(Score(body, request, state), request)
 
         async def rerank(body: RerankRequest, request: Request) -> Response:
-            return await answer_pooled(Rerank(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_pooled(Rerank(body, request, state), request)
 
         for path in ("/score", "/v1/score"):
             router.post(path, response_model=ScoreResponse)(score)
@@ -133,7 +138,7 @@ class PoolingRouter:
 
         @router.post("/pooling", response_model=PoolingResponse | PluginResponse, responses=_BINARY)
         async def pooling(body: PoolingRequest, request: Request) -> Response:
-            state = state_of(request)
+            state = await state_for(request, body.model)
             if isinstance(body, PluginRequest):
                 return await answer_pooled(PluginCall(body, request, state), request)
             task = pooling_task(body.task, state.engine.model.tasks)

@@ -29,7 +29,7 @@ from headrace_server.protocols.responses.service import ResponseService, Unknown
 from headrace_server.protocols.responses.store import StoredResponse
 from headrace_server.routes.named import check_named
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for, state_of
 from headrace_server.streaming.event_stream import (
     DirectWriter,
     StreamForm,
@@ -91,7 +91,7 @@ def _add_create(router: APIRouter, service: ResponseService) -> None:
 
 
 async def _create(body: ResponsesRequest, request: Request, service: ResponseService) -> Response:
-    state = state_of(request)
+    state = await state_for(request, body.model)
     name = request.scope["headrace_request_id"]
     work = service.begin(body, request, state)  # may ask tool servers, and tokenize
     started = await wait_watching(work, request, state.lifecycle, name)

@@ -23,7 +23,7 @@ from headrace_server.speech.protocol import (
 )
 from headrace_server.speech.run import SpeechCall
 from headrace_server.speech.upload import body_of, read_upload
-from headrace_server.state import ServerState, state_of
+from headrace_server.state import ServerState, state_for, state_of
 from headrace_server.streaming.event_stream import start_stream, wait_watching
 
 _TEXTS = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
@@ -74,7 +74,7 @@ async def _answer(kind: type[SpeechRequest], task: SpeechTask, request: Request)
     try:
         call = await _call(kind, task, request, state)
         if call.body.stream:
-            return await start_stream(call.events(), request, state, call.id)
+            return await start_stream(call.events(), request, call.state, call.id)
         result = await wait_watching(call.whole(), request, state.lifecycle, call.id)
     except RequestError as error:
         respell(error, SpeechCall.spelling)
@@ -91,7 +91,8 @@ async def _call(
     speech = state.engine.speech
     assert speech is not None, "an engine whose model transcribes has a speech model"
     upload = await read_upload(request, speech.max_file_bytes)
-    return SpeechCall(body_of(kind, upload), upload, task, request, state)
+    body = body_of(kind, upload)
+    return SpeechCall(body, upload, task, request, await state_for(request, body.model))
 
 
 def _form_of(kind: type[SpeechRequest]) -> dict[str, Any]:

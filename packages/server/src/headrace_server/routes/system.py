@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_server.http.routing import ERROR_RESPONSES
+from headrace_server.observability.fingerprint import with_weights
 from headrace_server.routes.named import check_named
 from headrace_server.state import state_of
 
@@ -100,7 +101,8 @@ def system_router() -> APIRouter:
             raise EngineDead("the engine has stopped") from state.engine.dead_error
         reports = await state.engine.collective_rpc("report", timeout=10.0)
         workers = [Worker.model_validate(report) for report in reports]
-        name, facts = state.fingerprint
+        version = (await state.engine.stats()).weights_version
+        name, facts = with_weights(state.fingerprint, [version])
         return Determinism(
             system_fingerprint=name,
             repeatable=bool(workers) and all(worker.batch_invariant for worker in workers),

@@ -23,7 +23,7 @@ from headrace_server.protocols.openai.bodies.tokenize import (
 from headrace_server.requests.convert import chat_prompt, check_model
 from headrace_server.routes.named import check_named
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for
 from headrace_server.streaming.event_stream import wait_watching
 from headrace_server.streaming.offload import encoded
 
@@ -45,8 +45,8 @@ class TokenizeRouter:
 
         @router.post("/tokenize", response_model=TokenizeResponse)
         async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-            state = state_of(request)
-            check_model(body.model, engine.model)
+            state = await state_for(request, body.model)
+            check_model(body.model, state.engine.model)
             body.check_fields(state)
             _need_tokenizer(engine)
             prompt: Prompt
@@ -71,8 +71,9 @@ class TokenizeRouter:
 
         @router.post("/detokenize")
         async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
-            check_model(body.model, engine.model)
-            body.check_fields(state_of(request))
+            state = await state_for(request, body.model)
+            check_model(body.model, state.engine.model)
+            body.check_fields(state)
             _need_tokenizer(engine)
             size = engine.model.vocab_size
             if body.tokens and max(body.tokens) >= size:

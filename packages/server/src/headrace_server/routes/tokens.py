@@ -15,7 +15,7 @@ from headrace_server.protocols.openai.bodies.generate import (
 )
 from headrace_server.protocols.openai.generate import TokenGeneration
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import state_for
 
 
 class TokensRouter:
@@ -33,7 +33,8 @@ class TokensRouter:
             responses=streamed(GenerateChunk),
         )
         async def generate(body: GenerateRequest, request: Request) -> Response:
-            return await answer_with(TokenGeneration(body, request, state_of(request)), request)
+            state = await state_for(request, body.model)
+            return await answer_with(TokenGeneration(body, request, state), request)
 
         return router
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_server.errors.mapping import ErrorAnswer
+from headrace_server.errors.mapping import ErrorAnswer, log_refused
 from headrace_server.http.paths import OPEN_PATHS, route_path
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -54,9 +54,11 @@ class BrowserGate:
         host, origin = _only(scope, b"host"), _only(scope, b"origin")
         if self._check_hosts and _name_of(host or "") not in self._hosts:
             reply = ErrorAnswer(403, "this Host is not allowed; see --allowed-hosts")
+            log_refused(reply, scope.get("headrace_request_id", ""))
             await reply.response()(scope, receive, send)
         elif self._check_origin and origin is not None and not self._is_ours(origin, host):
             reply = ErrorAnswer(403, "pages of this Origin are not allowed; see --allowed-origins")
+            log_refused(reply, scope.get("headrace_request_id", ""))
             await reply.response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -108,6 +108,11 @@ def check(settings: ServerSettings) -> None:
         "trust_request_chat_template",
         "requests may not bring templates",
     )
+    _refuse(
+        settings.allow_runtime_lora_updating and settings.allowed_lora_path is None,
+        "allow_runtime_lora_updating",
+        "say in which folder adapters lie (allowed_lora_path)",
+    )
     _refuse("*" in settings.allowed_origins, "allowed_origins", "name the origins instead of '*'")
     _refuse(
         bool(settings.api_key) or bool(settings.admin_api_key),
@@ -190,6 +195,12 @@ def warnings(settings: ServerSettings, num_keys: int) -> list[str]:
         lines.append("api_key_scope = v1: routes outside /v1 need no key")
     if settings.dev_mode:
         lines.append("dev_mode: development routes are served; they must not face users")
+    if settings.allow_runtime_lora_updating:
+        where = settings.allowed_lora_path or "any folder of this machine"
+        lines.append(
+            "allow_runtime_lora_updating: whoever has the key of control routes can load adapters from "
+            f"{where}, and change what a name stands for; not for production"
+        )
     if "*" in settings.allowed_origins:
         lines.append("allowed_origins = *: web pages of any origin may read answers")
     if settings.trust_request_chat_template:

@@ -246,7 +246,7 @@ class SpeechCall:
         self, prompt: Prompt, params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
         """Give a request to the engine, and count its outputs."""
-        log_request(self.state.settings, request_id, params, prompt)
+        log_request(self.state, request_id, params, prompt)
         tally = Tally(self.state.metrics, params)
         self._tallies.append(tally)
         return _counted(self.state.engine.generate(prompt, params, request_id), tally)

@@ -23,10 +23,10 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace_core import failpoints
 from headrace_core.engine import OutputStream
 from headrace_core.errors import RequestError
 from headrace_core.output import RequestOutput
+from headrace_core.reliability import failpoints
 from headrace_server.errors.mapping import ClientGone, ShuttingDown, report
 from headrace_server.http.h11_protocol import DirectWrite, NumUntaken, direct_write, num_untaken
 from headrace_server.state import Lifecycle, ServerState

@@ -11,6 +11,7 @@ from fastapi import Request
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.http.routing import respell
 from headrace_server.observability.tally import Tally, usage
+from headrace_server.observability.weights_seen import WeightsSeen
 from headrace_server.protocols.base import MAX_SEQUENCES
 from headrace_server.protocols.openai.bodies.batch_chat import (
     BatchChatChoice,
@@ -54,6 +55,7 @@ class BatchChat:
         self.id = convert.answer_id("chatcmpl-", body.request_id, request)
         self._created = int(time.time())
         self._tallies: list[Tally] = []
+        self._weights = WeightsSeen(state.fingerprint, body.return_weights_version)
 
     async def whole(self) -> BatchChatResponse:
         """The answer. The first conversation that fails ends all.
@@ -73,7 +75,8 @@ class BatchChat:
             created=self._created,
             model=self.state.engine.model.name,
             choices=choices,
-            system_fingerprint=self.state.fingerprint.name,
+            system_fingerprint=self._weights.fingerprint,
+            weights_versions=self._weights.shown,
             usage=usage(self._tallies, details=self.state.settings.enable_prompt_tokens_details),
         )
 
@@ -83,7 +86,9 @@ class BatchChat:
             call = Chat(self._one(messages), self._request, self.state, position=position)
             spelling = call.spelling
             self._tallies.append(call.tally)
-            return await call.whole()
+            answer = await call.whole()
+            self._weights.see(call.weights.versions)
+            return answer
         except RequestError as error:
             respell(error, spelling)
             field = error.param or ""

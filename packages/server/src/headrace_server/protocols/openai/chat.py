@@ -15,6 +15,7 @@ from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_server.chat.segments import CallPiece, Content, Reasoning, Segment
 from headrace_server.chat.turn import ChoiceDelta, Turn
 from headrace_server.observability.tally import usage
+from headrace_server.observability.weights_seen import WeightsSeen
 from headrace_server.protocols.openai.bodies.chat import (
     ChatAnswer,
     ChatChoice,
@@ -74,7 +75,8 @@ class Chat:
         )
         self._created = int(time.time())
         self._model = model.name
-        self._fingerprint = state.fingerprint.name
+        self.weights = WeightsSeen(state.fingerprint, body.return_weights_version)
+        """Those that compute the answer, as far as they are known."""
         self._shows_ids = bool(body.return_token_ids)
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._answer: ChatResponse | None = None
@@ -111,6 +113,7 @@ class Chat:
     def _encode(self, output: RequestOutput) -> bytes:
         """The events of one output; b"" if it says nothing."""
         self.tally.count(output)
+        self._see_weights(output)
         events = []
         for part in output.outputs:
             if self._plain and part.finish_reason is None:
@@ -127,6 +130,10 @@ class Chat:
         self.tally.add(num_tokens)
         return self._plain[0](text) if text else b""
 
+    def _see_weights(self, output: RequestOutput) -> None:
+        if self.weights.see(output.weights_versions) and self._plain:
+            self._plain = self._templates()  # which hold the fingerprint
+
     def _echoed(self) -> str:
         """The last message's text, if it is to be repeated in front of the answer."""
         if not self.body.echo or self.body.messages[-1].role != self._role:
@@ -142,13 +149,15 @@ class Chat:
         pieces = self._turn.take(output)
         if not output.finished:
             return
+        self.weights.see(output.weights_versions)
         self._answer = ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
             choices=[self._choice(p) for p in sorted(pieces, key=lambda p: p.output.index)],
             usage=self._usage(),
-            system_fingerprint=self._fingerprint,
+            system_fingerprint=self.weights.fingerprint,
+            weights_versions=self.weights.shown,
             prompt_token_ids=output.prompt_token_ids if self._shows_ids else None,
         )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -204,6 +213,7 @@ class Chat:
     def _opening(self, output: RequestOutput) -> bytes:
         """One chunk per choice with the role, and the echo."""
         chunks = []
+        self._see_weights(output)
         echoed = self._echoed()
         for index in range(self.body.n):
             delta = ChunkDelta(role=self._role, content=echoed)
@@ -274,7 +284,11 @@ class Chat:
 
     def _wrap(self, choices: list[ChatChunkChoice], counted: bool) -> ChatChunk:
         counts: dict[str, Any] | UnsetType = self._usage().model_dump() if counted else UNSET
-        return ChatChunk(self.id, self._created, self._model, choices, self._fingerprint, counts)
+        fingerprint = self.weights.fingerprint
+        chunk = ChatChunk(self.id, self._created, self._model, choices, fingerprint, counts)
+        if any(choice.finish_reason for choice in choices):
+            chunk.weights_versions = self.weights.shown or UNSET
+        return chunk
 
 
 def _texts(segments: Sequence[Segment]) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from headrace_server.chat.beam import beam_outputs, beams_of
 from headrace_server.http.routing import respell
 from headrace_server.observability.request_log import log_request
 from headrace_server.observability.tally import Tally, usage
+from headrace_server.observability.weights_seen import WeightsSeen
 from headrace_server.protocols.openai.bodies.completions import (
     ChunkLogprobs,
     CompletionChoice,
@@ -98,7 +99,7 @@ class Completion:
         self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())
         self._model = model.name
-        self._fingerprint = state.fingerprint.name
+        self._weights = WeightsSeen(state.fingerprint, body.return_weights_version)
         self._prompt_only = body.max_tokens == 0
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._echoes: dict[int, _Echo] = {}
@@ -119,6 +120,7 @@ class Completion:
                 self._tallies[position].count(output)
                 if not output.finished:
                     continue
+                self._weights.see(output.weights_versions)
                 echo = await self._echo(position, output)
                 cost = cost_of(output)
                 made = await self.state.off_loop(cost, self._choices_of, position, output, echo)
@@ -132,7 +134,8 @@ class Completion:
             model=self._model,
             choices=[choices[index] for index in sorted(choices)],
             usage=self._usage(),
-            system_fingerprint=self._fingerprint,
+            system_fingerprint=self._weights.fingerprint,
+            weights_versions=self._weights.shown,
         )
 
     async def events(self) -> Events:
@@ -163,6 +166,8 @@ class Completion:
     def _encode(self, position: int, echo: _Echo | None, output: RequestOutput) -> bytes:
         """The events of one output; b"" if it says nothing."""
         self._tallies[position].count(output)
+        if self._weights.see(output.weights_versions) and self._plain:
+            self._plain = self._templates()  # which hold the fingerprint
         events = []
         for part in output.outputs:
             index = position * self.body.n + part.index
@@ -212,7 +217,7 @@ class Completion:
 
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)
-        log_request(self.state.settings, name, self._params, prompt)
+        log_request(self.state, name, self._params, prompt)
         if self._beams is not None:
             return beam_outputs(
                 self.state.engine,
@@ -330,9 +335,12 @@ class Completion:
 
     def _wrap(self, choices: list[CompletionChunkChoice], used: Usage | None) -> CompletionChunk:
         counts: object | UnsetType = used.model_dump() if used is not None else UNSET
-        return CompletionChunk(
-            self.id, self._created, self._model, choices, self._fingerprint, counts
+        chunk = CompletionChunk(
+            self.id, self._created, self._model, choices, self._weights.fingerprint, counts
         )
+        if any(choice.finish_reason for choice in choices):
+            chunk.weights_versions = self._weights.shown or UNSET
+        return chunk
 
 
 def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:

@@ -129,7 +129,7 @@ class TokenGeneration:
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
-        log_request(self.state.settings, name, self._params, self._prompt)
+        log_request(self.state, name, self._params, self._prompt)
         return self.state.engine.generate(
             self._prompt, self._params, name, priority=self.body.priority
         )

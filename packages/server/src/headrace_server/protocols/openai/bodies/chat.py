@@ -105,6 +105,7 @@ REPORTED_OTHERWISE: Mapping[str, Refusal] = {
     "echo": Refusal("the answer of this route has no prompt", False),
     "prompt_logprobs": Refusal("the answer has no field for it; use /v1/chat/completions"),
     "return_token_ids": Refusal("the answer has no place for it", False),
+    "return_weights_version": Refusal("the answer has no place for it", False),
     "add_generation_prompt": Refusal("the last message decides it", True),
     "continue_final_message": Refusal("the last message decides it", False),
 }
@@ -272,6 +273,7 @@ class ChatResponse(BaseModel):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobsField | None = None
     prompt_token_ids: list[int] | None = None
+    weights_versions: list[str] | None = None
     kv_transfer_params: None = None
 
 
@@ -333,4 +335,5 @@ class ChatChunk(Struct):
     system_fingerprint: str
     usage: Any = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weights_versions: list[str] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -134,6 +134,7 @@ class CompletionResponse(BaseModel):
     usage: Usage
     service_tier: None = None
     system_fingerprint: str
+    weights_versions: list[str] | None = None
     kv_transfer_params: None = None
 
 
@@ -173,4 +174,5 @@ class CompletionChunk(Struct):
     choices: list[CompletionChunkChoice]
     system_fingerprint: str
     usage: Any = UNSET
+    weights_versions: list[str] | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"

@@ -178,6 +178,10 @@ class SamplingBody(IdleFields, RequestExtensions, SamplingFields):
     service_tier: ShortText | None = Field(None, description="Has no effect: there is one tier.")
     metadata: FreeObject | None = Field(None, description="Has no effect.")
     return_token_ids: bool | None = None
+    return_weights_version: bool | None = Field(
+        None,
+        description="Add weights_versions to the answer: those of the weights that computed it.",
+    )
 
 
 _NULL_MATTERS = frozenset({"max_tokens", "prompt", "messages"})

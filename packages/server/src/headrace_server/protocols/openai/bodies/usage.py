@@ -15,6 +15,9 @@ class CompletionTokensDetails(BaseModel):
     """Purposes of completion tokens."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    """Guesses of speculative decoding that were right; then those that were wrong."""
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -25,4 +28,4 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
-    """None: nothing of the answer was parsed as reasoning."""
+    """None: nothing of the answer was parsed as reasoning, and nothing was guessed."""
