@@ -61,6 +61,7 @@ def test_version():
 
 
 @pytest.mark.req("REL-11")
+@pytest.mark.keep(10, every_value=False)
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [

@@ -217,7 +217,7 @@ def test_a_queue_is_split() -> None:
     share = ServeOptions(settings, config).share_of_config().scheduler
     assert (share.max_queued_requests, share.max_queued_tokens) == (3, 2)
     no_limit = ServeOptions(settings, EngineConfig()).share_of_config().scheduler
-    assert no_limit.max_queued_tokens is None
+    assert (no_limit.max_queued_requests, no_limit.max_queued_tokens) == (4096, None)
 
 
 @pytest.mark.parametrize("flag", ["--api-server-count", "-asc", "--api_server_count"])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.assembly.speech import offline_decoder
+from headrace.assembly.speech.served import offline_decoder
 from headrace.offline.recordings import as_recordings, read_ahead
 from headrace.offline.transcribing import TranscriptionOptions
 from headrace.progress import audio_bar

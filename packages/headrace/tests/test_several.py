@@ -81,6 +81,7 @@ def test_shares_are_those_of_the_entry_alone() -> None:
         ({"max_num_seqs": "many"}, "model 'small': .*--max-num-seqs.*'many'"),
         ({"gpu_memory_utilization": 1.5}, "model 'small': .*gpu_memory_utilization"),
         ({"num_threads": 2}, "model 'small': num_threads: all models of one process"),
+        ({"enable_lora": True}, "model 'small': enable_lora = True: cannot be combined"),
         ({"served_model_name": ["--api-key=x"]}, "items may not begin with '-'"),
     ],
 )

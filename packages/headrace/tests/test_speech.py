@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.assembly.speech import ServedSpeech, audio_limits
-from headrace.assembly.transcription import missing_libraries
+from headrace.assembly.speech.served import ServedSpeech, audio_limits
+from headrace.assembly.speech.transcription import missing_libraries
 from headrace.cli.serve import prepare
 from headrace_core.arrays import PackedArray
 from headrace_core.errors import ConfigError

@@ -150,10 +150,24 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "logits processor": fault(f"{SERVE} --logits-processors no.such:Thing", "no.such"),
     # features that are not built
-    "adapters": fault("serve --enable-lora", "enable_lora", "LoRA", "not built", code="HR-CFG-002"),
-    "speculation": fault(
-        "serve --speculative-config {empty}", "speculative decoding", "not built",
+    "adapters": fault(
+        "serve --lora-target-modules q_proj", "lora_target_modules", "LoRA", "not built",
         code="HR-CFG-002"
+    ),
+    "speculation": fault(
+        f"{SERVE} --speculative-config.method mtp", "speculative_config.method", "'mtp'",
+        "LlamaForCausalLM", "DeepseekV3ForCausalLM",
+    ),
+    "head": fault(
+        "serve --speculative-config.method eagle", "speculative_config.model", "None", "checkpoint"
+    ),
+    "head missing": fault(
+        f"{SERVE} --speculative-config.method eagle --speculative-config.model {{none}}",
+        "speculative_config.model", "none",
+    ),
+    "draft model missing": fault(
+        f"{SERVE} --speculative-config.model {{none}} --speculative-config.num_speculative_tokens 2",
+        "speculative_config.model", "none",
     ),
     "several devices": fault(
         f"{SERVE} --tensor-parallel-size 2", "tensor_parallel_size", "not built"

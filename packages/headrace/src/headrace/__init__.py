@@ -18,15 +18,16 @@ _HOMES = {
     "AsyncLLMEngine": "headrace.async_llm",
     "EngineArgs": "headrace.engine_args",
     "AsyncEngineArgs": "headrace.engine_args",
+    "LoRARequest": "headrace_core.lora",
     "ModelRegistry": "headrace_core.plugins",
     "SamplingParams": "headrace_core.sampling.params",
     "PoolerConfig": "headrace_core.pooling",
     "PoolingParams": "headrace_core.pooling",
-    "ClassificationOutput": "headrace_core.output",
-    "ClassificationRequestOutput": "headrace_core.output",
+    "ClassificationOutput": "headrace.outputs",
+    "ClassificationRequestOutput": "headrace.outputs",
     "CompletionOutput": "headrace_core.output",
-    "EmbeddingOutput": "headrace_core.output",
-    "EmbeddingRequestOutput": "headrace_core.output",
+    "EmbeddingOutput": "headrace.outputs",
+    "EmbeddingRequestOutput": "headrace.outputs",
     "PoolingOutput": "headrace_core.output",
     "PoolingRequestOutput": "headrace_core.output",
     "RequestOutput": "headrace_core.output",
@@ -49,6 +50,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "ModelRegistry",
     "PoolerConfig",
     "PoolingOutput",
@@ -71,12 +73,15 @@ if TYPE_CHECKING:
     from headrace.inputs import PromptType
     from headrace.llm import LLM
     from headrace.llm_engine import LLMEngine
-    from headrace_core.output import (
+    from headrace.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
-        CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+    )
+    from headrace_core.lora import LoRARequest
+    from headrace_core.output import (
+        CompletionOutput,
         PoolingOutput,
         PoolingRequestOutput,
         RequestOutput,

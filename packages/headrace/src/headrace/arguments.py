@@ -64,8 +64,8 @@ def json_object(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.500} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
@@ -120,8 +120,8 @@ class _CollectJson(_Collect):
 def _json_texts(parser: argparse.ArgumentParser, word: str, flag: str | None) -> list[str]:
     try:
         found = json.loads(word)
-    except json.JSONDecodeError as error:
-        parser.error(f"argument {flag}: {word!r} is not valid JSON: {error}")
+    except (ValueError, RecursionError) as error:
+        parser.error(f"argument {flag}: {word!r:.500} is not valid JSON: {error}")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         parser.error(f"argument {flag}: {word!r} must be a JSON list of texts")
     return found
@@ -415,7 +415,7 @@ def _store(target: dict[str, Any], path: Sequence[str], text: str, *, append: bo
 def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -452,9 +452,14 @@ def argv_of(settings: Mapping[Any, Any]) -> list[str]:
         if isinstance(value, bool):
             argv.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):
-            argv += [flag, *map(str, value)]
+            argv += [flag, *map(_word_of, value)]
         elif isinstance(value, dict):
             argv.append(f"{flag}={json.dumps(value)}")
         elif value is not None:
             argv.append(f"{flag}={value}")
     return argv
+
+
+def _word_of(item: Any) -> str:
+    """An item of a list, as it would be typed."""
+    return json.dumps(item) if isinstance(item, dict) else str(item)

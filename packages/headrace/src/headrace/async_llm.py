@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, start_engine, starting
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
 from headrace.llm_engine import model_tokenizer
-from headrace.offline.arguments import as_timeout, as_worker_call, check_chat_options, need
+from headrace.offline.arguments import (
+    WAKING_TIMEOUT,
+    as_adapter,
+    as_tags,
+    as_timeout,
+    as_worker_call,
+    check_chat_options,
+    need,
+)
 from headrace.offline.model_facts import ModelFacts
+from headrace.offline.new_weights import Weights, update
 from headrace.offline.pooling import (
     as_tensor,
     chosen_task,
@@ -19,7 +30,9 @@ from headrace.offline.pooling import (
     score_inputs,
     tokenizing,
 )
-from headrace_core.engine import EngineStats
+from headrace.offline.swapping import SWAP_TIMEOUT, WeightsProbe, probe_prompts, swap_options
+from headrace_core.engine import Encode, EngineStats
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput, PoolingRequestOutput, ScoringRequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.scoring import ScoreInput
@@ -67,8 +80,12 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> EngineOutputs:
         """Run one request: an async iterator of outputs; closing it aborts the request.
+
+        Args:
+            lora_request: the low-rank adapter that it is computed with. Needs ``enable_lora=True``.
 
         Raises:
             RequestError: an argument is of the wrong kind; on first iteration: the prompt or a
@@ -77,15 +94,29 @@ class AsyncLLM:
         """
         need("sampling_params", sampling_params, SamplingParams)
         need("request_id", request_id, str)
-        return self.engine.generate(prompt, sampling_params, request_id, priority=priority)
+        return self.engine.generate(
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            lora_request=as_adapter(lora_request),
+        )
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """Find the likeliest continuations; see :meth:`headrace_core.engine.EngineClient.beam_search`."""
         need("params", params, BeamSearchParams)
         need("request_id", request_id, str)
-        return await self.engine.beam_search(prompt, params, request_id, priority=priority)
+        return await self.engine.beam_search(
+            prompt, params, request_id, priority=priority, lora_request=as_adapter(lora_request)
+        )
 
     async def encode(
         self,
@@ -97,6 +128,7 @@ class AsyncLLM:
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[Any]:
         """Pool one prompt; cancelling the call aborts the request.
 
@@ -104,6 +136,7 @@ class AsyncLLM:
             prompt: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
             pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`; None: the parameters' own.
             truncate_prompt_tokens, tokenization_kwargs: as :meth:`headrace.LLM.embed`.
+            lora_request: as :meth:`generate`.
 
         Returns:
             ``outputs.data`` is a float32 tensor; of the task ``plugin`` ``outputs`` are the IO
@@ -126,6 +159,7 @@ class AsyncLLM:
                 request_id,
                 priority=priority,
                 add_special_tokens=special,
+                encode=self._encode_with(as_adapter(lora_request)),
             )
             return PoolingRequestOutput(request_id, made, [])
         output = await self.engine.encode(
@@ -135,9 +169,16 @@ class AsyncLLM:
             task=task,
             priority=priority,
             add_special_tokens=special,
+            lora_request=as_adapter(lora_request),
         )
         output.outputs.data = as_tensor(output.outputs.data)
         return output
+
+    def _encode_with(self, lora_request: LoRARequest | None) -> Encode | None:
+        """Pools the prompts of a plug-in with an adapter; None: with the base model."""
+        if lora_request is None:
+            return None
+        return partial(self.engine.encode, lora_request=lora_request)
 
     async def score(
         self,
@@ -148,6 +189,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         chat_template: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Scores of pairs of texts; see :meth:`headrace.LLM.score`."""
         need("request_id", request_id, str)
@@ -158,8 +200,21 @@ class AsyncLLM:
             for_all(completed(pooling_params)) or PoolingParams(),
             request_id,
             priority=priority,
+            lora_request=as_adapter(lora_request),
             chat_template=chat_template,
         )
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter and check it; see :meth:`headrace.LLMEngine.add_lora`."""
+        return await self.engine.add_lora(need("lora_request", lora_request, LoRARequest))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; see :meth:`headrace.LLMEngine.remove_lora`."""
+        return await self.engine.remove_lora(need("lora_id", lora_id, int))
+
+    async def list_loras(self) -> set[int]:
+        """Ids of the adapters that are known."""
+        return {one.lora_int_id for one in await self.engine.list_loras()}
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; unknown ids are ignored.
@@ -243,6 +298,76 @@ class AsyncLLM:
     async def stop_profile(self) -> None:
         """Write what was recorded."""
         await self.engine.stop_profile()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache back; see :meth:`headrace.LLM.sleep`. What runs must have
+        ended: see :meth:`pause_generation`, which also makes new requests wait instead of being
+        refused."""
+        await self.engine.collective_rpc("sleep", args=[level], timeout=WAKING_TIMEOUT)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, for all parts or those named; see :meth:`headrace.LLM.wake_up`."""
+        await self.engine.collective_rpc("wake_up", args=[as_tags(tags)], timeout=WAKING_TIMEOUT)
+
+    async def is_sleeping(self) -> bool:
+        """True until every part is awake."""
+        return bool((await self.engine.collective_rpc("is_sleeping"))[0])
+
+    async def weights_version(self) -> str:
+        """Version of the weights that compute now; ``0`` until somebody names others."""
+        return str((await self.engine.collective_rpc("weights_version"))[0])
+
+    async def set_weights_version(self, version: str) -> None:
+        """Name the weights, after they were changed; see :meth:`headrace.LLM.set_weights_version`."""
+        await self.engine.collective_rpc("set_weights_version", args=[version])
+
+    async def swap_weights(
+        self,
+        path: str | PathLike[str],
+        *,
+        weights_version: str | None = None,
+        drain_timeout: float | None = None,
+        probe: Sequence[WeightsProbe | tuple[str | Sequence[int], Sequence[int]]] | None = None,
+        max_perplexity: float | None = None,
+    ) -> dict[str, Any]:
+        """Serve with another checkpoint of the same model; see :meth:`headrace.LLM.swap_weights`."""
+        given = () if probe is None else probe
+        tokens = [(await self.engine.tokenize(p)).token_ids for p in probe_prompts(given)]
+        options = swap_options(
+            path, given, tokens, weights_version=weights_version, drain_timeout=drain_timeout,
+            max_perplexity=max_perplexity,
+        )  # fmt: skip
+        found = await self.engine.collective_rpc(
+            "swap_weights", args=[options], timeout=SWAP_TIMEOUT
+        )
+        return dict(found[0])
+
+    async def update_weights(
+        self,
+        weights: Weights | None = None,
+        *,
+        finish: bool = True,
+        mode: str | None = None,
+        version: str | None = None,
+        target: str = "model",
+    ) -> dict[str, Any]:
+        """Give the model new weights, or a part of them; see :meth:`headrace.LLM.update_weights`.
+
+        Args:
+            mode: with requests that run, when the update finishes: None: they are an error. ``keep``: they go
+                on with the new weights. ``wait``: they end first, with the old ones. ``abort``: they end now,
+                with finish reason ``abort``. New requests wait meanwhile, and go on afterwards unless
+                generation was paused before.
+
+        Raises:
+            RequestError, UnsupportedFeature: as there.
+        """
+        options: dict[str, Any] = {"finish": finish, "version": version, "target": target}
+        return await update(self.engine, weights, mode=mode, **options)
+
+    async def cancel_weight_update(self) -> None:
+        """Forget the parts of an update that has not finished; the model stays as it is."""
+        await self.engine.collective_rpc("update_weights", args=[{"cancel": True}])
 
     async def collective_rpc(
         self,

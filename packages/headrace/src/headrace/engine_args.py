@@ -8,7 +8,8 @@ import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
 from headrace.environment import warn_of_unread
@@ -17,6 +18,7 @@ from headrace.unsupported_flags import unbuilt
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig
 from headrace_engine.config import EngineConfig, StructuredOutputsConfig
+from headrace_engine.speculation.config import SpeculativeConfig
 
 SECTIONS: Mapping[str, str] = {
     "model": "ModelConfig",
@@ -31,12 +33,14 @@ SECTIONS: Mapping[str, str] = {
     "sim": "SimConfig",
     "speech": "SpeechConfig",
     "multimodal": "MultiModalConfig",
+    "lora": "LoRAConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
 
 
 JSON_SECTIONS: Mapping[str, tuple[str, type]] = {
     "structured_outputs_config": ("structured_outputs", StructuredOutputsConfig),
+    "speculative_config": ("speculative", SpeculativeConfig),
 }
 """Flag that holds a whole section as JSON -> field of :class:`EngineConfig` and its class."""
 
@@ -215,19 +219,30 @@ def _from_json(flag: str, config: type, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{flag} = {value!r}: must be an object or a {config.__name__}",
                           field=flag)  # fmt: skip
-    known = {option.name: default_of(option) for option in options_of(config)}
+    known = [option.name for option in options_of(config)]
+    hints = get_type_hints(config)
     for key, given in value.items():
         if key not in known:
             near = near_names(key, known, 2)
-            hint = f"; did you mean {' or '.join(near)}?" if near else f"; keys are {list(known)}"
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; keys are {known}"
             raise ConfigError(f"{flag}.{key}: no such key{hint}", field=f"{flag}.{key}")
-        kind = type(known[key])
-        fits = type(given) is kind or (kind is float and type(given) is int)
-        if not fits:
+        kinds = _types_of(hints[key])
+        if not isinstance(given, kinds) or (isinstance(given, bool) and bool not in kinds):
+            names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
             raise ConfigError(
-                f"{flag}.{key} = {given!r}: must be of type {kind.__name__}", field=f"{flag}.{key}"
+                f"{flag}.{key} = {given!r}: must be of type {names}", field=f"{flag}.{key}"
             )
     return config(**value)
+
+
+def _types_of(hint: Any) -> tuple[type, ...]:
+    """Classes of the values that a field's annotation lets through; a whole number is a float, too."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return tuple({type(value) for value in get_args(hint)})
+    parts = get_args(hint) if origin in (Union, UnionType) else (hint,)
+    kinds = [get_origin(part) or part for part in parts]
+    return tuple(dict.fromkeys([*kinds, *([int] if float in kinds else [])]))
 
 
 AsyncEngineArgs = EngineArgs

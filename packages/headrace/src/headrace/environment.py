@@ -33,8 +33,10 @@ REDIRECTS = "HEADRACE_MEDIA_URL_ALLOW_REDIRECTS"
 VARIABLES: Mapping[str, str] = {
     "HEADRACE_ADMIN_API_KEY": "key of the control routes",
     "HEADRACE_ALLOW_LONG_MAX_MODEL_LEN": "1: a max_model_len above the model's own is a warning",
+    "HEADRACE_ALLOW_RUNTIME_LORA_UPDATING": "1: adapters may be loaded and unloaded while the server runs",
     "HEADRACE_API_KEY": "key that clients must send",
-    "HEADRACE_BATCH_INVARIANT": "1: on a GPU, results do not depend on the batch",
+    "HEADRACE_BATCH_INVARIANT": "1: results must not depend on the batch; on a CPU they never do with "
+    "headrace's kernels, on a GPU other kernels are used",
     "HEADRACE_CONFIGURE_LOGGING": "0: headrace does not configure logging",
     "HEADRACE_CPU_ISA": "instruction set of the CPU kernels",
     KV_SPACE: "GiB of the KV cache on a CPU, if no flag sets its size",
@@ -52,6 +54,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LOGGING_STREAM": "stderr or stdout",
     **{name: f"seconds to fetch a file of {what}" for what, name in FETCH_TIMEOUTS.items()},
     REDIRECTS: "0: URLs of media may not redirect",
+    "HEADRACE_LORA_RESOLVER_CACHE_DIR": "folder in which unknown adapters are looked for",
+    "HEADRACE_LORA_RESOLVER_HF_REPO_LIST": "hub repositories in which unknown adapters are looked for",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
     "HEADRACE_OBJECT_STORAGE_SHM_BUFFER_NAME": "name of the memory of --mm-processor-cache-type shm in "
     "/proc/PID/maps; unset: headrace-objects",

@@ -118,6 +118,14 @@ CATALOGUE: tuple[ErrorEntry, ...] = (
         "server.",
     ),
     ErrorEntry(
+        "HR-ENG-003", "The engine sleeps",
+        "The engine has given back the memory of its weights or its cache, and was not woken wholly; or its "
+        "weights were not read since it slept at level 2, or since reading them failed. It computes "
+        "nothing meanwhile.",
+        "Wake it (POST /wake_up, or wake_up()), after level 2 with reload_weights, and try again. Requests "
+        "wait instead of being refused if the engine is paused before it sleeps.",
+    ),
+    ErrorEntry(
         "HR-CFG-001", "A setting is wrong",
         "A flag, configuration field or environment variable has a value that cannot be used, or "
         "contradicts another one.",

@@ -12,13 +12,14 @@ from headrace.assembly.missing_packages import missing
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
 from headrace.metrics import Metric, OfflineMetrics, disabled
-from headrace.offline.arguments import refuse_adapters
+from headrace.offline.arguments import as_adapter, need
 from headrace.offline.controls import EngineControls
 from headrace.offline.model_facts import ModelFacts
 from headrace.offline.own_names import own_names
 from headrace.offline.pooling import as_tensor
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import EngineError, RequestError
+from headrace_core.lora import LoRARequest
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
@@ -88,19 +89,18 @@ class LLMEngine(EngineControls):
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
         """Queue a request.
 
         Args:
             params: of pooling, with their ``task``, for a model that pools.
-            lora_request: refused unless None; LoRA adapters are not supported by this version.
+            lora_request: the low-rank adapter that it is computed with. Needs ``enable_lora=True``.
 
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.
         """
-        refuse_adapters(lora_request)
         if not isinstance(request_id, str):
             raise RequestError(
                 f"request_id = {request_id!r:.100}: must be text", param="request_id"
@@ -111,7 +111,9 @@ class LLMEngine(EngineControls):
                 "pools",
                 param="params",
             )
-        self.engine.add_request(request_id, prompt, params, priority=priority)
+        self.engine.add_request(
+            request_id, prompt, params, priority=priority, lora_request=as_adapter(lora_request)
+        )
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs; [] if nothing is unfinished.
@@ -139,6 +141,23 @@ class LLMEngine(EngineControls):
             RequestError: an id is not text; nothing is aborted.
         """
         self.engine.abort_request(request_ids)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter and check it; False: it was known. Requests with it do so, too.
+
+        Raises:
+            UnsupportedFeature: the engine takes no adapters (``enable_lora=True``).
+            RequestError: its id has another path, or it cannot be used; says why.
+        """
+        return self.engine.add_lora(need("lora_request", lora_request, LoRARequest))
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests under way with it go on. False: the id is unknown."""
+        return self.engine.remove_lora(need("lora_id", lora_id, int))
+
+    def list_loras(self) -> set[int]:
+        """Ids of the adapters that are known."""
+        return {one.lora_int_id for one in self.engine.list_loras()}
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of all metrics, under the names of a server's ``/metrics``.

@@ -53,8 +53,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Numbers that only grow, one for each position. No metric of this version is one; scripts that
-    sort metrics by class may name it."""
+    """Numbers that only grow, one for each position."""
 
     values: list[int] = field(default_factory=list)
 
@@ -158,7 +157,9 @@ def _timer(started: float) -> RequestTimer:
 def _metrics(families: Iterable[Family]) -> Iterator[Metric]:
     """Metric families as objects of this module."""
     for family in families:
-        if family.type == "counter":
+        if family.name.endswith("_per_pos"):
+            yield from _vectors(family)
+        elif family.type == "counter":
             for sample in family.samples:
                 if sample.name.endswith("_total"):
                     yield Counter(family.name, sample.labels, int(sample.value))
@@ -167,6 +168,14 @@ def _metrics(families: Iterable[Family]) -> Iterator[Metric]:
                 yield Gauge(family.name, sample.labels, sample.value)
         elif family.type == "histogram":
             yield from _histograms(family)
+
+
+def _vectors(family: Family) -> Iterator[Vector]:
+    """A family whose samples are told apart by their position, in order of it."""
+    totals = [sample for sample in family.samples if sample.name.endswith("_total")]
+    if totals:
+        labels = {name: v for name, v in totals[0].labels.items() if name != "position"}
+        yield Vector(family.name, labels, [int(sample.value) for sample in totals])
 
 
 def _histograms(family: Family) -> Iterator[Histogram]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 UNBUILT: Mapping[str, tuple[str, ...]] = {
     "LoRA adapters": (
-        "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
-        "lora_extra_vocab_size", "fully_sharded_loras", "default_mm_loras", "lora_config",
-        "enable_tower_connector_lora", "lora_target_modules",
+        "lora_extra_vocab_size", "lora_config", "enable_tower_connector_lora",
+        "lora_target_modules",
     ),
-    "speculative decoding": ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    "speculative decoding by flags of its own (write --speculative-config)": (
+        "speculative_model", "num_speculative_tokens",
+    ),
     "running on several devices": (
         "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
@@ -25,7 +26,6 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     ),
     "KV transfer": ("kv_transfer_config", "kv_events_config",
                     "kv_offloading_size", "kv_offloading_backend"),
-    "sleep mode": ("enable_sleep_mode",),
     "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
     "compilation by torch": ("compilation_config",),

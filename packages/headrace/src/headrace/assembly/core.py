@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
-from headrace.assembly.worker import platforms_worker, worker_factory
+from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, worker_factory
 from headrace.logs import RESOLUTION, leave_to_another
-from headrace_core import failpoints, plugins
-from headrace_core.errors import UnsupportedFeature
+from headrace_core import plugins
+from headrace_core.errors import ConfigError, UnsupportedFeature
 from headrace_core.platform import BringsWorker
+from headrace_core.reliability import failpoints
 from headrace_engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ def build_resolved_core(
             import torch  # noqa: F401 - timed here, so that no other phase hides it
 
             import headrace_engine.execution.capture
-            import headrace_engine.execution.worker  # noqa: F401 - likewise
+            import headrace_engine.weights.worker  # noqa: F401 - likewise
     with timeline.phase("import core"):
         from headrace_engine.core import EngineCore
+        from headrace_engine.lora.store import AdapterStore
         from headrace_engine.step_timer import timed_workers
         from headrace_engine.structured.backend_loading import backend_order
         from headrace_engine.structured.store import GrammarStore
@@ -71,10 +73,19 @@ def build_resolved_core(
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )
+    if config.device.enable_sleep_mode:
+        check_can_sleep(resolved)
+    if brings_worker and config.parallel.worker_extension_cls:
+        raise ConfigError(
+            f"parallel.worker_extension_cls = {config.parallel.worker_extension_cls!r}: must be left out on "
+            "this device, which brings its own worker",
+            field="parallel.worker_extension_cls",
+        )
+    adapters = AdapterStore(config.lora.num_kept) if config.lora.enable_lora else None
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else worker_factory(resolved, timeline, grammars)
+        else worker_factory(resolved, timeline, grammars, adapters)
     )
     return EngineCore.build(
         config,
@@ -83,7 +94,27 @@ def build_resolved_core(
         timeline=timeline,
         fit_context=resolved.fit_context,
         grammars=grammars,
+        adapters=adapters,
     )
+
+
+def check_can_sleep(resolved: ResolvedConfig) -> None:
+    """Refuse sleep on a device whose memory is not given back: one that is neither a CPU nor has a pool of
+    such memory, and a simulated one.
+
+    Raises:
+        ConfigError: as said.
+    """
+    platform = resolved.platform
+    sleeps = platform.device == "cpu" or platform.device in plugins.installed(MEMORY_POOLS)
+    if not sleeps or isinstance(platform, BringsWorker):
+        kind = type(platform).__name__
+        raise ConfigError(
+            f"device.enable_sleep_mode = True: must be False on the device {platform.device!r} ({kind}): "
+            "the engine's own worker gives memory back on a CPU, and where a plug-in of "
+            "headrace.memory_pools knows the device",
+            field="device.enable_sleep_mode",
+        )
 
 
 def grammar_vocabulary(resolved: ResolvedConfig) -> Vocabulary:

@@ -24,7 +24,7 @@ from headrace.assembly.plugged import (
 )
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
-from headrace.assembly.speech import ServedSpeech, served_speech
+from headrace.assembly.speech.served import ServedSpeech, served_speech
 from headrace.assembly.templates import TemplateSettings, warn_of_broken, with_own
 from headrace.interrupts import ending_at_once
 from headrace_core.errors import ConfigError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace_engine.clients.process import ProcessClient
     from headrace_engine.engine import Engine
     from headrace_engine.input_processing.input_processor import InputProcessor
+    from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.startup import StartupTimeline
 
 
@@ -172,6 +173,7 @@ def front_end(
         reasoning_parser=reasoning_parser(config.structured_outputs),
         check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
         media=media,
+        default_loras=resolved.config.lora.default_mm_loras,
         only_encodes=config.multimodal.only_encodes,
     )
     check_backend(config.structured_outputs)
@@ -179,6 +181,7 @@ def front_end(
         client = core_client(config, resolved, timeline, input_processor.vocabulary)
     if media is not None and config.multimodal.mm_processor_cache_type == "shm":
         share_items(cast("CoreLink", client), config.multimodal)
+    share_names(client, media, config.multimodal)
     return FrontEnd(client, input_processor, resolved.config, resolved.info, speech, processor)
 
 
@@ -211,6 +214,12 @@ def share_items(client: CoreLink, config: MultiModalConfig) -> None:
     except (OSError, OverflowError) as error:
         field = "multimodal.mm_processor_cache_type"
         raise ConfigError(f"{field} = 'shm': {error}; must be 'lru' here", field=field) from error
+
+
+def share_names(client: CoreClient, media: MediaReader | None, config: MultiModalConfig) -> None:
+    """Let names of media be those of all processes in front of the client's core, if there are others."""
+    if media is not None and config.mm_processor_cache_gb and client.is_one_of_several:
+        media.share_names(cast("CoreLink", client).share_names())
 
 
 def core_client(

@@ -15,7 +15,7 @@ from headrace.assembly.media import media_processor
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import resolve_engine, warn_of_revision
 from headrace.assembly.served import served_model
-from headrace.assembly.transcription import TASK, missing_libraries, model_class, registered
+from headrace.assembly.speech.transcription import TASK, missing_libraries, model_class, registered
 from headrace_core import plugins
 from headrace_core.model import ModelInfo
 from headrace_core.multimodal import media_limit

@@ -16,7 +16,6 @@ _MEMBERS: Mapping[str, tuple[str, ...]] = {
     "pooling": ("pooler", "forward"),
     "multimodal": ("embed_media", "modalities"),
     "encoder-decoder": ("encode", "compute_logits"),
-    "LoRA": ("lora_targets",),
     "pipeline parallel": ("forward_stage",),
     "prompt embeddings": ("input_vectors",),
     "guides sampling": ("logits_processors",),
@@ -27,6 +26,12 @@ _MEMBERS: Mapping[str, tuple[str, ...]] = {
 def supports_transcription(model: object) -> bool:
     """True if it turns speech into text: a ``SupportsTranscription`` that lacks nothing."""
     return not speech_diagnosis.faults(_class_of(model))
+
+
+def supports_lora(model: object) -> bool:
+    """True if its layers take low-rank adapters: it is built of headrace's, and does not say why not."""
+    found = _class_of(model)
+    return hasattr(found, "module_names") and not getattr(found, "no_adapters", "")
 
 
 def supports_multimodal(model: object) -> bool:
@@ -47,8 +52,9 @@ def is_pooling_model(model: object) -> bool:
 
 def interfaces_of(model: object) -> tuple[str, ...]:
     """Names of all interfaces that it has."""
+    further = {"LoRA": supports_lora(model), "transcription": supports_transcription(model)}
     found = tuple(name for name in _MEMBERS if _has(model, name))
-    return (*found, "transcription") if supports_transcription(model) else found
+    return (*found, *(name for name, has in further.items() if has))
 
 
 def _class_of(model: object) -> type:

@@ -14,7 +14,7 @@ from headrace_core.multimodal import MediaInput, MediaItem, TakesEmbeds, media_l
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
-    from headrace.assembly.speech import ServedSpeech
+    from headrace.assembly.speech.served import ServedSpeech
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor, Modality
     from headrace_engine.config import MultiModalConfig

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.assembly.speech import audio_limits, chat_audio_decoder
+from headrace.assembly.speech.served import audio_limits, chat_audio_decoder
 from headrace.environment import FETCH_TIMEOUTS, REDIRECTS
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.assembly.speech import ServedSpeech
+    from headrace.assembly.speech.served import ServedSpeech
     from headrace_engine.config import EngineConfig, MultiModalConfig
     from headrace_engine.input_processing.media_items import FileReading
     from headrace_multimodal.fetching import MediaFetcher

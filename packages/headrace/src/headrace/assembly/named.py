@@ -13,6 +13,7 @@ from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import CacheConfig, EngineConfig, SimConfig
 from headrace_engine.cores import plan_threads
 from headrace_engine.execution.scale_constants import ScaleConstants, scale_constants
+from headrace_engine.speculation.config import BY_MODEL
 
 _LOAD_FORMATS = ("auto", "dummy")
 """Load formats that are not plug-ins."""
@@ -37,6 +38,8 @@ def check_named(
     for name in (config.attention.backend, config.multimodal.mm_encoder_attn_backend):
         if name is not None:
             plugins.find("headrace.attention_backends", name)
+    if config.speculative.method not in (None, *BY_MODEL):
+        _check_proposer(str(config.speculative.method))
     _check_ec_transfer(config, platform)
     if not isinstance(platform, BringsWorker):
         _check_kernels(config.device.kernels)
@@ -54,6 +57,15 @@ def _check_ec_transfer(config: EngineConfig, platform: Platform) -> None:
         )
     if transfer and "ec_connector_module_path" not in transfer:
         plugins.find("headrace.ec_connectors", transfer["ec_connector"])
+
+
+def _check_proposer(name: str) -> None:
+    try:
+        plugins.find("headrace.draft_proposers", name)
+    except PluginNotFound as error:
+        raise PluginNotFound(
+            f"speculative_config.method: {error}; besides: {', '.join(BY_MODEL)}"
+        ) from None
 
 
 def _check_load_format(name: str) -> None:

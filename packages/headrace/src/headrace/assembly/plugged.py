@@ -75,11 +75,12 @@ def io_processor_class(resolved: ResolvedConfig) -> type[IOProcessor] | None:
 
 def read_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what Mistral's
-    ``tekken.json`` or a GGUF file says of its tokenizer."""
+    ``tekken.json``, Kimi's ``tiktoken.model`` or a GGUF file says of its tokenizer."""
     from headrace_models.checkpoint.lfs import refuse_pointers
     from headrace_models.checkpoint.source import fetch
     from headrace_models.formats.gguf.files import gguf_file
     from headrace_models.formats.tekken import TEKKEN
+    from headrace_models.formats.tiktoken import TIKTOKEN
 
     model = resolved.config.model
     if model.skip_tokenizer_init:
@@ -94,6 +95,8 @@ def read_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     if model.tokenizer_mode == "auto" and not (folder / "tokenizer.json").is_file():
         if (folder / TEKKEN).is_file():
             return _of_tekken(folder / TEKKEN)
+        if (folder / TIKTOKEN).is_file():
+            return _of_tiktoken(folder / TIKTOKEN)
         file = gguf_file(folder)
         if file is not None:
             return _of_gguf(file)
@@ -107,6 +110,14 @@ def _of_tekken(file: Path) -> Tokenizer:
     from headrace_models.formats.tekken import tekken_tokenizer
 
     found = tekken_tokenizer(file)
+    return tokenizer_of(file, found.tokenizer, found.config)
+
+
+def _of_tiktoken(file: Path) -> Tokenizer:
+    from headrace_engine.input_processing.tokenizer import tokenizer_of
+    from headrace_models.formats.tiktoken import tiktoken_tokenizer
+
+    found = tiktoken_tokenizer(file)
     return tokenizer_of(file, found.tokenizer, found.config)
 
 

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace import demo
+from headrace.assembly.detection import detect
+from headrace.assembly.draft_head import with_head, with_verifier
 from headrace.assembly.encoder_transfer import check_ec_role
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
 from headrace.assembly.resolution import resolve
 from headrace.assembly.served import SAMPLING_DEFAULTS
-from headrace.assembly.transcription import without_faults
+from headrace.assembly.speech.transcription import without_faults
 from headrace.environment import with_cpu_variables
+from headrace.lora.of_checkpoints import with_own_adapters
 from headrace.suggestions import near_names
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, DeviceError, RequestError
 from headrace_core.model import ModelInfo
-from headrace_core.platform import CpuPlatform, Platform, detect
+from headrace_core.platform import BringsWorker, CpuPlatform, Platform
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.config import EngineConfig, ProfilerConfig
 
@@ -56,6 +59,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
         names = config.model.served_model_name or (demo.NAME,)
         model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
         config = dataclasses.replace(config, model=model)
+    config = with_verifier(config)
     platform = choose_platform(config.device.device)
     config = with_cpu_variables(config, platform)
     check_named(config, platform)
@@ -65,9 +69,12 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
     _check_extensions(config, info)
     check_ec_role(config, info)
     _check_sampling_defaults(info)
+    config = with_head(config, info)
     if not isinstance(config.model.hf_overrides, Mapping):  # what the function made
         model = dataclasses.replace(config.model, hf_overrides=info.whole_config)
         config = dataclasses.replace(config, model=model)
+    if not isinstance(platform, BringsWorker):  # whose workers have no slots
+        config = with_own_adapters(config, info)
     fit_context = config.model.max_model_len == -1
     return ResolvedConfig(resolve(config, info, platform), info, platform, fit_context)
 
@@ -100,6 +107,13 @@ def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
                 "no text",
                 field=f"model.{name}",
             )
+    method = config.speculative.method
+    if method is not None and "generate" not in info.tasks:
+        raise ConfigError(
+            f"speculative_config.method = {method!r}: must be left out for {info.architecture}, which "
+            "generates no text",
+            field="speculative_config.method",
+        )
 
 
 def _try_profiler_folder(config: ProfilerConfig) -> None:

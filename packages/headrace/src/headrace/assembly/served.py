@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.plugged import io_processor_class
-from headrace.assembly.transcription import serving_plugin, unmet_tasks
+from headrace.assembly.speech.transcription import serving_plugin, unmet_tasks
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
 from headrace_core.served_model import ServedModel
@@ -70,6 +70,7 @@ def served_model(
         class_path=class_path(info),
         source=info.source,
         is_encoder_decoder=info.is_encoder_decoder,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
     )
 
 

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.draft_head import head_builder, is_within
+from headrace.assembly.draft_model import draft_model
 from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
@@ -18,8 +20,9 @@ from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.transcription import model_class
+from headrace.assembly.speech.transcription import model_class
 from headrace_attention.selection import BackendChooser, choose_backend
+from headrace_core import plugins
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
@@ -37,13 +40,19 @@ if TYPE_CHECKING:
     import torch
 
     from headrace_core.executor import WorkerFactory
+    from headrace_core.lora import AdapterSlots
     from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.encoder.slices import EncoderSlices
-    from headrace_engine.execution.worker import ModelWorker
+    from headrace_engine.lora.store import AdapterStore
+    from headrace_engine.sleep.memory_pool import MemoryPool
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
+    from headrace_engine.weights.update_set import LoadedModel
+    from headrace_engine.weights.worker import ModelWorker
 
 logger = logging.getLogger(__name__)
+
+MEMORY_POOLS = "headrace.memory_pools"
 
 
 def platforms_worker(resolved: ResolvedConfig) -> WorkerFactory:
@@ -54,11 +63,20 @@ def platforms_worker(resolved: ResolvedConfig) -> WorkerFactory:
 
 
 def worker_factory(
-    resolved: ResolvedConfig, timeline: StartupTimeline, grammars: GrammarStore | None = None
+    resolved: ResolvedConfig,
+    timeline: StartupTimeline,
+    grammars: GrammarStore | None = None,
+    adapters: AdapterStore | None = None,
 ) -> Callable[[], ModelWorker]:
-    """Makes the worker of the resolved model, which loads it when asked to."""
+    """Makes the worker of the resolved model, which loads it when asked to.
+
+    Args:
+        adapters: of requests; None: they have none.
+    """
     from headrace_engine.execution.capture import Capture
-    from headrace_engine.execution.worker import ModelWorker
+    from headrace_engine.weights.extension import extended, load_extension
+    from headrace_engine.weights.holder import WeightHolder
+    from headrace_engine.weights.worker import ModelWorker
 
     config, info, platform, _ = resolved
     tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
@@ -72,19 +90,39 @@ def worker_factory(
     threads = cpu_threads(resolved)
     kv_scales = kv_scale_constants(config.cache, os.environ)
     make_processors = processor_maker(resolved, timeline)
+    draft = draft_model(resolved)
+    worker_class = extended(ModelWorker, load_extension(config.parallel.worker_extension_cls))
 
     def make_worker() -> ModelWorker:
+        from headrace.assembly.beside import beside_builder, resolved_beside
+
         ops = choose_ops(resolved, timeline, threads)
         slices = encoder_slices(resolved)
 
-        def rebuild(changes: Mapping[str, Any]) -> CausalLM:
+        def build(
+            model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
+        ) -> CausalLM:
+            return build_model(
+                model, ops, timeline, slices, slots, again=again, told=weights.loaded
+            )
+
+        weights = WeightHolder(
+            lambda slots=None: without_weights(resolved, ops, slices, slots),
+            within=is_within(config),
+        )
+
+        def rebuild(
+            changes: Mapping[str, Any], slots: AdapterSlots | None = None, path: str | None = None
+        ) -> CausalLM:
             load = dataclasses.replace(config.load, **changes)
             changed = dataclasses.replace(config, load=load)
             changed_model = resolved._replace(config=changed)
-            return build_model(changed_model, ops, timeline, slices, again=True)
+            if path is not None:
+                changed_model = resolved_beside(changed_model, path)
+            return build(changed_model, slots, again=True)
 
-        return ModelWorker(
-            lambda: build_model(resolved, ops, timeline, slices),
+        return worker_class(
+            lambda slots=None: build(resolved, slots),
             ops=ops,
             device=platform.device,
             dtype=info.dtype,
@@ -111,6 +149,19 @@ def worker_factory(
             make_transfer=transfer_maker(resolved),
             slices=slices,
             encoder_share=config.scheduler.encoder_share,
+            speculative=config.speculative,
+            build_draft=None
+            if draft is None
+            else lambda: build_model(draft, ops, timeline, again=True, told=weights.draft_loaded),
+            build_head=head_builder(resolved, ops, weights.draft_loaded),
+            head_within=is_within(config),
+            draft_max_len=0 if draft is None else draft.info.max_model_len,
+            make_adapters=None if adapters is None else lambda: adapter_slots(resolved, ops),
+            adapter_store=adapters,
+            memory_pool=memory_pool(resolved),
+            build_beside=beside_builder(resolved, ops, slices),
+            max_bytes=config.cache.max_memory_bytes,
+            weights=weights,
             capture=None
             if config.multimodal.only_encodes
             else Capture(
@@ -119,6 +170,20 @@ def worker_factory(
         )
 
     return make_worker
+
+
+def memory_pool(resolved: ResolvedConfig) -> MemoryPool | None:
+    """Memory for weights and cache that can sleep below objects that stay; None on a CPU, where they are
+    freed, and of an engine that does not sleep.
+
+    Raises:
+        MissingDependency, UnsupportedFeature, ConfigError: from the pool.
+    """
+    device = resolved.platform.device
+    if device == "cpu" or not resolved.config.device.enable_sleep_mode:
+        return None
+    made: MemoryPool = plugins.load(MEMORY_POOLS, device)()
+    return made
 
 
 def processor_maker(
@@ -172,12 +237,34 @@ def choose_ops(resolved: ResolvedConfig, timeline: StartupTimeline, threads: Cpu
             "the native kernels are not used)",
             field="device.cpu_bind",
         )
+    check_batch_invariant(platform.device, ops, os.environ)
     if platform.device == "cpu" and not ops.row_invariant:
         logger.warning(
             "with these kernels, outputs may depend on batching; `headrace collect-env` shows why the "
             "native kernels are not used"
         )
     return ops
+
+
+def check_batch_invariant(device: str, ops: OpTable, environ: Mapping[str, str]) -> None:
+    """Hold the kernels to ``HEADRACE_BATCH_INVARIANT=1``.
+
+    Raises:
+        ConfigError: on a CPU, kernels are used whose results depend on the batch.
+    """
+    if environ.get("HEADRACE_BATCH_INVARIANT") != "1" or ops.row_invariant:
+        return
+    used = ", ".join(sorted(set(ops.providers.values())))
+    told = f"HEADRACE_BATCH_INVARIANT = '1': the kernels in use ({used})"
+    if device == "cpu":
+        raise ConfigError(
+            f"{told} do not keep to it: must be unset, or headrace's native CPU kernels must serve every op "
+            "(`headrace collect-env` shows why they do not)",
+            field="HEADRACE_BATCH_INVARIANT",
+        )
+    logger.warning(
+        "%s do not promise it for every op: what comes from the reference is torch's", told
+    )
 
 
 def encoder_slices(resolved: ResolvedConfig) -> EncoderSlices | None:
@@ -197,22 +284,28 @@ def build_model(
     ops: OpTable,
     timeline: StartupTimeline,
     slices: EncoderSlices | None = None,
+    adapters: AdapterSlots | None = None,
     *,
     again: bool = False,
+    told: Callable[[LoadedModel], None] | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
     Args:
         slices: where towers pause; None: they never do.
+        adapters: the slots of :func:`adapter_slots`; None: requests have no adapters.
         again: the model takes the place of one that is still held, so that free memory says nothing.
+        told: is told how the model was loaded, so that its weights can be replaced.
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
         from headrace_models.loading.loader import load_model
+        from headrace_models.loading.update import LoadRecord
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
-        context = build_context(resolved, ops, choose, slices)
+        context = build_context(resolved, ops, choose, slices, adapters)
+        record = None if told is None else LoadRecord()
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -225,9 +318,48 @@ def build_model(
             progress=progress,
             admit=None if again else lambda model: check_room(resolved, model),
             only_towers=config.multimodal.only_encodes and info.source == "native",
+            record=record,
         )
     choose.check_used()
+    if told is not None and record is not None:
+        told(record)
     return model
+
+
+def without_weights(
+    resolved: ResolvedConfig,
+    ops: OpTable,
+    slices: EncoderSlices | None = None,
+    adapters: AdapterSlots | None = None,
+) -> LoadedModel:
+    """Build the model, whose weights are to come by an update. Arguments as :func:`build_model`'s."""
+    from headrace_models.loading.update import blank_model
+
+    choose = backend_chooser(resolved, ops)
+    return blank_model(resolved.info, build_context(resolved, ops, choose, slices, adapters))
+
+
+def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
+    """Slots for low-rank adapters of the model that is built next.
+
+    Raises:
+        ConfigError: no kernel provider computes adapters here.
+    """
+    from headrace_models.lora.adapters import Adapters
+
+    config, info, platform, _ = resolved
+    tokens = config.scheduler.max_num_batched_tokens
+    assert tokens is not None
+    dtype = info.dtype if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
+    return Adapters(
+        ops,
+        max_loras=config.lora.max_loras,
+        max_lora_rank=config.lora.max_lora_rank,
+        dtype=dtype,
+        device=platform.device,
+        max_tokens=tokens,
+        max_logits_rows=tokens,
+    )
 
 
 def backend_chooser(resolved: ResolvedConfig, ops: OpTable) -> BackendChooser:
@@ -277,12 +409,14 @@ def build_context(
     ops: OpTable,
     choose: Callable[[AttentionNeed], BackendFacts],
     slices: EncoderSlices | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> BuildContext:
     """Build context of a model on one rank.
 
     Args:
         choose: the backend of each layer.
         slices: where towers pause; None: they never do.
+        adapters: see :func:`build_model`.
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
@@ -315,6 +449,7 @@ def build_context(
         whole_config=info.whole_config,
         generation_config=info.generation_config,
         trust_remote_code=info.trust_remote_code,
+        adapters=adapters,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -62,6 +63,25 @@ async def download(url: str, path: Path) -> None:
             await fetcher.save(url, path)
         except FetchError as error:
             raise ConfigError(f"input_file: {error}", field="input_file") from error
+
+
+def keep(source: Path, path: Path) -> Path:
+    """Read an input that can be read once, a pipe, into a file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: it could not be read.
+    """
+    try:
+        with source.open("rb") as given, path.open("wb") as kept:
+            shutil.copyfileobj(given, kept)
+    except OSError as error:
+        raise ConfigError(
+            f"input_file = {str(source)!r}: could not be read: {error.strerror}", field="input_file"
+        ) from error
+    return path
 
 
 async def upload(url: str, path: Path) -> None:

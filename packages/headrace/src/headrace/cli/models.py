@@ -65,7 +65,7 @@ def _of_wrappers() -> Iterable[dict[str, Any]]:
             "media": list(wrapper.media),
             "task": wrapper.task,
             "caches": [kind for kind in CACHES if kind in held],
-            "lora": False,
+            "lora": all(ARCHITECTURES[text].lora for text in wrapper.texts.values()),
             "pp": False,
             "quantization": False,
             "alias_of": "",

@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser
+from headrace.assembly.speech.declared import DeclaredSpeech
 from headrace.engine_args import EngineArgs
 from headrace_core.errors import MissingDependency
 from headrace_core.model import ModelInfo
-from headrace_core.speech.declared import DeclaredSpeech
 
 if TYPE_CHECKING:
     from headrace.assembly.inspection import Inspection
@@ -58,7 +58,7 @@ def _suite() -> ModuleType:
 
 def _run_suite(found: Inspection) -> int:
     """Print each check's outcome; returns the exit status."""
-    from headrace.assembly.transcription import model_class
+    from headrace.assembly.speech.transcription import model_class
     from headrace_core.speech.diagnosis import comes_close, faults
 
     model: type[Any] = model_class(found.info)

@@ -39,7 +39,7 @@ SETTINGS = frozenset(
         "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin",
         "return_tokens_as_token_ids", "enable_prompt_tokens_details",
         "enable_force_include_usage", "strict_requests", "enable_log_requests", "max_log_len",
-        "metrics_prefix",
+        "metrics_prefix", "lora_modules",
     }
 )  # fmt: skip
 """The server's settings that mean something to a batch."""
@@ -117,7 +117,7 @@ def _add_arguments(parser: Parser) -> None:
         "--input-file",
         required=True,
         metavar="FILE",
-        help="requests: a path, or a URL to GET",
+        help="requests: a path (a pipe, too), or a URL to GET",
     )
     parser.add_argument(
         "-o",
@@ -171,12 +171,14 @@ def settings_from(args: Namespace) -> ServerSettings:
 def _run(args: Namespace, config: EngineConfig, settings: ServerSettings, folder: Path) -> int:
     """Fetch, check, answer, deliver."""
     from headrace.batch import lines, transfer
-    from headrace.batch.journal import Journal
+    from headrace.batch.journal import Journal, is_stream
 
     source = Path(args.input_file)
     if transfer.is_url(args.input_file):
         source = folder / "input"
         asyncio.run(transfer.download(args.input_file, source))
+    elif is_stream(source):  # what can be read once is read once: it is checked, and then answered
+        source = transfer.keep(source, folder / "input")
     found = lines.scan(source)
     path = journal_path(args, folder)
     if args.restart:
@@ -279,6 +281,8 @@ async def _serve(
     # A stopped batch keeps what it has; in-flight requests end with the task.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
+        if state.adapters is not None:
+            await state.adapters.start()
         async with serving_metrics(app, listening):
             counts = await runner.run(requests(source))
         logger.info(

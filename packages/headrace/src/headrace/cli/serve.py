@@ -50,13 +50,15 @@ class ServeOptions(NamedTuple):
 
     def share_of_config(self) -> EngineConfig:
         """The configuration of one HTTP process of several: its part of the queue."""
+        from headrace_engine.queue_limits import MAX_QUEUED_REQUESTS
+
         scheduler, share = self.config.scheduler, self.settings.share
         tokens = scheduler.max_queued_tokens
         return dataclasses.replace(
             self.config,
             scheduler=dataclasses.replace(
                 scheduler,
-                max_queued_requests=share(scheduler.max_queued_requests),
+                max_queued_requests=share(scheduler.max_queued_requests or MAX_QUEUED_REQUESTS),
                 max_queued_tokens=None if tokens is None else share(tokens),
             ),
         )
@@ -129,6 +131,7 @@ def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
         args.max_audio_seconds = MAX_AUDIO_SECONDS
     made = EngineArgs.from_cli_args(args)
     _check_control_tokens(made, settings)
+    _check_adapters(made, settings)
     check_template(settings)
     return made
 
@@ -147,6 +150,19 @@ def _check_control_tokens(args: EngineArgs, settings: ServerSettings) -> None:
             f"{name}: not with --hardened: users could write turns of other roles", field=name
         )
     logger.warning("%s: users can write turns of other roles", name)
+
+
+def _check_adapters(args: EngineArgs, settings: ServerSettings) -> None:
+    """Adapters need an engine that takes some; found out before anything is loaded.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if settings.lora_modules and not args.enable_lora:
+        raise ConfigError(
+            "lora_modules: must be set together with enable_lora (--enable-lora)",
+            field="lora_modules",
+        )
 
 
 def serve_alone(prepared: ServeOptions) -> int:

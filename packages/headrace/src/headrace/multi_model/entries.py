@@ -122,6 +122,7 @@ def read_entry(entry: Mapping[str, Any], argv: Sequence[str]) -> ModelEntry:
         args.served_model_name = [name, *(other for other in others if other != name)]
         settings = settings_from(args, os.environ)
         config = complete(args, settings).create_engine_config()
+        _refuse_adapters(settings.lora_modules, config.lora.enable_lora)
         if not config.engine_process:
             for setting in WHOLE_PROCESS:
                 if setting in own:
@@ -137,6 +138,21 @@ def read_entry(entry: Mapping[str, Any], argv: Sequence[str]) -> ModelEntry:
         return ModelEntry(name, prepared, own_bytes=cache.max_memory_bytes)
     has_share = "gpu_memory_utilization" in own
     return ModelEntry(name, prepared, share=cache.gpu_memory_utilization if has_share else None)
+
+
+def _refuse_adapters(modules: Sequence[str], enabled: bool) -> None:
+    """Adapters have names of their own, which the choice of a model by its name does not know.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for field, value in (("lora_modules", modules), ("enable_lora", enabled)):
+        if value:
+            raise ConfigError(
+                f"{field} = {value!r}: cannot be combined with models_config: adapters are served beside "
+                "one model",
+                field=field,
+            )
 
 
 class _Raising(Parser):

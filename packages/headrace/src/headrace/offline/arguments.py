@@ -9,13 +9,20 @@ from typing import Any, TypeVar, cast
 
 from headrace.offline.pooling import listed
 from headrace_core.arrays import own_value
-from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.executor import Worker
+from headrace_core.errors import RequestError
+from headrace_core.lora import LoRARequest
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 
 Kind = TypeVar("Kind")
+WAKING_TIMEOUT = 3600.0
+"""Longest wait for an engine that falls asleep or wakes up, in seconds: it may read a large checkpoint."""
 ACCEPTED = "SamplingParams, a list with one for each prompt, or None for the model's defaults"
+
+
+def as_tags(tags: object) -> object:
+    """Names of parts of an engine as a list, where they are a collection; else as they are."""
+    return list(tags) if isinstance(tags, (tuple, set, frozenset)) else tags
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -156,12 +163,31 @@ def need_one_each(name: str, values: Sequence[object], num_prompts: int) -> None
         raise RequestError(f"{name}: {len(values)} given for {num_prompts} prompts", param=name)
 
 
-def refuse_adapters(lora_request: object) -> None:
-    """Raises: UnsupportedFeature, unless the argument is None."""
-    if lora_request is not None:
-        raise UnsupportedFeature(
-            "lora_request: LoRA adapters are not supported by this version", param="lora_request"
-        )
+def as_adapters(lora_request: object, num_prompts: int) -> list[LoRARequest | None] | None:
+    """An adapter for each prompt, or None where all have the base model.
+
+    Raises:
+        RequestError: one is no LoRARequest, or there are more or fewer than prompts.
+    """
+    if lora_request is None:
+        return None
+    if not _is_list(lora_request):
+        return [as_adapter(lora_request)] * num_prompts
+    every = list(cast("Sequence[object]", lora_request))
+    for index, one in enumerate(every):
+        if one is not None:
+            need("lora_request", one, LoRARequest, place=f"[{index}]")
+    need_one_each("lora_request", every, num_prompts)
+    return cast("list[LoRARequest | None]", every)
+
+
+def as_adapter(lora_request: object) -> LoRARequest | None:
+    """The adapter of a call that has one for all.
+
+    Raises:
+        RequestError: it is no LoRARequest.
+    """
+    return None if lora_request is None else need("lora_request", lora_request, LoRARequest)
 
 
 def as_timeout(timeout: object) -> float | None:
@@ -196,15 +222,23 @@ def as_worker_call(
         return method, list(args)
     if not isinstance(method, str):
         return partial(method, **kwargs), list(args)
-    from headrace_engine.core import WORKER_CALLS
+    from headrace_engine.core import PARAMETERS, WORKER_CALLS
 
     if method not in WORKER_CALLS:
-        return method, list(args)  # the engine refuses it, and lists those that may be called
+        raise RequestError(
+            f"kwargs: must be left out with method = {method[:64]!r}, which is none of the engine's own "
+            "calls: methods of a worker extension take arguments by position",
+            param="kwargs",
+        )
+    names = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in PARAMETERS.get(method, ())
+    ]
     try:
-        bound = inspect.signature(getattr(Worker, method)).bind(None, *args, **kwargs)
+        bound = inspect.Signature(names).bind(*args, **kwargs)
     except TypeError as error:
         raise RequestError(f"kwargs: {method}: {error}", param="kwargs") from None
-    return method, list(bound.args[1:])
+    return method, list(bound.args)
 
 
 def _final(params: SamplingParams) -> SamplingParams:

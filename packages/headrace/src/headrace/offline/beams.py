@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.progress import wants_bar
 from headrace_core.arrays import own_value
 from headrace_core.errors import RequestError
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput
 from headrace_core.request import Prompt
 from headrace_core.sampling.params import BeamSearchParams
@@ -24,6 +25,7 @@ def search_beams(
     *,
     use_tqdm: bool | Callable[..., Any] = False,
     at_once: int | None = None,
+    lora_requests: Sequence[LoRARequest | None] | None = None,
 ) -> list[BeamSearchOutput]:
     """One output per prompt, in order.
 
@@ -32,6 +34,7 @@ def search_beams(
         params: of every search.
         use_tqdm: show how many are done; or a callable that makes a bar.
         at_once: prompts that are searched at the same time; None: all.
+        lora_requests: one for each prompt; None: all with the base model.
 
     Raises:
         RequestError: a prompt or a parameter is wrong, or the engine cannot search so.
@@ -44,7 +47,11 @@ def search_beams(
         )
     with _bar(len(prompts), use_tqdm) as done:
         return engine.beam_search(
-            prompts, params, at_once=at_once, on_output=lambda index, output: done(1)
+            prompts,
+            params,
+            at_once=at_once,
+            lora_requests=lora_requests,
+            on_output=lambda index, output: done(1),
         )
 
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.offline.arguments import (
+    as_adapters,
     as_conversations,
     as_priorities,
     as_prompts,
     as_sampling_params,
     check_chat_options,
     need,
-    refuse_adapters,
 )
 from headrace.offline.engine import EngineMixin
 from headrace.progress import counting_bar, prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.lora import LoRARequest
 from headrace_core.output import BeamSearchOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling.params import BeamSearchParams, SamplingParams
@@ -37,6 +38,8 @@ class CheckedArguments(NamedTuple):
     params: list[SamplingParams]
     """One for each prompt."""
     priority: list[int] | None
+    lora_requests: list[LoRARequest | None] | None
+    """One for each prompt; None: all with the base model."""
 
 
 class GenerationMixin(EngineMixin):
@@ -54,7 +57,7 @@ class GenerationMixin(EngineMixin):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; batches as memory allows.
@@ -64,7 +67,8 @@ class GenerationMixin(EngineMixin):
                 :mod:`headrace.inputs`; one or a list.
             sampling_params: None: the model's defaults; one for all; or one per prompt.
             use_tqdm: show a progress bar; or a callable that makes one (tqdm's signature).
-            lora_request: refused unless None; LoRA adapters are not supported by this version.
+            lora_request: the low-rank adapter that prompts are computed with; one, or one for each prompt
+                (None: the base model alone). Needs ``enable_lora=True``.
             priority: one per prompt, only under ``scheduling_policy="priority"``.
 
         Returns:
@@ -82,7 +86,7 @@ class GenerationMixin(EngineMixin):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -94,6 +98,7 @@ class GenerationMixin(EngineMixin):
         """Answer one conversation or a list of them, through the model's chat template.
 
         Args:
+            lora_request: as :meth:`generate`; one for each conversation.
             mm_processor_kwargs: options of the model's processor of media, for this call; they win over
                 the engine's.
 
@@ -101,7 +106,6 @@ class GenerationMixin(EngineMixin):
             RequestError: as :meth:`generate`; or the template is missing or fails.
         """
         self._check_generates("LLM.chat")
-        refuse_adapters(lora_request)
         chats = self._chats(
             messages,
             chat_template=chat_template,
@@ -113,7 +117,13 @@ class GenerationMixin(EngineMixin):
             mm_processor_kwargs=mm_processor_kwargs,
         )
         return self._run(
-            CheckedArguments(chats, self._params(sampling_params, len(chats)), None), use_tqdm
+            CheckedArguments(
+                chats,
+                self._params(sampling_params, len(chats)),
+                None,
+                as_adapters(lora_request, len(chats)),
+            ),
+            use_tqdm,
         )
 
     def preprocess_chat(
@@ -178,17 +188,25 @@ class GenerationMixin(EngineMixin):
     ) -> CheckedArguments:
         """The arguments of a call that completes prompts, checked."""
         self._check_generates(call)
-        refuse_adapters(lora_request)
         every = as_prompts(prompts)
         params = self._params(sampling_params, len(every))
-        return CheckedArguments(every, params, as_priorities(priority, len(every)))
+        return CheckedArguments(
+            every,
+            params,
+            as_priorities(priority, len(every)),
+            as_adapters(lora_request, len(every)),
+        )
 
     def _run(
         self, given: CheckedArguments, use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
         with prompt_bar(len(given.prompts), use_tqdm) as on_output:
             outputs: list[RequestOutput] = self.engine.run(
-                given.prompts, given.params, priority=given.priority, on_output=on_output
+                given.prompts,
+                given.params,
+                priority=given.priority,
+                lora_requests=given.lora_requests,
+                on_output=on_output,
             )
         return outputs
 
@@ -205,7 +223,7 @@ class GenerationMixin(EngineMixin):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Start prompts and return at once; :meth:`wait_for_completion` returns their outputs.
@@ -226,7 +244,11 @@ class GenerationMixin(EngineMixin):
         given = self._given("LLM.enqueue", prompts, sampling_params, lora_request, priority)
         with counting_bar(len(given.prompts), use_tqdm, "Adding requests") as on_added:
             batch = self.engine.start(
-                given.prompts, given.params, priority=given.priority, on_added=on_added
+                given.prompts,
+                given.params,
+                priority=given.priority,
+                lora_requests=given.lora_requests,
+                on_added=on_added,
             )
         with self._queue_lock:
             self._enqueued.append(batch)
@@ -270,7 +292,7 @@ class GenerationMixin(EngineMixin):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -280,7 +302,7 @@ class GenerationMixin(EngineMixin):
         Args:
             prompts: as :meth:`generate`, embeddings excepted.
             params: width, length and how sequences are scored.
-            lora_request: refused unless None.
+            lora_request: as :meth:`generate`.
             use_tqdm: show a progress bar over the prompts; or a callable that makes one.
             concurrency_limit: search for so many prompts at once; None: for all.
 
@@ -291,15 +313,16 @@ class GenerationMixin(EngineMixin):
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
         self._check_generates("LLM.beam_search")
-        refuse_adapters(lora_request)
         from headrace.offline.beams import search_beams
 
+        every = as_prompts(prompts)
         return search_beams(
             self.engine,
-            as_prompts(prompts),
+            every,
             need("params", params, BeamSearchParams),
             use_tqdm=use_tqdm,
             at_once=concurrency_limit,
+            lora_requests=as_adapters(lora_request, len(every)),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headrace.offline.arguments import as_prompts, check_chat_options, refuse_adapters
+from headrace.offline.arguments import as_adapter, as_adapters, as_prompts, check_chat_options
 from headrace.offline.engine import EngineMixin
 from headrace.offline.pooling import (
     OfflinePooling,
@@ -15,9 +15,12 @@ from headrace.offline.pooling import (
     score_inputs,
     tokenizing,
 )
-from headrace_core.output import (
+from headrace.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+)
+from headrace_core.lora import LoRARequest
+from headrace_core.output import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
@@ -25,6 +28,9 @@ from headrace_core.output import (
 from headrace_core.pooling import PoolingParams
 from headrace_core.pooling.scoring import ScoreInput
 from headrace_core.request import Prompt
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or one for each; None: the base model alone."""
 
 
 class PoolingMixin(EngineMixin):
@@ -36,7 +42,7 @@ class PoolingMixin(EngineMixin):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -61,11 +67,12 @@ class PoolingMixin(EngineMixin):
             RequestError: a prompt or parameter is wrong; nothing is left running.
             GenerateError: a prompt failed.
         """
-        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         pooling = self._pooling("LLM.embed", "embed")
-        return pooling.embed(as_prompts(prompts), params, use_tqdm, special)
+        every = as_prompts(prompts)
+        adapters = as_adapters(lora_request, len(every))
+        return pooling.embed(every, params, use_tqdm, special, adapters)
 
     def classify(
         self,
@@ -73,7 +80,7 @@ class PoolingMixin(EngineMixin):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of the model's labels for each prompt; arguments and errors as
@@ -82,11 +89,12 @@ class PoolingMixin(EngineMixin):
         Returns:
             One output per prompt, in order; ``outputs.probs`` is a list of numbers.
         """
-        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, None)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.classify", "classify")
-        return pooling.classify(as_prompts(prompts), params, use_tqdm, special)
+        every = as_prompts(prompts)
+        adapters = as_adapters(lora_request, len(every))
+        return pooling.classify(every, params, use_tqdm, special, adapters)
 
     def reward(
         self,
@@ -94,7 +102,7 @@ class PoolingMixin(EngineMixin):
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         truncate_prompt_tokens: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -104,11 +112,12 @@ class PoolingMixin(EngineMixin):
         Returns:
             One output per prompt, in order; ``outputs.data`` is a tensor [tokens, labels].
         """
-        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.reward", "token_classify")
-        return pooling.encode(as_prompts(prompts), params, "token_classify", use_tqdm, special)
+        every = as_prompts(prompts)
+        adapters = as_adapters(lora_request, len(every))
+        return pooling.encode(every, params, "token_classify", use_tqdm, special, adapters)
 
     def score(
         self,
@@ -118,7 +127,7 @@ class PoolingMixin(EngineMixin):
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         truncate_prompt_tokens: int | None = None,
         chat_template: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -132,14 +141,14 @@ class PoolingMixin(EngineMixin):
                 by itself refuse it.
             tokenization_kwargs: as :meth:`embed`; special tokens can be left out only where each text
                 is embedded, or a template makes the prompt.
-            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
+            lora_request: the adapter that all pairs are computed with.
+            pooling_params, use_tqdm, truncate_prompt_tokens: as :meth:`embed`.
 
         Returns:
             One output per pair, in order; ``outputs.score`` is a number.
 
         Raises: as :meth:`embed`.
         """
-        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         check_chat_options(chat_template=chat_template)
@@ -151,6 +160,7 @@ class PoolingMixin(EngineMixin):
             chat_template,
             use_tqdm,
             special,
+            as_adapter(lora_request),
         )
 
     def encode(
@@ -159,7 +169,7 @@ class PoolingMixin(EngineMixin):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         truncate_prompt_tokens: int | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -170,8 +180,9 @@ class PoolingMixin(EngineMixin):
         Args:
             prompts: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
             pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`.
-            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens, prompt_name,
-                tokenization_kwargs: as :meth:`embed`.
+            lora_request: as :meth:`embed`; one for all with the task ``plugin``.
+            pooling_params, use_tqdm, truncate_prompt_tokens, prompt_name, tokenization_kwargs: as
+                :meth:`embed`.
 
         Returns:
             One output per prompt, in order; ``outputs.data`` is a float32 tensor, [size] or, for tasks
@@ -180,16 +191,18 @@ class PoolingMixin(EngineMixin):
 
         Raises: as :meth:`embed`.
         """
-        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         self._pooling("LLM.encode", None)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         task = chosen_task(params, pooling_task)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
-            return pooling.plugin(prompts, for_all(params), use_tqdm, special)
+            adapter = as_adapter(lora_request)
+            return pooling.plugin(prompts, for_all(params), use_tqdm, special, adapter)
         pooling = self._pooling("LLM.encode", task)
-        return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
+        every = as_prompts(prompts)
+        adapters = as_adapters(lora_request, len(every))
+        return pooling.encode(every, params, task, use_tqdm, special, adapters)
 
     def _pooling(self, call: str, task: str | None) -> OfflinePooling:
         """The pooling half of the engine.

@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.progress import prompt_bar
-from headrace_core.arrays import PackedArray, own_value
-from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.output import (
+from headrace.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+)
+from headrace.progress import prompt_bar
+from headrace_core.arrays import PackedArray, own_value
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.lora import LoRARequest
+from headrace_core.output import (
     PoolingOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from headrace_engine.offline import OfflineEngine
 
 Progress = bool | Callable[..., Any]
+Adapters = Sequence[LoRARequest | None] | None
+"""One for each prompt; None: all with the base model."""
 Params = PoolingParams | Sequence[PoolingParams] | None
 OutputT = TypeVar("OutputT")
 
@@ -61,9 +66,10 @@ class OfflinePooling:
         params: Params,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_requests: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt."""
-        pooled = self._pool(prompts, params, "embed", use_tqdm, add_special_tokens)
+        pooled = self._pool(prompts, params, "embed", use_tqdm, add_special_tokens, lora_requests)
         return [_changed(output, EmbeddingOutput(_numbers(output))) for output in pooled]
 
     def classify(
@@ -72,9 +78,12 @@ class OfflinePooling:
         params: Params,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_requests: Adapters = None,
     ) -> list[ClassificationRequestOutput]:
         """One row of probabilities for each prompt."""
-        pooled = self._pool(prompts, params, "classify", use_tqdm, add_special_tokens)
+        pooled = self._pool(
+            prompts, params, "classify", use_tqdm, add_special_tokens, lora_requests
+        )
         return [_changed(output, ClassificationOutput(_numbers(output))) for output in pooled]
 
     def encode(
@@ -84,9 +93,10 @@ class OfflinePooling:
         task: str,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_requests: Adapters = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Results as tensors."""
-        pooled = self._pool(prompts, params, task, use_tqdm, add_special_tokens)
+        pooled = self._pool(prompts, params, task, use_tqdm, add_special_tokens, lora_requests)
         return [
             _changed(output, PoolingOutput(as_tensor(output.outputs.data))) for output in pooled
         ]
@@ -99,6 +109,7 @@ class OfflinePooling:
         chat_template: str | None,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """One score for each pair."""
         pooling = self._engine.model.pooling
@@ -112,6 +123,7 @@ class OfflinePooling:
                 params or PoolingParams(),
                 chat_template=chat_template,
                 add_special_tokens=add_special_tokens,
+                lora_request=lora_request,
                 on_output=on_output,
             )
 
@@ -121,6 +133,7 @@ class OfflinePooling:
         params: PoolingParams | None,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Result of the IO processor for data: a list of one."""
         processor = self._io_processor
@@ -138,6 +151,7 @@ class OfflinePooling:
                 chosen,
                 task=task,
                 add_special_tokens=add_special_tokens,
+                lora_requests=None if lora_request is None else [lora_request] * len(prompts),
                 on_output=on_output,
             )
         output = processor.post_process(pooled)
@@ -151,6 +165,7 @@ class OfflinePooling:
         task: str,
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
+        lora_requests: Adapters = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         with prompt_bar(len(prompts), use_tqdm) as on_output:
             return self._engine.encode(
@@ -158,6 +173,7 @@ class OfflinePooling:
                 PoolingParams() if params is None else params,
                 task=task,
                 add_special_tokens=add_special_tokens,
+                lora_requests=lora_requests,
                 on_output=on_output,
             )
 
@@ -332,4 +348,5 @@ def _changed(
         output.num_cached_tokens,
         output.finished,
         output.metrics,
+        output.weights_versions,
     )

@@ -101,7 +101,7 @@ class TranscriptionMixin(EngineMixin):
     def _transcribe(
         self, task: SpeechTask, audio: Any, use_tqdm: bool | Callable[..., Any], **wanted: Any
     ) -> list[Transcript]:
-        from headrace.assembly.speech import offline_decoder
+        from headrace.assembly.speech.served import offline_decoder
         from headrace.offline.recordings import as_recordings
         from headrace.offline.transcribing import OfflineTranscription, TranscriptionOptions
         from headrace_engine.transcription.recordings import need_speech

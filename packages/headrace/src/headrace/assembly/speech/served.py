@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.missing_packages import missing
-from headrace.assembly.transcription import TASK, model_class
+from headrace.assembly.speech.declared import DeclaredSpeech
+from headrace.assembly.speech.transcription import TASK, model_class
 from headrace_core.errors import ConfigError
-from headrace_core.speech.declared import DeclaredSpeech
 from headrace_core.speech.model import AudioClip, SpeechToTextConfig, SupportsTranscription
 from headrace_engine.config import SpeechConfig
 

@@ -1,0 +1,148 @@
+"""A checkpoint that takes the place of a running one: resolved, compared, and built as that one was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.assembly.resolved import ResolvedConfig
+from headrace.assembly.worker import backend_chooser, build_context
+from headrace_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from headrace_core.lora import AdapterSlots
+    from headrace_core.model import CausalLM, ModelInfo, ProgressCallback
+    from headrace_core.ops import OpTable
+    from headrace_engine.encoder.slices import EncoderSlices
+    from headrace_engine.weights.beside import BuildBeside
+    from headrace_engine.weights.update_set import LoadedModel
+    from headrace_models.layers.base import Layer
+
+FACTS = (
+    "architecture", "vocab_size", "eos_token_ids", "dtype", "max_model_len", "runner", "convert",
+    "tasks", "pooling", "is_encoder_decoder", "processor", "has_towers", "source",
+)  # fmt: skip
+"""Fields of :class:`~headrace_core.model.ModelInfo` that front ends, the cache's plan and steps rely on."""
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt",
+    "merges.txt",
+)  # fmt: skip
+"""Files with what token ids mean."""
+_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
+"""Entries of ``tokenizer.json`` that say so. Others, truncation for one, tools change as they write it."""
+
+
+def beside_builder(
+    resolved: ResolvedConfig, ops: OpTable, slices: EncoderSlices | None
+) -> BuildBeside:
+    """Builds models of other checkpoints with the running one's kernels and settings.
+
+    Args:
+        resolved: the running model.
+        slices: see :func:`headrace.assembly.worker.build_model`.
+    """
+
+    def build(
+        path: str,
+        slots: AdapterSlots | None,
+        admit: Callable[[CausalLM, int], None],
+        progress: ProgressCallback,
+        told: Callable[[LoadedModel], None],
+    ) -> CausalLM:
+        from headrace_models.loading.loader import load_model
+        from headrace_models.loading.update import LoadRecord
+        from headrace_models.weight_bytes import kept_bytes
+
+        new = resolved_beside(resolved, path)
+        config, info = new.config, new.info
+        choose, record = backend_chooser(new, ops), LoadRecord()
+
+        def admit_built(model: CausalLM) -> None:
+            admit(model, kept_bytes(cast("Layer", model), info.dtype))
+
+        model = load_model(
+            info,
+            build_context(new, ops, choose, slices, slots),
+            load=config.load,
+            progress=progress,
+            admit=admit_built,
+            only_towers=config.multimodal.only_encodes and info.source == "native",
+            record=record,
+        )
+        choose.check_used()
+        told(record)
+        return model
+
+    return build
+
+
+def resolved_beside(running: ResolvedConfig, path: str) -> ResolvedConfig:
+    """The configuration of the new checkpoint, which must be on this machine. Code that it brings is not
+    run, whatever the running one may.
+
+    Raises:
+        RequestError: it is not there, or of another model.
+        HeadraceError: it cannot be resolved.
+    """
+    from headrace_models.resolve import resolve
+
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise RequestError(
+            f"path = {path!r:.300}: no such folder or file on the machine of the engine",
+            param="path",
+        )
+    config = running.config
+    model = dataclasses.replace(
+        config.model, model=str(found), revision=None, trust_remote_code=False
+    )
+    load = config.load
+    if load.load_format == "dummy":
+        load = dataclasses.replace(load, load_format="auto")
+    info = resolve(model, load, running.platform)
+    _check_facts(info, running.info)
+    if config.model.tokenizer is None and not config.model.skip_tokenizer_init:
+        _check_vocabulary(info.path, running.info.path)
+    new = dataclasses.replace(config, model=model, load=load)
+    return running._replace(config=new, info=info)
+
+
+def _check_facts(new: ModelInfo, running: ModelInfo) -> None:
+    for name in FACTS:
+        found, wanted = getattr(new, name), getattr(running, name)
+        if found != wanted:
+            raise RequestError(
+                f"path: {name} is {found!r:.200} in the new checkpoint: must be the running model's, "
+                f"{wanted!r:.200}",
+                param="path",
+            )
+
+
+def _check_vocabulary(new: Path, running: Path) -> None:
+    """Files that both checkpoints have must say the same; a checkpoint of weights alone is fine."""
+    if not new.is_dir() or not running.is_dir():
+        return
+    for name in VOCABULARIES:
+        ours, theirs = running / name, new / name
+        if ours.is_file() and theirs.is_file() and _meaning(ours) != _meaning(theirs):
+            raise RequestError(
+                f"path: {name} of the new checkpoint differs from the running model's: must say the same, "
+                "as the tokenizer is kept",
+                param="path",
+            )
+
+
+def _meaning(file: Path) -> Any:
+    content = file.read_bytes()
+    if file.suffix != ".json":
+        return content
+    try:
+        read = json.loads(content)
+    except ValueError:
+        return content
+    if file.name == "tokenizer.json" and isinstance(read, dict):
+        return [read.get(part) for part in _PARTS]
+    return read
