@@ -10,10 +10,10 @@ from headrace.assembly import resolve_engine, worker_factory
 from headrace.engine_args import EngineArgs
 from headrace_core.batch import GroupBatch
 from headrace_core.kv import KVCacheConfig
-from headrace_engine.execution.cache import state_groups
-from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
+from headrace_engine.kv.states import state_groups
 from headrace_engine.startup import StartupTimeline
+from headrace_engine.weights.worker import ModelWorker
 from headrace_testing.graphs.steps import make_batch
 from headrace_testing.ops import bits_equal
 

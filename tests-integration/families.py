@@ -22,7 +22,10 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+Families = dict[str, tuple[str, dict[str, Any]]]
+"""Class of transformers' config and its settings, by family."""
+
+FAMILIES: Families = {
     "llama": ("LlamaConfig", {**_COMMON, "tie_word_embeddings": False}),
     "llama3": ("LlamaConfig", {**_COMMON, "rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {**_COMMON, "head_dim": 16, "sliding_window": 24}),
@@ -89,13 +92,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "indexer_types": ["full", "shared", "full", "shared"],
     }),
 }  # fmt: skip
+STATE_FAMILIES: Families = {
+    "mamba": ("MambaConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "num_hidden_layers": 3, "state_size": 7,
+        "time_step_rank": 5, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }),
+    "lfm2": ("Lfm2Config", {
+        **_COMMON, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"],
+    }),
+    "minimax": ("MiniMaxConfig", {
+        **_COMMON, "num_hidden_layers": 3, "block_size": 8, "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts_per_tok": 2,
+    }),
+    "qwen3_next": ("Qwen3NextConfig", {
+        **_COMMON, "num_hidden_layers": 3, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3,
+    }),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 64,
+        "attention_window_size": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }),
+    "rwkv": ("RwkvConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 3,
+        "context_length": 256, "bos_token_id": 1, "eos_token_id": 2,
+    }),
+}  # fmt: skip
+"""Further families with recurrent layers."""
 
 
-def make_model(family: str) -> torch.nn.Module:
+def make_model(family: str, known: Families = FAMILIES | STATE_FAMILIES) -> torch.nn.Module:
     """A model with random weights, large enough that its logits are far from flat."""
     import transformers
 
-    config_class, settings = FAMILIES[family]
+    config_class, settings = known[family]
     config = getattr(transformers, config_class)(**settings)
     torch.manual_seed(sum(map(ord, family)))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -111,9 +145,11 @@ def make_model(family: str) -> torch.nn.Module:
     return model
 
 
-def save_model(family: str, folder: Path) -> torch.nn.Module:
+def save_model(
+    family: str, folder: Path, known: Families = FAMILIES | STATE_FAMILIES
+) -> torch.nn.Module:
     """Make a checkpoint in ``folder``; returns the model that is the oracle."""
-    model = make_model(family)
+    model = make_model(family, known)
     # Nothing but the greedy choice is compared; an end token would cut outputs short.
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)

@@ -25,6 +25,8 @@ ALLOWED = {
     ("engine/input_processing/chat/sandbox.py", "jinja2 environment"): "the one renderer",
     ("engine/log_lines.py", "ThreadedHandler._write_all: wait get"):
         "idle: a daemon thread, ended by the end mark",
+    ("engine/weights/broadcast.py", "WeightGroup._broadcast: wait wait"):
+        "the group's own limit ends it, with an error",
     ("engine/structured/matching.py", "RowConstraint.settle: wait result"):
         "one token's matching, which the backend's limits end",
     ("engine/structured/admission.py", "Admission._verdict: wait result"):

@@ -26,7 +26,7 @@ import tempfile
 import termios
 import threading
 
-from headrace_core import failpoints
+from headrace_core.reliability import failpoints
 
 LONGEST = 1 << 17
 """Most bytes of a message: as many as the system lets a command line have."""
@@ -36,7 +36,7 @@ IMPORTED = (
     "headrace.cli.serve", "headrace_attention.paged", "headrace_demo", "headrace_engine.clients.inproc",
     "headrace_engine.engine", "headrace_engine.execution.capture", "headrace_engine.execution.late",
     "headrace_engine.execution.pooling", "headrace_engine.execution.reloading",
-    "headrace_engine.execution.worker", "headrace_engine.input_processing.guarded_backend",
+    "headrace_engine.weights.worker", "headrace_engine.input_processing.guarded_backend",
     "headrace_engine.input_processing.tokenizer", "headrace_engine.kv.manager",
     "headrace_engine.sampling.sampler", "headrace_engine.scheduler.scheduler",
     "headrace_engine.structured.matching_threads", "headrace_engine.uniproc",

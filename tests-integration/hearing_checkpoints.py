@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace_core.multimodal import ProcessedMedia
 from headrace_testing.model.decoders import randomise
+from headrace_testing.model.plain_midashenglm import PlainMiDashengLM
 from headrace_testing.model.plain_mobilenet_v5 import gemma3n_sees, tame
 from headrace_testing.model.plain_ultravox import PlainUltravox, projector, tower
 
@@ -159,6 +160,32 @@ def save_ultravox(folder: Path) -> Oracle:
     return goes_on
 
 
+def save_midashenglm(folder: Path) -> Oracle:
+    """States of 40 ms, runs of 1.28 s."""
+    ids = save_tokenizer(folder, (_SILENT, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"))
+    encoder = {
+        "embed_dim": 24, "depth": 2, "num_heads": 3, "mlp_ratio": 2.0, "n_mels": 16, "patch_size": [16, 4],
+        "patch_stride": [16, 4], "target_length": 128, "init_values": None,
+    }  # fmt: skip
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
+    text |= {"model_type": "qwen2_5_omni_text", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    config = {
+        "architectures": ["MiDashengLMModel"], "model_type": "midashenglm", "subsample_factor": 5,
+        "audio_encoder_config": encoder, "text_config": text, "image_token": ids["<|AUDIO|>"],
+        "audio_token_id": ids["<|AUDIO|>"],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = _made(PlainMiDashengLM(config).eval(), folder)
+
+    def goes_on(ids_: Sequence[int], media: Sequence[ProcessedMedia]) -> list[int]:
+        names = ("input_features", "num_heard")
+        return _goes_on(
+            model, ids_, images=[{name: tensor(item, name) for name in names} for item in media]
+        )
+
+    return goes_on
+
+
 def save_gemma3n(folder: Path, table: Any) -> Oracle:
     """Images of 96 pixels of a side in four places, recordings in forty.
 
@@ -210,6 +237,57 @@ def save_gemma3n(folder: Path, table: Any) -> Oracle:
         ]
         return _goes_on(
             model, ids, pixel_values=torch.stack(pixels), input_features=frames[None],
+            input_features_mask=torch.ones(1, len(frames), dtype=torch.bool),
+        )  # fmt: skip
+
+    return goes_on
+
+
+def save_gemma4(folder: Path) -> Oracle:
+    """Images of up to 70 tokens, recordings of eight bins; the first layers have inputs of their own."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    special = (_SILENT, *(f"<|{kind}{end}" for kind in ("image", "audio") for end in (">", "|>")))
+    ids = save_tokenizer(folder, (*special, "<image|>", "<audio|>"))
+    text = {
+        **TEXT, "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 60,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1, "vocab_size_per_layer_input": TEXT["vocab_size"],
+        "hidden_size_per_layer_input": 8, "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2,
+        "position_embedding_size": 160,
+    }  # fmt: skip
+    audio = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "attention_chunk_size": 4,
+        "attention_context_left": 5, "subsampling_conv_channels": [8, 6], "output_proj_dims": 20,
+    }  # fmt: skip
+    config = Gemma4Config(
+        audio_config=audio, vision_config=vision, text_config=text, tie_word_embeddings=False,
+        image_token_id=ids["<|image|>"], boi_token_id=ids["<|image>"], eoi_token_id=ids["<image|>"],
+        audio_token_id=ids["<|audio|>"], boa_token_id=ids["<|audio>"], eoa_token_index=ids["<audio|>"],
+    )  # fmt: skip
+    Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ).save_pretrained(folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    _written(folder, "preprocessor_config.json", {**settings, "feature_size": 8})
+    torch.manual_seed(0)
+    model = _made(Gemma4ForConditionalGeneration(config).eval(), folder)
+
+    def goes_on(ids: Sequence[int], media: Sequence[ProcessedMedia]) -> list[int]:
+        [frames] = [
+            tensor(item, "input_features") for item in media if "input_features" in item.inputs
+        ]
+        [image] = [item for item in media if "pixel_values" in item.inputs]
+        rows, columns = tensor(image, "grids").view(2).tolist()
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        return _goes_on(
+            model, ids, pixel_values=tensor(image, "pixel_values")[None],
+            image_position_ids=places[None], input_features=frames[None],
             input_features_mask=torch.ones(1, len(frames), dtype=torch.bool),
         )  # fmt: skip
 

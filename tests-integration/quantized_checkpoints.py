@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,13 +81,27 @@ class IntegerConformance(ModelConformance):
         """A layer's tensors by suffix, and the weight that they mean."""
         raise NotImplementedError
 
+    layers: ClassVar[str] = r".*_proj"
+    """Pattern of the names of linear layers."""
+    is_transposed: ClassVar[bool] = False
+    """The plain checkpoint stores them [in, out]; quantizers turn them first."""
+
+    def coded(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """As :meth:`module`, of a weight as the plain checkpoint stores it."""
+        if not self.is_transposed:
+            return self.module(name, weight)
+        tensors, meant = self.module(name, weight.T.contiguous())
+        if tensors.keys() == {"weight"} and tensors["weight"].is_floating_point():
+            return {"weight": weight}, weight
+        return tensors, meant.T.contiguous()
+
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         super().make_checkpoint(folder, seed, **overrides)
         stored, floats = {}, {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             stored[name] = floats[name] = tensor
-            if name.endswith("_proj.weight"):
-                tensors, floats[name] = self.module(name.removesuffix(".weight"), tensor)
+            if re.fullmatch(rf"{self.layers}\.weight", name):
+                tensors, floats[name] = self.coded(name.removesuffix(".weight"), tensor)
                 del stored[name]
                 stored |= {name.removesuffix("weight") + key: t for key, t in tensors.items()}
         assert len(stored) > len(floats)
@@ -140,7 +155,7 @@ class IntegerConformance(ModelConformance):
         """Scales turned by one place make another model."""
         tensors = load_file(checkpoint.path / "model.safetensors")
         for name in tensors:
-            if name.endswith(f"down_proj.{self.scales}"):
+            if name.endswith((f"down_proj.{self.scales}", f"mlp.c_proj.{self.scales}")):
                 tensors[name] = tensors[name].flatten().roll(1).view(tensors[name].shape)
         for file in checkpoint.path.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -189,6 +204,25 @@ class Mixture:
         from transformers import Qwen3MoeConfig
 
         return Qwen3MoeConfig(**{**MIXTURE, **overrides})
+
+
+class Conv1D:
+    """GPT-2, whose plain checkpoint stores weights transposed."""
+
+    layers = r".*\.c_(attn|fc|proj)"
+    is_transposed = True
+
+    def hf_class(self) -> Any:
+        from transformers import GPT2LMHeadModel
+
+        return GPT2LMHeadModel
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import GPT2Config
+
+        own = {"vocab_size": 160, "n_embd": 128, "n_inner": 192, "n_layer": 2, "n_head": 4,
+               "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+        return GPT2Config(**{**own, **overrides})
 
 
 class FusedModules:

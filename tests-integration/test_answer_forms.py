@@ -88,6 +88,7 @@ def found(path: str, answer: Any) -> tuple[list[tuple[str, Any]], str]:
     return [(c["name"], json.loads(c["arguments"])) for c in calls], said["content"] or ""
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("choice", ["required", "named"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_forced_call_holds_beside_a_form(server: RunningServer, wire: Any, choice: str) -> None:
@@ -113,6 +114,7 @@ def test_the_form_holds_where_no_call_is_forced(server: RunningServer, wire: Any
     assert (calls, json.loads(text)) == ([], {"zebra": "a"})
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("choice", ["required", "named"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_calls_in_plain_json_with_lm_format_enforcer(

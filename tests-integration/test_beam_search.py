@@ -60,6 +60,7 @@ def _theirs(oracle, prompt, width, penalty, stopping):
     return result
 
 
+@pytest.mark.keep(8, every_value=False)
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -1.0])
 @pytest.mark.parametrize("stopping", [False, True, "never"])

@@ -3,17 +3,19 @@ become its NF4 while they are loaded."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from quantized_checkpoints import Dense, IntegerConformance, Mixture
+from quantized_checkpoints import Conv1D, Dense, IntegerConformance, Mixture
 from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.parallel import Communicator
 from headrace_models.loading.loader import load_model
 from headrace_models.quantization import quant_method
 from headrace_quant.code_books import NF4
@@ -85,7 +87,14 @@ class TestNF4Mixture(Mixture, NF4Checkpoint):
     pass
 
 
-class TestInt8(Dense, IntegerConformance):
+class TestNF4Conv1D(Conv1D, NF4Checkpoint):
+    plain = "0.attn.c_proj"
+    quantization: ClassVar = {
+        **NF4Checkpoint.quantization, "llm_int8_skip_modules": ["lm_head", "transformer.h.0.attn.c_proj"],
+    }  # fmt: skip
+
+
+class Int8Checkpoint(IntegerConformance):
     scales = "SCB"
     quantization: ClassVar[dict[str, Any]] = {
         "quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True,
@@ -97,6 +106,18 @@ class TestInt8(Dense, IntegerConformance):
         codes = (weight * (127 / largest[:, None])).round().to(torch.int8)
         tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0).byte()}
         return tensors, codes * largest[:, None] / 127
+
+
+class TestInt8(Dense, Int8Checkpoint):
+    pass
+
+
+class TestInt8Mixture(Mixture, Int8Checkpoint):
+    pass
+
+
+class TestInt8Conv1D(Conv1D, Int8Checkpoint):
+    pass
 
 
 class TestOfTwoRanks:
@@ -111,18 +132,39 @@ class TestOfTwoRanks:
             run_ranks(2, lambda group: suite.load(info, build_context(info, communicator=group)))
 
 
+class EveryLayer(TestNF4):
+    """Blocks of 64 end where a rank's inputs do."""
+
+    plain = "-"
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(intermediate_size=256, **overrides)
+
+
+class EveryConv1D(TestNF4Conv1D):
+    plain = "-"
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(n_inner=256, **overrides)
+
+
 @pytest.mark.parametrize("name", ["bitsandbytes", "nf4"])
-def test_while_loading(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", [EveryLayer(), EveryConv1D()], ids=["linear", "conv1d"])
+def test_while_loading(suite: NF4Checkpoint, name: str, tmp_path: Path) -> None:
     """A plain checkpoint becomes what bitsandbytes makes of it: blocks of 64, one scale each."""
-    suite = TestNF4()
-    suite.plain = "0.self_attn.v_proj-"  # type: ignore[misc]
     expected: Checkpoint = suite.make_checkpoint(tmp_path / "coded")
     plain = tmp_path / "plain"
     super(IntegerConformance, suite).make_checkpoint(plain)
     assert all(t.is_floating_point() for t in load_file(plain / "model.safetensors").values())
     info = suite.resolve(plain, max_model_len=64)
-    context = build_context(info)
-    method = quant_method(info, name, context.ops, device="cpu")
-    model = load_model(info, build_context(info, quant=method))
     prompt = suite.prompt(20)
-    suite.assert_close(PagedDriver(model).step({"a": prompt}), expected.logprobs(prompt))
+
+    def work(group: Communicator) -> Tensor:
+        context = build_context(info, communicator=group)
+        method = quant_method(info, name, context.ops, device="cpu")
+        model = load_model(info, dataclasses.replace(context, quant=method))
+        return PagedDriver(model).step({"a": prompt})
+
+    for ranks in (1, 2):
+        for logits in run_ranks(ranks, work):
+            suite.assert_close(logits, expected.logprobs(prompt))

@@ -62,6 +62,7 @@ REQUESTS = st.tuples(st.integers(1, 40), st.integers(0, 80)).map(lambda r: (r[0]
 DECODES = st.tuples(st.just(1), st.integers(1, MAX_LEN))
 
 
+@pytest.mark.keep(10, every_value=False)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(DECODES, min_size=1, max_size=5)
@@ -79,7 +80,7 @@ def test_a_bad_index_raises_what_the_eager_step_raises(compared, caplog):
     batch = compared.batch([(1, 5), (1, 9)])
     bad = dataclasses.replace(batch, input_ids=torch.tensor([0, VOCAB_SIZE]))
     rows = torch.arange(2).numpy()
-    inputs = StepInputs(["a", "b"], rows, rows + 1, rows, [], [], bad, {})
+    inputs = StepInputs(["a", "b"], rows, rows + 1, rows, 2, [], [], bad, {}, rows, None)
     # The embedding's rows come out of a table, or out of the packed head that shares it.
     told = r"call \d, (embedding|linear_rows), reported status 1"
     if compared.runner.requests.state_groups:

@@ -21,7 +21,7 @@ COMMON = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
     "gpt_neox", "gpt2", "phi3", "cohere2", "olmo2", "starcoder2", "deepseek_v3",
 )  # fmt: skip
-NUM_OTHERS = 30
+NUM_OTHERS = 15
 """Models besides that are enough where long tails are sampled (headrace_testing/sampling.py)."""
 
 

@@ -56,6 +56,7 @@ def short(path, body):
     return {**body, **limit, "temperature": 0}
 
 
+@pytest.mark.keep(8, every_value=False)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("client", "index"), CASES)
 def test_a_published_request(server, client, index, stream):

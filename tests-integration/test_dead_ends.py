@@ -354,6 +354,7 @@ CHAT_ONLY = [
 ]  # fmt: skip
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_pair_of_fields_is_the_servers_failure(http, stream):
     """Each pair of fields that restrict the output, on both wires: an answer, or a refusal that names a

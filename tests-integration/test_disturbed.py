@@ -45,6 +45,7 @@ def jumping(tmp_path_factory):
 
 @pytest.mark.req("F14")
 @pytest.mark.req("REL-20")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize(
     "words", [(), ("--engine-process",)], ids=["one-process", "engine-process"]
 )

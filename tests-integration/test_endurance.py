@@ -70,6 +70,7 @@ def test_a_soak_of_mixed_requests():
 
 @pytest.mark.req("F4")
 @pytest.mark.req("REL-06")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("logprobs", [False, True], ids=["text", "logprobs"])
 def test_slow_readers_cost_little(logprobs):
     number, seconds, rounds = (100, 30.0, 5) if FULL else (40, 1.0, 1)

@@ -48,6 +48,7 @@ def suites():
     return found
 
 
+@pytest.mark.keep(50, every_value=False)
 @pytest.mark.parametrize("architecture", GENERATING)
 def test_steps_are_captured_and_replay_gives_their_bits(
     suites, architecture, tmp_path, caplog

@@ -8,7 +8,7 @@ import pydantic_core
 import pytest
 from servers import serving
 
-from headrace_core import failpoints
+from headrace_core.reliability import failpoints
 
 TOOL = {
     "type": "function",

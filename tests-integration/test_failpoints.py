@@ -10,7 +10,7 @@ import pytest
 from forks import run_command
 from servers import serving
 
-from headrace_core import failpoints
+from headrace_core.reliability import failpoints
 from headrace_engine.sim.tokens import expected_tokens
 from headrace_testing.waiting import wait_until
 
@@ -86,6 +86,7 @@ def failing():
 @pytest.mark.req("REL-01")
 @pytest.mark.req("SEC-09")
 @pytest.mark.req("F7")
+@pytest.mark.keep(12, every_value=False)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("point", KINDS)
 def test_a_failpoint_ends_its_request_alone(failing, point, stream):

@@ -170,14 +170,14 @@ class Served:
     """One engine with a reasoning parser, and a server on a port of its own for each tool parser."""
 
     def __init__(self, folder: str, reasoning: str, tools: list[str]) -> None:
-        grammars = constrained.SETTINGS["structured_outputs_config"]
+        grammars = constrained.UNHURRIED["structured_outputs_config"]
         values = {
             "max_model_len": 2048, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20,
             "structured_outputs_config": {**grammars, "reasoning_parser": reasoning},
             "logits_processors": ["processors:Scripted"],
         }  # fmt: skip
         self._config = EngineArgs(
-            model=folder, served_model_name=("scripted",), **constrained.SETTINGS | values
+            model=folder, served_model_name=("scripted",), **constrained.UNHURRIED | values
         ).create_engine_config()
         self._reasoning, self._tools = reasoning, tools
         self.urls: dict[str, str] = {}
@@ -280,6 +280,7 @@ def _common(url: str, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.keep(6, every_value=False)
 def test_forced_calls_behind_the_reasoning(served: tuple[Served, list[Case]]) -> None:
     """The model's own call, and its reasoning, for both kinds of forced choice."""
     server, cases = served

@@ -45,6 +45,7 @@ def _ask(url: str, body: dict) -> int:
 @pytest.mark.req("F10")
 @pytest.mark.req("REL-14")
 @pytest.mark.req("REL-19")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("words", [(), ("--engine-process",)], ids=["one", "two"])
 def test_a_log_that_cannot_be_written(words):
     """Standard output and error go to a full disk; every line fails with ENOSPC."""

@@ -30,6 +30,7 @@ def prompts(count: int) -> str:
     )
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
     count = 20

@@ -17,6 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.assembly.inspection import inspect_model
 from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature, UnsupportedModel
+from headrace_testing.sampling import todays
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
@@ -45,7 +46,7 @@ SAVE = {"vipllava": save_vipllava, "paddleocr_vl": save_paddleocr_vl}
 CLASSES = {"vipllava": "TransformersForImages", "paddleocr_vl": "TransformersForImagesInAxes"}
 
 
-@pytest.fixture(scope="module", params=SAVE)
+@pytest.fixture(scope="module", params=todays(SAVE, days=2))
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     return Seer(request.param, folder, SAVE[request.param](folder))
@@ -112,7 +113,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.keep(6)
+@pytest.mark.keep(3, every_value=False)
 @pytest.mark.parametrize("mode", MODES)
 def test_it_equals_transformers(seer: Seer, expected: list[list[int]], mode: str) -> None:
     prompts = [asked(*pair) for pair in PROMPTS.items()]
@@ -138,6 +139,7 @@ def test_neighbouring_images_are_two(model: LLM) -> None:
     assert found[0] != found[1]
 
 
+@pytest.mark.keep(1, every_value=False)
 def test_a_chat_over_the_wire_equals_one_offline(seer: Seer, model: LLM) -> None:
     image = picture(1)
     parts: list[Any] = [

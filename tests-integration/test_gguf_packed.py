@@ -26,11 +26,13 @@ from headrace_models.layers.base import walk
 from headrace_models.layers.embedding import QuantizedEmbedding
 from headrace_models.layers.moe.experts import Experts
 from headrace_models.loading.loader import Built, load_model
+from headrace_models.lora.adapters import Adapters
 from headrace_models.quantization import quant_method
 from headrace_models.weight_bytes import kept_bytes
 from headrace_quant.gguf import method as gguf_method
 from headrace_quant.gguf.packing import packed_weight
 from headrace_reference.quantized import dequantized
+from headrace_testing.model.adapters import linear_modules, merged, write_adapter
 from headrace_testing.model.decoders import (
     Checkpoint,
     ModelConformance,
@@ -203,6 +205,27 @@ def _swapped(values: Tensor, size: int | None) -> Tensor:
     return groups.flip(2).reshape(values.shape)
 
 
+def check_adapter(suite: GGUFConformance, checkpoint: Checkpoint, folder: Path) -> None:
+    """An adapter of all linear modules, by transformers' names, and the base beside it."""
+    info = suite.resolve(checkpoint.path, max_model_len=64)
+    context = build_context(info)
+    slots = Adapters(
+        context.ops, max_loras=1, max_lora_rank=8, dtype="float32", device="cpu", max_tokens=64,
+        max_logits_rows=64,
+    )  # fmt: skip
+    model = suite.load(info, dataclasses.replace(context, adapters=slots))
+    added = write_adapter(folder / "adapter", linear_modules(checkpoint.reference))
+    slots.place(0, slots.read(str(folder / "adapter")))
+    prompt = suite.prompt(9)
+    rows = torch.tensor([0] * 9 + [-1] * 9, dtype=torch.int32)
+    slots.choose(rows, rows)
+    found = PagedDriver(model).step({"a": prompt, "b": prompt}).log_softmax(-1)
+    changed = Checkpoint(merged(checkpoint.reference, added), checkpoint.path)
+    for half, expected in zip(found.split(9), (changed, checkpoint), strict=True):
+        torch.testing.assert_close(half, expected.logprobs(prompt), atol=1e-3, rtol=0)
+    assert float((found[:9] - found[9:]).abs().max()) > 0.1
+
+
 class Dense:
     def hf_class(self) -> Any:
         from transformers import LlamaForCausalLM
@@ -240,6 +263,9 @@ class TestBlocksOf32(Dense, GGUFConformance):
 
     types: ClassVar = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q5_1", "attn_output": "Q5_0",
                        "ffn_down": "Q8_0", "token_embd": "Q5_0", "": "Q4_0"}  # fmt: skip
+
+    def test_an_adapter(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        check_adapter(self, checkpoint, tmp_path)
 
 
 class TestMixtureOf4And6Bits(Dense, GGUFConformance):
@@ -280,6 +306,9 @@ class TestVectorsOfOneType(Dense, GGUFConformance):
 
 class TestExperts(Mixture, GGUFConformance):
     types: ClassVar = {"down_exps": "Q6_K", "attn_v": "Q6_K", "output": "Q6_K", "": "Q4_K"}
+
+    def test_an_adapter(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        check_adapter(self, checkpoint, tmp_path)
 
 
 class TestExpertsOfVectors(Mixture, GGUFConformance):

@@ -160,6 +160,7 @@ print(status("VmHWM") - before, sum(t.numel() * t.itemsize for t in model.parame
 """
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize(
     "kinds", [("Q4_0", "Q8_0"), ("Q4_K", "Q6_K"), ("Q5_K", "IQ4_XS"), ("Q2_K", "Q3_K")]

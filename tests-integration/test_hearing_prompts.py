@@ -1,16 +1,19 @@
-"""Fun-ASR-Nano, Gemma 3n, Music Flamingo and Ultravox in the whole engine: prompts with recordings, beside
-text and in chunks, and transcripts."""
+"""Fun-ASR-Nano, Gemma 3n, Gemma 4, MiDashengLM, Music Flamingo and Ultravox in the whole engine: prompts with
+recordings, beside text and in chunks, and transcripts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hearing_checkpoints
 import numpy as np
 import pytest
+import torch
+from captured import Comparison, make_worker
 from hearing_checkpoints import Oracle
 from speech_checkpoints import RATE, sound, token_ids
 
@@ -105,6 +108,33 @@ def test_ultravox(tmp_path: Path) -> None:
     check(tmp_path, oracle, "the water <|audio|> runs in <|audio|> the race", [CLIP, LONGER])
 
 
+def test_midashenglm(tmp_path: Path) -> None:
+    """Of one run and a part of a second, and of three; the second stands without the tokens around it."""
+    oracle = hearing_checkpoints.save_midashenglm(tmp_path)
+    text = "the water <|audio_bos|><|AUDIO|><|audio_eos|> runs in <|AUDIO|> the race"
+    check(tmp_path, oracle, text, [CLIP, LONGER])
+    again = {"enable_prefix_caching": True, "num_gpu_blocks_override": 16, "max_model_len": 96}
+    prompts = [asked(text, [CLIP, LONGER]), PLAIN, asked("<|AUDIO|> the", [LONGER])]
+    with LLM(str(tmp_path), **SETTINGS) as llm, LLM(str(tmp_path), **SETTINGS | again) as small:
+        wanted = [llm.generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+        for _ in range(2):  # the second time from caches
+            found = [output.outputs[0].token_ids for output in small.generate(prompts, PARAMS)]
+            assert found == wanted
+
+
+def check_captured(folder: Path) -> None:
+    """Steps are replayed, also with tokens of images and recordings, which a model may say itself."""
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    worker = make_worker(folder, dtype="float32")
+    try:
+        compared = Comparison(worker, text["vocab_size"])
+        batch = compared.batch([(1, 9), (1, 20), (1, 5)])
+        image, sound = token_ids(folder, "<image_soft_token><audio_soft_token>")
+        compared.check(replace(batch, input_ids=torch.tensor([image, sound, 7])))
+    finally:
+        worker.close()
+
+
 def test_gemma_3n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mobilenet_v5, "TABLES", {"tiny": TABLE})
     monkeypatch.setattr(gemma3n, "TABLES", {"tiny": TABLE})
@@ -116,6 +146,12 @@ def test_gemma_3n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "<start_of_turn>model\n"
     )
     check_transcript(tmp_path, text)
+    check_captured(tmp_path)
     refused = pytest.raises(UnsupportedFeature, match="this model takes audio only")
     with LLM(str(tmp_path), **SETTINGS, limit_mm_per_prompt={"image": 0}) as llm, refused:
         llm.generate([asked("<image_soft_token>", [PICTURE])])
+
+
+def test_gemma_4(tmp_path: Path) -> None:
+    oracle = hearing_checkpoints.save_gemma4(tmp_path)
+    check(tmp_path, oracle, "the <|image|> water <|audio|> runs", [PICTURE, CLIP])

@@ -12,13 +12,13 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import PATIENCE, SLACK, RunningServer, alive, children_of, serving
+from http_parts import only, parts_of, wait_for_all
+from servers import PATIENCE, SLACK, RunningServer, alive, serving
 from soak import Stream, run_stream
 
 from headrace_testing.waiting import wait_until
@@ -56,47 +56,6 @@ class Load(threading.Thread):
             await run_stream(self._url, stream, keep=False)
         except OSError:
             stream.events.append(b"connection lost")
-
-
-def wait_for_all(server: RunningServer, times: int = 1) -> None:
-    """Until all HTTP processes serve, for the first or a further time."""
-    wait_until(
-        lambda: sum("HTTP processes serve" in line for line in server.log) == times,
-        what="not ready",
-    )
-
-
-def parts_of(server: RunningServer) -> tuple[int, list[int]]:
-    """Process ids: the engine's, and the HTTP processes'."""
-    found: dict[str, list[int]] = {"child": [], "process": []}
-    for pid in children_of(server.process.pid):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        except OSError:
-            continue  # it has just ended
-        if "-m" in words:
-            found.setdefault(words[words.index("-m") + 1].rpartition(".")[2], []).append(pid)
-    [engine] = found["child"]
-    return engine, found["process"]
-
-
-@contextmanager
-def only(taking: int, processes: list[int]) -> Iterator[None]:
-    """Which process takes a connection is the kernel's choice, and may always be the same one; here
-    the others are stopped, and what comes is one's."""
-    others = [pid for pid in processes if pid != taking]
-    try:
-        for pid in others:
-            os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: all(map(stopped, others)))
-        yield
-    finally:
-        for pid in others:
-            os.kill(pid, signal.SIGCONT)
-
-
-def stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def patiently(ask: Callable[[], Any]) -> Any:
@@ -236,6 +195,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing_behind(private):
 
 
 @pytest.mark.req("REL-09")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_all_finish(number):
     with serving(*SIM, "--drain-timeout", "120") as server:

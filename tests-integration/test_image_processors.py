@@ -16,6 +16,7 @@ from PIL import Image
 from headrace_core.errors import UnsupportedModel
 from headrace_core.multimodal import MediaItem, ProcessedMedia
 from headrace_multimodal import content_hash, processor_for
+from headrace_testing.sampling import turns
 
 SIZES = ((37, 61), (64, 64), (90, 31), (300, 211))
 """Height and width."""
@@ -36,6 +37,7 @@ def array(media: ProcessedMedia, name: str) -> np.ndarray[Any, Any]:
     return np.frombuffer(packed.data, packed.dtype).reshape(packed.shape)
 
 
+@turns(3)
 class ProcessorConformance:
     """What a subclass must say: the architecture, its config, and the library's image processor."""
 
@@ -58,6 +60,7 @@ class ProcessorConformance:
         found: torch.Tensor = made[name]
         return found[0].numpy()
 
+    @turns(1)
     @pytest.mark.parametrize("size", SIZES)
     def test_numbers_are_the_librarys(self, size: tuple[int, int], tmp_path: Path) -> None:
         for number, settings in enumerate(self.settings):
@@ -72,6 +75,8 @@ class ProcessorConformance:
                     array(own, name), self.theirs(made, name), atol=1e-5, rtol=0
                 )
             assert own.num_tokens == self.num_tokens(made)
+            taken = {id for first, n in own.runs for id in own.token_ids[first : first + n]}
+            assert taken <= set(processor.placeholder_ids), "no text alone may have these"
 
     def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
         library = self.library()

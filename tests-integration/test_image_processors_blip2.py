@@ -43,7 +43,7 @@ class TestBlip2(ProcessorConformance):
         plain = tokenizer("</s>the water runs")["input_ids"]
         expected = [ids["<image>"]] * 4 * (count - 1) + list(made)
         assert processor.place(plain, media).token_ids == expected
-        marked = [ids["<image>"]] * count + plain
+        marked = [plain[0], *[ids["<image>"]] * count, *plain[1:]]
         assert processor.place(marked, media).token_ids == expected
         with pytest.raises(RequestError, match="there must be one for each"):
             processor.place([*marked, ids["<image>"]], media)

@@ -1,4 +1,4 @@
-"""Eagle 2.5's image processor beside a plain reading of what is published: tiles, numbers, prompts."""
+"""Eagle 2.5's processor beside a plain reading of what is published: tiles, numbers, prompts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from test_image_processors import array, item, picture
 from test_image_processors_internvl_chat import tokenizer as made_tokenizer
+from test_video_processors import VALUES, clip, video
 from tokenizers import Tokenizer
 
 from headrace_core.errors import RequestError, UnsupportedModel
@@ -125,6 +126,48 @@ def test_prompts_are_the_published_ones(
         assert processor.place(tokenizer.encode(token).ids, media) == placed
     with pytest.raises(RequestError, match="there must be one for each"):
         processor.place(tokenizer.encode(text + "<image-1><image-1>").ids, media or [None])
+
+
+def test_videos(config: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Frames of a file, and frames of which nothing is known; by numbers, images among them."""
+    processor = processor_for(NAME, config, tmp_path)
+    frames = clip(3, 61, 37)
+    known = {"fps": 8.0, "total_num_frames": 20, "frames_indices": [0, 9, 19]}
+    items = [video(frames), item(picture(30, 40)), video(frames, **known)]
+    media = processor.process(items, {"max_dynamic_tiles": 1})
+    small = [Image.fromarray(x).resize((SIDE, SIDE), Image.Resampling.BICUBIC) for x in frames]
+    expected = np.stack([np.asarray(x).transpose(2, 0, 1) for x in small]) / 127.5 - 1
+    np.testing.assert_allclose(array(media[0], VALUES), expected, atol=1e-5)
+    tile = f"<img>{'<IMG_CONTEXT>' * PER_TILE}</img>"
+    times = ("0.00", "1.12", "2.38")
+    written = {
+        "<video-1>": "The first video: " + "".join(f"Frame {n}: {tile}" for n in (1, 2, 3)),
+        "<video-2>": "The second video sampled with 1.20 fps: "
+        + "".join(f"Frame {n} sample at {at}s: {tile}" for n, at in enumerate(times, 1)),
+        "<image-1>": f"<image 1>{tile}",
+    }
+    text = whole = "<s>the <video-2>in <image-1> of<video-1>\nthe"
+    for mark, words in written.items():
+        whole = whole.replace(mark, words)
+    placed = processor.place(tokenizer.encode(text).ids, media)
+    assert placed.token_ids == tokenizer.encode(whole).ids
+    context = tokenizer.token_to_id("<IMG_CONTEXT>")
+    vectors = [
+        offset + first + at
+        for one, offset in zip(media, placed.offsets, strict=True)
+        for first, number in one.runs
+        for at in range(number)
+    ]
+    found = [at for at, token in enumerate(placed.token_ids) if token == context]
+    assert sorted(vectors) == found
+    assert processor.placeholder("video", 1) == "<video-2>"
+    for wrong, named in (("<video-1><video-3><image-1>", "1, 3"), ("<video-1><image-1>", "1")):
+        with pytest.raises(RequestError, match=f"images {named} and comes with 2 media items"):
+            processor.place(tokenizer.encode(wrong).ids, media)
+    many = [media[0]] * 11
+    marks = "".join(f"<video-{n}>" for n in range(1, 12))
+    with pytest.raises(RequestError, match="11 videos: this model takes at most 10"):
+        processor.place(tokenizer.encode(marks).ids, many)
 
 
 def test_what_is_refused(config: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_prompts(prompt: list[int], tmp_path: Path) -> None:
     placed = processor.place(prompt, media)
     assert placed.token_ids == [*media[0].token_ids, 1, 20, 21, 8]
     assert placed.offsets == [0]
-    with pytest.raises(RequestError, match="2 images: this model takes one"):
+    with pytest.raises(RequestError, match="2 images: this model takes one") as caught:
         processor.place(prompt, media * 2)
+    assert caught.value.param == "multi_modal_data"
 
 
 def test_the_largest(tmp_path: Path) -> None:

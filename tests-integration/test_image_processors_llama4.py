@@ -150,6 +150,7 @@ class TestLlama4(ProcessorConformance):
     def num_tokens(self, made: Mapping[str, Any]) -> int:
         return len(ids(whole(library()).replace_image_token(made, 0)))
 
+    @pytest.mark.keep(4, every_value=False)
     @pytest.mark.parametrize("size", [(40, 500), (700, 1009), (337, 335), (2100, 90), (336, 672)])
     @pytest.mark.parametrize("to_largest", [False, True])
     def test_canvases_of_several_tiles(

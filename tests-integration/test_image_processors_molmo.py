@@ -132,8 +132,9 @@ def test_options(tmp_path: Path) -> None:
             made(path, image, max_crops=value)
     pixels = np.zeros((2000, 1, 3), np.uint8)
     narrow = MediaItem("image", pixels, content_hash("image", pixels), {})
-    with pytest.raises(RequestError, match="1 x 2000 pixels"):
+    with pytest.raises(RequestError, match="1 x 2000 pixels") as caught:
         processor_for("MolmoForCausalLM", {}, path).process([narrow], {})
+    assert caught.value.param == "multi_modal_data"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from speech_checkpoints import save_tokenizer, token_ids
 from test_image_processors import ProcessorConformance, array, item, picture
 
 from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_core.multimodal import MediaItem
 from headrace_multimodal import processor_for
 
 
@@ -69,6 +70,21 @@ class TestGlm4v(NativeSize):
         for name, taken in (("Glm4v", ("image", "video")), ("GlmOcr", ("image",))):
             own = processor_for(f"{name}ForConditionalGeneration", self.config, tmp_path)
             assert own.modalities() == taken
+
+
+@pytest.mark.parametrize("name", ["Glm4v", "Keye", "Qwen3VL"])
+def test_a_narrow_image_is_refused_by_its_own_size(name: str, tmp_path: Path) -> None:
+    """Not by that to which it was brought first."""
+    said = {"min_pixels": 784, "max_pixels": 7840}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    own = processor_for(f"{name}ForConditionalGeneration", NativeSize.config, tmp_path)
+    if name == "Qwen3VL":  # whose images are Qwen2-VL's
+        frames = np.zeros((2, 3, 900, 3), np.uint8)
+        narrow = MediaItem("video", frames, "0", {})
+    else:
+        narrow = item(picture(3, 900))
+    with pytest.raises(RequestError, match="of 900 x 3 pixels: one side is more than 200 times"):
+        own.process([narrow], {})
 
 
 class TestDotsOCR(NativeSize):

@@ -1,5 +1,5 @@
-"""The image processors of Llama 3.1 Nemotron Nano VL and Nemotron Nano V2 VL beside plain readings of what is
-published."""
+"""The processors of Llama 3.1 Nemotron Nano VL and Nemotron Nano V2 VL beside plain readings of what is
+published; texts around frames beside the library's of the next model, without its joined frames."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from speech_checkpoints import save_tokenizer, token_ids
 from test_image_processors import array, item, picture
+from test_video_processors import VALUES, clip, of_file, video
 
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_multimodal import processor_for
@@ -138,3 +139,36 @@ def test_the_second_model(size: tuple[int, int], processor: Any, tmp_path: Path)
     assert second.largest("image", {}).num_tokens == 10 * PER_TILE + 2 >= own.num_tokens
     with pytest.raises(UnsupportedModel, match="norm_std = None"):
         processor_for("NemotronH_Nano_VL_V2", CONFIG, tmp_path)
+
+
+@pytest.mark.parametrize("known", [{"fps": 3.0}, of_file(3), {}])
+def test_videos_of_the_second_model(known: dict[str, Any], processor: Any, tmp_path: Path) -> None:
+    from transformers.models.nemotron_h_omni import processing_nemotron_h_omni as library
+    from transformers.video_utils import VideoMetadata
+
+    halves = {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3}
+    second = processor_for("NemotronH_Nano_VL_V2", {**CONFIG, **halves}, tmp_path)
+    assert second.modalities() == ("image", "video")
+    frames = clip(3, 61, 37)
+    (own,) = second.process([video(frames, **known)], {})
+    small = [Image.fromarray(x).resize((SIDE, SIDE), Image.Resampling.BICUBIC) for x in frames]
+    expected = np.stack([np.asarray(x).transpose(2, 0, 1) for x in small]) / 127.5 - 1
+    np.testing.assert_allclose(array(own, VALUES), expected, atol=1e-5)
+    theirs = library.NemotronH_Omni_Reasoning_V3Processor.__new__(
+        library.NemotronH_Omni_Reasoning_V3Processor
+    )
+    theirs.image_start_token, theirs.image_end_token = "<img>", "</img>"
+    theirs.image_token, theirs.video_temporal_patch_dim = "<image>", 1
+    metadata = VideoMetadata(
+        total_num_frames=40, fps=known.get("fps"), frames_indices=known.get("frames_indices")
+    )
+    written = theirs.replace_video_token(
+        {"num_tokens": [PER_TILE]}, 0, num_frames=3, video_metadata=metadata
+    )
+    text = "the FILM\nwater: <image>"
+    media = [*second.process([item(picture(9, 9))], {}), own]
+    placed = second.place(token_ids(tmp_path, text.replace("FILM", "<video>")), media)
+    picture_text = f"<img>{'<image>' * PER_TILE}</img>"
+    whole = text.replace("<image>", picture_text).replace("FILM", written)
+    assert placed.token_ids == token_ids(tmp_path, whole)
+    assert second.largest("video", {"num_frames": 9, "num_tokens": 7 * PER_TILE}).num_tokens < 400

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from test_image_processors import ProcessorConformance, array, item, picture
 from test_image_processors_minicpmv import tokenizer
+from test_video_processors import VALUES, clip, video
 from tokenizers import AddedToken
 
 from headrace_core.errors import RequestError, UnsupportedModel
@@ -220,8 +221,9 @@ def test_published_parts_are_bounded(tmp_path: Path) -> None:
     assert len(array(own, "pixel_values")) <= 3
     with pytest.raises(RequestError, match="max_partition = 10"):
         processor.process([item(picture(60, 60))], {"max_partition": 10})
-    with pytest.raises(RequestError, match="too narrow"):
+    with pytest.raises(RequestError, match="too narrow") as caught:
         processor.process([item(picture(1, 900))], {})
+    assert caught.value.param == "multi_modal_data", "for which a chat names the part"
 
 
 @pytest.mark.parametrize(
@@ -235,3 +237,92 @@ def test_published_parts_are_bounded(tmp_path: Path) -> None:
 def test_published_refused(config: Any, settings: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         processor_for("Ovis", {**OVIS, **config}, published(tmp_path, **settings))
+
+
+def resized_25(height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    """Ovis 2.5's formula of sizes, by a plain reading."""
+    side = 32
+    if min(height, width) < side and height < width:
+        height, width = side, round(side / height * width)
+    elif min(height, width) < side:
+        height, width = round(side / width * height), side
+    elif max(height, width) / min(height, width) > 200:
+        height, width = min(height, 200 * width), min(width, 200 * height)
+    found = round(height / side) * side, round(width / side) * side
+    if found[0] * found[1] > most:
+        factor = (height * width / most) ** 0.5
+        found = int(height / factor / side) * side, int(width / factor / side) * side
+    elif found[0] * found[1] < least:
+        factor = (least / (height * width)) ** 0.5
+        up, across = -(-height * factor // side), -(-width * factor // side)
+        found = int(up) * side, int(across) * side
+    return found
+
+
+class TestOvis25:
+    """Beside a plain reading of the published code, on SigLIP's processor of transformers."""
+
+    @pytest.fixture
+    def processor(self, tmp_path: Path) -> Any:
+        self.tokens = tokenizer()
+        marks = [AddedToken(text, special=True) for text in ("<|image_pad|>", "<|video_pad|>")]
+        self.tokens.add_special_tokens(marks)
+        self.tokens.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 9, "width": 9}}')
+        config = {"vit_config": {"patch_size": 16, "hidden_stride": 2}}
+        return processor_for("Ovis2_5", config, tmp_path)
+
+    def patches(self, frames: Any, least: int, most: int) -> tuple[Any, list[int]]:
+        from transformers import SiglipImageProcessor
+
+        height, width = resized_25(frames[0].height, frames[0].width, least, most)
+        library = SiglipImageProcessor(size={"height": height, "width": width}, resample=3)
+        rows, columns = height // 16, width // 16
+        x = torch.tensor(np.asarray(library(images=frames, return_tensors="np")["pixel_values"]))
+        cut = x.view(len(frames), 3, rows // 2, 2, 16, columns // 2, 2, 16)
+        return cut.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, 768), [len(frames), rows, columns]
+
+    @pytest.mark.parametrize("size", [(61, 37), (300, 211), (20, 300), (9, 3), (40, 9000)])
+    def test_images(self, size: tuple[int, int], processor: Any) -> None:
+        for options, bounds in (
+            ({}, (448 * 448, 1344 * 1792)),
+            ({"min_pixels": 5000, "max_pixels": 20_000}, (5000, 20_000)),
+        ):
+            if options and max(size) == 9000:
+                with pytest.raises(RequestError, match="9000 x 40 pixels: is too narrow"):
+                    processor.process([item(picture(*size))], options)
+                continue
+            (own,) = processor.process([item(picture(*size))], options)
+            values, grid = self.patches([picture(*size)], *bounds)
+            np.testing.assert_allclose(array(own, "pixel_values"), values, atol=1e-5, rtol=0)
+            assert array(own, "image_grid_thw").tolist() == grid
+            assert own.num_tokens == len(values) // 4 + 2
+
+    def test_videos_and_prompts(self, processor: Any) -> None:
+        options = {"min_pixels": 5000, "max_pixels": 20_000}
+        frames = clip(3, 61, 90)
+        items = [item(picture(40, 56)), video(frames), item(picture(30, 30))]
+        media = processor.process(items, options)
+        values, grid = self.patches([Image.fromarray(x) for x in frames], 5000, 20_000)
+        np.testing.assert_allclose(array(media[1], VALUES), values, atol=1e-5, rtol=0)
+        assert array(media[1], "video_grid_thw").tolist() == grid
+        assert media[1].num_tokens == len(values) // 4 + 2
+        image, film = (self.tokens.token_to_id(f"<|{kind}_pad|>") for kind in ("image", "video"))
+        counts = [one.num_tokens for one in media]
+        pieces = [
+            self.tokens.encode(x, add_special_tokens=False).ids for x in ("the ", " in", "of")
+        ]
+        first, second, third = pieces
+        expected = [
+            *first, *[image] * counts[0], *second, *[film] * counts[1], *[image] * counts[2], *third
+        ]  # fmt: skip
+        for texts in (("<image>", "<video>"), ("<|image_pad|>", "<|video_pad|>")):
+            text = "the I inFIof".replace("F", texts[1]).replace("I", texts[0])
+            ids = self.tokens.encode(text, add_special_tokens=False).ids
+            placed = processor.place(ids, media)
+            assert placed.token_ids == expected
+        assert placed.offsets[0] == len(first)
+        largest = processor.largest("video", {"num_frames": 8, "num_tokens": 500})
+        assert 300 < largest.num_tokens <= 500
+        assert processor.largest("image", {}).num_tokens >= counts[0]
+        assert processor.placeholder("video", 0) == "<|video_pad|>"

@@ -243,8 +243,9 @@ class TestPhi3V(ProcessorConformance):
         for value in (0, 17, "4", True):
             with pytest.raises(RequestError, match=f"num_crops = {value!r}"):
                 grid(num_crops=value)
-        with pytest.raises(RequestError, match="image of 113 x 1 pixels"):
+        with pytest.raises(RequestError, match="image of 113 x 1 pixels") as caught:
             grid(picture(1, 113))
+        assert caught.value.param == "multi_modal_data"
 
     @pytest.mark.parametrize(
         ("settings", "config", "named"),

@@ -18,6 +18,7 @@ from image_checkpoints import data_url, encoded, picture, save_qwen2_vl
 from posted import post
 from safetensors.torch import save
 from servers import RunningServer, serving
+from speech_checkpoints import token_ids
 
 from headrace import LLM, SamplingParams
 
@@ -137,6 +138,28 @@ def test_the_openai_client_sends_images(
     assert asked(f"file://{local}/1.png") == expected["1"]
 
 
+def test_tokens_that_stand_for_images_are_none_alone(
+    server: RunningServer, folder: Path, expected: dict[str, str]
+) -> None:
+    """In completions they are refused; in a chat's turns they are text, beside images, too."""
+    mark = "<|image_pad|>"
+    [number] = token_ids(folder, mark)
+    for prompt in (f"the {mark} water", [number]):
+        body = {"model": "seer", "prompt": prompt, **SETTINGS}
+        answer = httpx2.post(f"{server.api}/completions", json=body, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert f"has token {number} ('{mark}')" in answer.json()["error"]["message"]
+    turns = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+    for parts in ("the water ", url_parts(data_url(picture(1)))):
+        body = {
+            "model": "seer",
+            "messages": [*turns, {"role": "user", "content": parts}],
+            **SETTINGS,
+        }
+        made = post(f"{server.api}/chat/completions", body)
+        assert made["usage"]["prompt_tokens"] > 2 * len(mark)
+
+
 def vectors_of(folder: Path, oracle: Any) -> dict[str, torch.Tensor]:
     """Picture 1 as transformers' tower has it, and its grid."""
     from transformers import Qwen2VLImageProcessor
@@ -237,6 +260,8 @@ def refused(server: RunningServer, url: str) -> str:
     return str(answer.json()["error"]["message"])
 
 
+@pytest.mark.req("SEC-21")
+@pytest.mark.req("SEC-06")
 @pytest.mark.req("SEC-05")
 def test_what_may_not_be_fetched_is_refused(
     server: RunningServer, files: str, local: Path, folder: Path

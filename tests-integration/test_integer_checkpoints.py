@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from quantized_checkpoints import Dense, IntegerConformance, Mixture
+from quantized_checkpoints import Conv1D, Dense, IntegerConformance, Mixture
 from torch import Tensor
 
 from headrace_core.errors import ConfigError, UnsupportedModel
@@ -85,6 +85,16 @@ class TestGPTQMixedParts(Dense, GPTQCheckpoint):
 
 class TestGPTQMixture(Mixture, GPTQCheckpoint):
     quantization = gptq()
+
+
+class TestGPTQConv1D(Conv1D, GPTQCheckpoint):
+    """One module in 8 bits, one in floats."""
+
+    eight = ("mlp.c_proj",)
+    plain = ("0.attn.c_proj",)
+    quantization = gptq(
+        dynamic={"+:.*\\.mlp\\.c_proj": {"bits": 8}, "-:.*\\.0\\.attn\\.c_proj": {}}
+    )
 
 
 class AWQCheckpoint(IntegerConformance):

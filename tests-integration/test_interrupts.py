@@ -29,6 +29,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.keep(3, every_value=False)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_while_it_reads_weights(name, tmp_path):
     (tmp_path / "models.yaml").write_text(

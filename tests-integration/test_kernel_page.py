@@ -132,6 +132,7 @@ def test_a_day(shell: Shell) -> None:
     assert f"$ {plugins}\n{shell.run(plugins)}```" in DAY
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_suite_refuses_a_wrong_kernel(shell: Shell, tmp_path: Path, fault: str) -> None:
     right, wrong = WRONG[fault]

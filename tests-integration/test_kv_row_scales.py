@@ -46,6 +46,7 @@ def served(request, checkpoints):
     return checkpoints[family], settings, run(checkpoints[family], alone=True, **settings)
 
 
+@pytest.mark.keep(8, every_value=False)
 @pytest.mark.skipif(library.path() is None, reason="the native library is not built")
 @pytest.mark.parametrize("mode", ["batched", "prefix-hits", "chunked", "preempted", "eager"])
 def test_every_mode_gives_the_same_bits(served, mode):

@@ -45,6 +45,7 @@ def measured(request, checkpoints):
     return checkpoints[family], settings, run(checkpoints[family], alone=True, **settings)
 
 
+@pytest.mark.keep(8, every_value=False)
 @pytest.mark.skipif(library.path() is None, reason="the native library is not built")
 @pytest.mark.parametrize(
     "mode", ["batched", "prefix-hits", "chunked", "preempted", "engine-process", "eager"]

@@ -167,11 +167,31 @@ def test_a_length_above_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1]
 
 
-def test_a_tokenizer_of_mistrals(tmp_path: Path) -> None:
-    """``tekken.json`` serves where there is no ``tokenizer.json``; here each byte is a token."""
+def without_tokenizer(folder: Path) -> None:
+    """The demo model but for its tokenizer."""
     for file in demo.path().iterdir():
         if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
-            shutil.copy(file, tmp_path)
+            shutil.copy(file, folder)
+
+
+def test_a_tokenizer_of_kimis(tmp_path: Path) -> None:
+    """``tiktoken.model`` serves where there is no ``tokenizer.json``; of the code beside it nothing runs."""
+    without_tokenizer(tmp_path)
+    lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "tiktoken.model").write_text("".join(lines))
+    config = {"added_tokens_decoder": {"260": {"content": "<x>", "special": True}},
+              "auto_map": {"AutoTokenizer": ["tokenization_kimi.Own", None]}}  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    code = 'raise SystemExit("it runs")\npat_str = "|".join([r"\\s+", r"\\S+"])\n'
+    (tmp_path / "tokenization_kimi.py").write_text(code)
+    with LLM(model=str(tmp_path), **SMALL) as llm:
+        output = llm.generate(["Hi!<x> é"], GREEDY, use_tqdm=False)[0]
+    assert output.prompt_token_ids == [*b"Hi!", 260, *" é".encode()]
+
+
+def test_a_tokenizer_of_mistrals(tmp_path: Path) -> None:
+    """``tekken.json`` serves where there is no ``tokenizer.json``; here each byte is a token."""
+    without_tokenizer(tmp_path)
     vocab = [
         {"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()}
         for byte in range(256)

@@ -25,7 +25,7 @@ SAMPLED = os.environ.get("HEADRACE_TESTS", "full") == "sampled"
 NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 300)
 NUM_MUTANTS = 20_000 if ALL else 1500
 if SAMPLED and not ALL:
-    NUM_GENERATED, NUM_MUTANTS = 120, 1000
+    NUM_GENERATED, NUM_MUTANTS = 60, 500
 pytestmark = [pytest.mark.req("F5"), pytest.mark.req("SEC-09"), pytest.mark.timeout(1800)]
 
 

@@ -88,6 +88,7 @@ ONE_IMAGE = {
     "kimi_vl": "<|im_user|>user<|im_middle|><|media_start|>image<|media_content|><|media_pad|><|media_end|>"
     "Why?<|im_end|><|im_assistant|>assistant<|im_middle|>",
     "h2ovl_chat": None,
+    "instructblip": "Why?",
     "interns1": None,
     "internvl_chat": None,
     "lfm2_vl": None,
@@ -112,6 +113,7 @@ ONE_IMAGE = {
     "paligemma": "caption en",
     "paligemma2": "caption en",
     "phi3_v": "<|user|>\n<|image_1|>\nWhy?<|end|>\n<|assistant|>\n",
+    "phi4_mm": "<|user|><|image_1|>Why?<|end|><|assistant|>",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][/INST]",
     "qwen_vl": "Why?Picture 1: <img></img>\n",
     "qwen2_vl": QWEN_IMAGE,
@@ -170,6 +172,7 @@ THREE_IMAGES = {
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>\nAssistant: ",
     "phi3_v": "<|user|>\n<|image_1|>\n<|image_2|>\n<|image_3|>\nWhy?<|end|>\n<|assistant|>\n",
+    "phi4_mm": "<|user|><|image_1|><|image_2|><|image_3|>Why?<|end|><|assistant|>",
     "pixtral_hf": "<s>[INST]Why?\n[IMG][IMG][IMG][/INST]",
     "qwen2_vl": None,
     "qwen2_5_vl": None,
@@ -199,6 +202,7 @@ FUN_ASR = (
     "<|im_start|>assistant\n"
 )
 TWO_CLIPS = {
+    "phi4_mm": "<|user|><|audio_1|><|audio_2|>Why?<|end|><|assistant|>",
     "fun_asr_nano": FUN_ASR % "<|object_ref_start|><|object_ref_start|>",
     "ultravox": LLAMA_3 % "<|audio|>\n<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token><audio_soft_token>",
@@ -212,6 +216,7 @@ TWO_CLIPS = {
     "qwen2_5_omni": OMNI % f"{OMNI_CLIP}{OMNI_CLIP}Why?",
 }
 ONE_CLIP = {
+    "phi4_mm": "<|user|><|audio_1|>Why?<|end|><|assistant|>",
     "fun_asr_nano": FUN_ASR % "<|object_ref_start|>",
     "ultravox": LLAMA_3 % "<|audio|>\n",
     "gemma3n": GEMMA_3N % "<audio_soft_token>",

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from http_parts import only, parts_of, wait_for_all
 from image_checkpoints import data_url, picture, save_qwen2_vl
 from servers import RunningServer, serving
 from test_image_prompts import PARAMS, SETTINGS
@@ -193,3 +195,49 @@ def test_options_of_the_operator_that_no_image_can_have_end_the_start(folder: Pa
     for options in ({"bogus": 1}, {"max_pixels": 99_999_999}):
         with pytest.raises(ConfigError, match=f"mm_processor_kwargs.{next(iter(options))}"):
             LLM(str(folder), **SETTINGS, mm_processor_kwargs=options)
+
+
+def test_an_item_of_another_size_under_a_name_that_is_not_kept_is_another(folder: Path) -> None:
+    small, large = picture(1), picture(1, 100, 120)
+    with LLM(str(folder), **SETTINGS, mm_processor_cache_gb=0) as model:
+
+        def say(image: Any, name: str | None) -> list[int]:
+            [output] = model.generate(asked(image, name), PARAMS)
+            return list(output.outputs[0].token_ids)
+
+        plain = say(large, None)
+        say(small, "one")
+        assert say(large, "one") == plain
+
+
+def test_a_name_is_known_to_every_http_process(folder: Path) -> None:
+    words = ("--api-server-count", "2", "--mm-processor-cache-type", "shm")
+
+    def say(process: int, *parts: dict[str, Any], **more: Any) -> str:
+        content = [{"type": "text", "text": "the "}, *parts]
+        body = {
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 6,
+            "temperature": 0,
+            **more,
+        }
+        with only(process, processes):
+            answer = httpx2.post(f"{server.api}/chat/completions", json=body, timeout=60)
+        told = answer.json()
+        if answer.status_code != 200:
+            return f"{answer.status_code} {told['error']['message']}"
+        return str(told["choices"][0]["message"]["content"])
+
+    with serving(str(folder), *WORDS, *words) as server:
+        wait_for_all(server)
+        _, processes = parts_of(server)
+        first, second = processes
+        said = say(first, part(1, "mine"))
+        assert say(second, part(None, "mine")) == said
+        assert say(second, part(2, "mine")) == said, "a name is known, whatever comes with it"
+        both = say(second, part(None, "mine"), part(2, "other"))
+        assert say(first, part(None, "mine"), part(None, "other")) == both
+        for name, more in (("yours", {}), ("mine", {"cache_salt": "else"})):
+            refused = say(second, part(None, name), **more)
+            assert refused.startswith("400 messages[0].content[1].uuid"), refused
+            assert "no item of that name is kept; send its content" in refused

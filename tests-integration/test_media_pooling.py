@@ -32,6 +32,7 @@ from test_image_prompts import (
 
 from headrace import LLM
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_testing.sampling import todays
 
 POOLS: dict[str, Any] = {**SETTINGS, "runner": "pooling"}
 MODES: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
 NEAR = 1e-4
 
 
-@pytest.fixture(scope="module", params=["llava", "gemma3", "qwen2_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=todays(["llava", "gemma3", "qwen2_vl", "qwen3_vl"], days=2))
 def seer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seer:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "llava":
@@ -97,6 +98,7 @@ def expected(seer: Seer) -> list[np.ndarray[Any, Any]]:
     ]
 
 
+@pytest.mark.keep(6, every_value=False)
 @pytest.mark.parametrize("mode", MODES)
 def test_embeddings_equal_transformers_in_every_mode(
     seer: Seer, expected: list[Any], mode: str

@@ -118,9 +118,14 @@ def test_its_own_suite(install: Install) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_without_the_package_it_is_said_what_was_loaded(checkpoint: Path, install: Install) -> None:
+def test_without_the_package_it_is_said_what_was_loaded(
+    checkpoint: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(plugins.CHOICE, "")
+    forget()
     with pytest.raises(UnsupportedModel, match=r"General plug-ins that were run: none"):
         inspected(checkpoint)
+    monkeypatch.setenv(plugins.CHOICE, "other")
     install("other", REGISTER.format(name="OtherForCausalLM", target="other.model:Other"))
     with pytest.raises(UnsupportedModel, match=r"were run: other \(other 1\.0\)"):
         inspected(checkpoint)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from quantized_checkpoints import Dense, FusedModules, Mixture, PackedCheckpoint, fp4
 from torch import Tensor
+
+from headrace_core.errors import ConfigError
+from headrace_models.quantization import quant_method
+from headrace_testing.model.decoders import build_context
 
 
 def export(algorithm: str, **fields: Any) -> dict[str, Any]:
@@ -82,3 +89,27 @@ class TestFp8Blocks(Dense, PackedCheckpoint):
         codes = (weight / wide).to(torch.float8_e4m3fn)
         stored = scales.view(rows, 1, inputs, 1)
         return {"weight": codes, "weight_scale": stored}, codes.float() * wide
+
+
+@pytest.mark.parametrize("stored", ["modelopt", "modelopt_fp4", "modelopt_mxfp8"])
+@pytest.mark.parametrize("suite", [TestNvfp4(), TestFp8()], ids=["nvfp4", "fp8"])
+def test_names_of_other_kinds_are_refused_before_weights_are_read(
+    suite: PackedCheckpoint, stored: str, tmp_path: Path
+) -> None:
+    """The checkpoint's name and the user's may each be that of one kind: both must read it."""
+    suite.make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = stored
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    info = suite.resolve(tmp_path, max_model_len=64)
+    ops = build_context(info).ops
+    kinds = {"modelopt", "modelopt_fp4"} if isinstance(suite, TestNvfp4) else {"modelopt"}
+    for wanted in (None, "modelopt", "modelopt_fp4", "modelopt_mxfp8"):
+        if stored in kinds and {wanted} <= {None, *kinds}:
+            assert quant_method(info, wanted, ops, device="cpu").name in (stored, wanted)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            quant_method(info, wanted, ops, device="cpu")
+        named = wanted if wanted not in (None, *kinds) else stored
+        assert repr(named) in str(caught.value), (wanted, str(caught.value))

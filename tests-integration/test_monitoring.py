@@ -19,13 +19,22 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs/serving" / name for name in ("operations.md", "metrics.md")]
 DASHBOARD = ROOT / "examples/monitoring/grafana/dashboards/headrace.json"
 KINDS = {"gauge", "counter", "histogram"}
-UNUSED = {"pooling_requests", "pooling_prompt_tokens"}
-"""A server of text counts none of these, so they have no labels; test_pooling_wire.py reads them."""
+UNUSED = {
+    "pooling_requests",
+    "pooling_prompt_tokens",
+    "lora_requests_running",
+    "lora_requests_waiting",
+    "spec_decode_num_accepted_tokens_per_pos",
+}
+"""A server of text counts none of these without adapters and guesses, so they have no labels;
+test_pooling_wire.py, test_lora_serving.py and test_speculation.py read them."""
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces") as running:
+    with serving(
+        "--enable-lora", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces"
+    ) as running:
         body = json.dumps({"prompt": "Hello", "max_tokens": 7, "ignore_eos": True}).encode()
         request = urllib.request.Request(
             running.api + "/completions", body, {"Content-Type": "application/json"}

@@ -13,7 +13,7 @@ import threading
 import pytest
 from forks import run_command
 
-from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from headrace_core.errors import CapacityError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_testing.waiting import until
 
@@ -195,8 +195,10 @@ def test_what_is_not_served_says_so(llm):
             call("x", use_tqdm=False)
     with pytest.raises(UnsupportedFeature, match="--runner pooling"):
         llm.score("x", "y", use_tqdm=False)
-    with pytest.raises(UnsupportedFeature, match="lora_request"):
-        llm.generate("x", lora_request=object())
+    with pytest.raises(ValueError, match="enable_lora=True"):
+        llm.generate("x", lora_request=LoRARequest("a", 1, "/a"))
+    with pytest.raises(RequestError, match=r"lora_request: 1 given for 2 prompts"):
+        llm.generate(["x", "y"], lora_request=[LoRARequest("a", 1, "/a")])
 
 
 def test_a_second_engine_after_the_first_and_no_thread_left():

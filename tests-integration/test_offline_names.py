@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
+from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from headrace.metrics import Counter, Gauge, Histogram, Vector
 from headrace.sampling_params import RequestOutputKind, StructuredOutputsParams
 from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
@@ -122,8 +122,8 @@ def test_the_engine_of_an_llm_is_the_same_engine(llm):
     assert engine.get_tokenizer().encode("Hello") == llm.get_tokenizer().encode("Hello")
     assert engine.model_config.max_model_len == 512
     assert engine.get_supported_tasks() == llm.get_supported_tasks() == ("generate",)
-    with pytest.raises(UnsupportedFeature, match="lora_request"):
-        engine.add_request("r", "Hello", GREEDY, lora_request=object())
+    with pytest.raises(UnsupportedFeature, match="enable_lora=True"):
+        engine.add_request("r", "Hello", GREEDY, lora_request=LoRARequest("a", 1, "/a"))
 
 
 def test_an_engine_outlives_its_llm_and_is_freed_with_it():
@@ -266,7 +266,7 @@ def test_a_refused_enqueue_leaves_nothing_running(llm):
         llm.enqueue(["fine", [999_999]], greedy(30), use_tqdm=False)
     with pytest.raises(RequestError, match="sampling_params: 3 given for 2 prompts"):
         llm.enqueue(["a", "b"], [GREEDY] * 3)
-    with pytest.raises(UnsupportedFeature, match="lora_request"):
+    with pytest.raises(RequestError, match=r"lora_request = .*must be a LoRARequest"):
         llm.enqueue("a", lora_request=object())
     assert [o.request_id for o in llm.wait_for_completion(use_tqdm=False)] == kept
     stats = llm.engine.stats()

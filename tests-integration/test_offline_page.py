@@ -8,16 +8,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from lora_adapters import demo_adapter, demo_folder
+
 from headrace.tokenizer import ModelTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "offline.md"
 
 
-def test_the_examples_run_one_after_the_other(capsys: Any) -> None:
+def test_the_examples_run_one_after_the_other(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base").symlink_to(demo_folder())
+    demo_adapter(tmp_path / "adapters" / "french", 1)
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "example"}
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     for block in blocks:
         exec(compile(block, "offline.md", "exec"), names)
     said = capsys.readouterr().out

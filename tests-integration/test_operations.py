@@ -20,6 +20,7 @@ from servers import PATIENCE, alive, children_of, free_port, serving, slow_steps
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
+from headrace_testing.sampling import todays
 from headrace_testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ SLOW = {"X-Request-Id": "slow"}
 """Of a request that takes its seconds, so that it is seen and met while it runs."""
 
 
-@pytest.fixture(scope="module", params=["one-process", "engine-process"])
+@pytest.fixture(scope="module", params=todays(["one-process", "engine-process"], days=2))
 def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")
     words = ["--engine-process"] if request.param == "engine-process" else []
@@ -306,6 +307,7 @@ atexit.register(lambda: [noise() for _ in range(100)])
 
 @pytest.mark.req("REL-09")
 @pytest.mark.req("REL-19")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("words", [(), ("--engine-process",)], ids=["thread", "process"])
 def test_a_server_stops_whoever_writes_to_full_pipes(tmp_path, words):
     """Nobody reads its standard output and error, and other code prints to both, to its last."""

@@ -14,6 +14,7 @@ from pooling_checkpoints import qwen3
 from servers import PATIENCE, serving
 
 import headrace_demo
+from headrace_testing.sampling import todays
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHATS = sorted(
@@ -65,15 +66,16 @@ def test_a_file_is_the_template_of_every_chat_route() -> None:
 
 def test_each_template_of_the_examples_is_served(tmp_path: Path) -> None:
     """Behind one port, each as the template of a model of its own."""
+    chats = todays(CHATS, days=3)
     models = tmp_path / "models.json"
     entries = [
         {"name": name, "model": str(headrace_demo.model_path()), "max_num_seqs": 2,
          "chat_template": str(EXAMPLES / name), "kv_cache_memory_bytes": "16M"}
-        for name in CHATS
+        for name in chats
     ]  # fmt: skip
     models.write_text(json.dumps(entries))
     with serving("--models-config", str(models)) as server:
-        for name in CHATS:
+        for name in chats:
             asked = {"model": name, "messages": MESSAGES, "max_tokens": 2}
             answer = httpx.post(f"{server.api}/chat/completions", json=asked, timeout=PATIENCE)
             assert answer.status_code == 200, (name, answer.text)

@@ -164,6 +164,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_encoder_in_every_mode(mode: str, encoder: Any, embedder: LLM) -> None:
     with make(encoder[0], **MODES[mode]) as llm:
@@ -172,6 +173,7 @@ def test_an_encoder_in_every_mode(mode: str, encoder: Any, embedder: LLM) -> Non
     assert torch.equal(vectors(outputs), vectors(embedder.embed(TEXTS, use_tqdm=False)))
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_decoder_in_every_mode(mode: str, decoder: Any) -> None:
     """Small steps cut prompts into chunks."""

@@ -23,6 +23,7 @@ def quantize(*words: str) -> subprocess.CompletedProcess[str]:
     return run_command("quantize", *words)
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("name", MOST)
 def test_the_demo_model_is_written_measured_and_served(name: str, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

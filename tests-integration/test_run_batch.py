@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -45,6 +46,18 @@ def answers(text: str, count: int) -> list:
     return found
 
 
+def test_requests_through_a_pipe(tmp_path):
+    """It can be read once, and is checked before it is answered."""
+    source, output = tmp_path / "in", tmp_path / "out"
+    os.mkfifo(source)
+    writer = threading.Thread(target=source.write_text, args=(lines(5),), daemon=True)
+    writer.start()
+    assert "5 requests answered" in finish(start("-i", str(source), "-o", str(output)))
+    answers(output.read_text(), 5)
+    writer.join(PATIENCE)
+
+
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_batch_goes_on_where_it_stopped(tmp_path, number):
     count = 40

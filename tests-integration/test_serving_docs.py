@@ -39,6 +39,7 @@ def test_several_models(tmp_path, encoders, monkeypatch):
     _run_page(page.replace("HEADRACE_API_KEY=my-key ", ""), "several-models.md", tmp_path, encoders)
 
 
+@pytest.mark.keep(6, every_value=False)
 @pytest.mark.parametrize("name", NAMES)
 def test_examples(name, tmp_path, encoders):
     _run_page((PAGES / name).read_text(), name, tmp_path, encoders)

@@ -16,6 +16,7 @@ SIM = ("--device", "sim", "--sim-token-us", "0", "--disable-uvicorn-access-log")
 
 @pytest.mark.req("L1")
 @pytest.mark.req("REL-21")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize(
     "words", [(), ("--engine-process",)], ids=["one-process", "engine-process"]
 )

@@ -88,6 +88,7 @@ def nothing_runs(server: RunningServer) -> bool:
 
 @pytest.mark.req("F4")
 @pytest.mark.req("REL-06")
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize("path", BODIES)
 def test_a_request_waits_for_its_reader(server: RunningServer, path: str) -> None:
     with ask(server, path) as quick:

@@ -200,6 +200,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.keep(4, every_value=False)
 @pytest.mark.parametrize("case", BROKEN)
 async def test_what_is_amiss_is_named(
     case: str, checkpoint: Path, install: Install, capsys: Any

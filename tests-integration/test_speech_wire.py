@@ -188,6 +188,7 @@ def _starts() -> list[int]:
     return [round(100 * sum(lengths[:index])) for index in range(len(lengths))]
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("more", [("--engine-process",), ("--api-server-count", "2")])
 def test_several_processes_hear_the_same(
     more: tuple[str, ...], timed: RunningServer, timed_folder: Path

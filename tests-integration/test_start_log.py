@@ -50,6 +50,7 @@ def with_several_models(tmp_path_factory):
     return log_of_start("--models-config", str(file))
 
 
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("kind", ["alone", "with_engine_process", "with_http_processes"])
 def test_a_start_fits_a_screen_and_ends_with_the_address(request, kind):
     log = request.getfixturevalue(kind)

@@ -77,6 +77,7 @@ def expected(llm, bias):
     return [output.outputs[0].token_ids for output in generate(llm, prompts, wanted)]
 
 
+@pytest.mark.keep(2, every_value=False)
 @pytest.mark.parametrize(
     "changes",
     [

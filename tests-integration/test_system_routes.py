@@ -55,6 +55,7 @@ def test_head_over_a_socket(server, path):
 
 @pytest.mark.req("L6")
 @pytest.mark.req("REL-12")
+@pytest.mark.keep(1, every_value=False)
 @pytest.mark.parametrize("words", [(), ("--engine-process",), ("--api-server-count", "2")])
 def test_the_start_is_told(words):
     with serving(*words, fresh=True) as running:  # a fork has nothing to import
