@@ -23,9 +23,9 @@ from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep
-from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.startup import StartupTimeline
+from headrace_engine.weights.worker import ModelWorker
 
 
 def median_us(run: Callable[[], Any], count: int) -> float:
