@@ -107,6 +107,7 @@ _PHI_PROMPT, _PHI_IMAGE = (
     "<|user|>\n{media}\n{question}<|end|>\n<|assistant|>\n",
     "<|image_{number}|>",
 )
+_PHI_4 = "<|user|>{media}{question}<|end|><|assistant|>"
 _QWEN_PIXELS = {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28}
 _QWEN_PROMPT = CHATML_WITH_SYSTEM.format(ASKED)
 _QWEN_SIZES = _sizes(4096, 5, mm_processor_kwargs=_QWEN_PIXELS)
@@ -224,6 +225,7 @@ ONE_ITEM: Mapping[str, Row] = {
     "kimi_vl": Row(
         "moonshotai/Kimi-VL-A3B-Instruct", _KIMI_PROMPT, _KIMI, settings=_sizes(4096)
     ),
+    "instructblip": Row("Salesforce/instructblip-vicuna-7b", "{question}", {"image": ""}),
     "interns1": _by_template("internlm/Intern-S1-mini", _sizes(8192, 2, enforce_eager=True)),
     "internvl_chat": _by_template("OpenGVLab/InternVL3-2B", _sizes(8192)),
     "lfm2_vl": _by_template("LiquidAI/LFM2-VL-1.6B", _sizes(8192)),
@@ -289,6 +291,10 @@ ONE_ITEM: Mapping[str, Row] = {
     "phi3_v": Row(
         "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE},
         settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 16}),
+    ),
+    "phi4_mm": Row(
+        "microsoft/Phi-4-multimodal-instruct", _PHI_4, {"image": _PHI_IMAGE},
+        settings=_sizes(5120, 2, max_num_batched_tokens=12800, mm_processor_kwargs={"dynamic_hd": 16}),
     ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(6144, 2)
@@ -377,6 +383,10 @@ SEVERAL_IMAGES: Mapping[str, Row] = {
         "microsoft/Phi-3.5-vision-instruct", _PHI_PROMPT, {"image": _PHI_IMAGE}, between="\n",
         settings=_sizes(4096, 2, mm_processor_kwargs={"num_crops": 4}),
     ),
+    "phi4_mm": Row(
+        "microsoft/Phi-4-multimodal-instruct", _PHI_4, {"image": _PHI_IMAGE},
+        settings=_sizes(4096, 2, max_num_batched_tokens=12800, mm_processor_kwargs={"dynamic_hd": 4}),
+    ),
     "pixtral_hf": Row(
         "mistral-community/pixtral-12b", MISTRAL, {"image": "[IMG]"}, settings=_sizes(8192, 2)
     ),
@@ -414,6 +424,10 @@ AUDIO: Mapping[str, Row] = {
     "musicflamingo": Row(
         "nvidia/music-flamingo-2601-hf", _QWEN_PROMPT, {"audio": "<sound>"},
         settings=_sizes(4096, 2, enforce_eager=True),
+    ),
+    "phi4_mm": Row(
+        "microsoft/Phi-4-multimodal-instruct", _PHI_4, {"audio": "<|audio_{number}|>"},
+        settings=_sizes(12800, 2, max_num_batched_tokens=12800),
     ),
     "qwen2_audio": Row(
         "Qwen/Qwen2-Audio-7B-Instruct", _QWEN_PROMPT,

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 KERNELS = """
@@ -64,9 +65,14 @@ def smoke(dist: Path, torch: Path | None, requirements: Sequence[str], code: str
 
 def main() -> None:
     dist, torch = Path(sys.argv[1]), Path(sys.argv[2])
-    smoke(dist, torch, ["headrace-kernels"], KERNELS)
-    smoke(dist, None, ["headrace-server", "headrace-testing"], SERVER)
-    smoke(dist, torch, ["headrace[all]"], EVERYTHING)
+    sets = (
+        (torch, ["headrace[all]"], EVERYTHING),
+        (None, ["headrace-server", "headrace-testing"], SERVER),
+        (torch, ["headrace-kernels"], KERNELS),
+    )
+    with ThreadPoolExecutor(2) as pool:  # pip works on one core
+        for done in [pool.submit(smoke, dist, *one) for one in sets]:
+            done.result()
 
 
 if __name__ == "__main__":
