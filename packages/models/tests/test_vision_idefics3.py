@@ -13,7 +13,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.layers.vision.fractional import fractions
+from headrace_models.layers.vision.towers.fractional import fractions
 
 
 class Idefics3(VisionConformance):

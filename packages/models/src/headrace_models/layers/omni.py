@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
     from headrace_core.multimodal import MediaInput
-    from headrace_models.layers.vision.qwen_vl import Grid
+    from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 _PLACES_PER_SECOND = 25
 """Value that configs may leave out."""

@@ -17,7 +17,7 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

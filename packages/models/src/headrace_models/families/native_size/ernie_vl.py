@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
     from headrace_core.multimodal import MediaInput
-    from headrace_models.layers.vision.qwen_vl import Grid
+    from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 _TOWER, _RESAMPLER = "vision_tower", "resampler_model"
 _MEDIA_ROWS = "media_rows"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
     from headrace_core.multimodal import MediaInput
-    from headrace_models.layers.vision.qwen_vl import Grid
+    from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 _TOWER, _PROJECTOR = "visual.vision_model", "mlp_AR"
 _SECTIONS = (16, 24, 24)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.layers.vision.grid_decoder import embed_grids
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
-from headrace_models.layers.vision.qwen_vl import QwenVLTower, tower_rules
+from headrace_models.layers.vision.towers.qwen_vl import QwenVLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

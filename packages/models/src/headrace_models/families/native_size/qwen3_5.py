@@ -16,7 +16,7 @@ from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.grid_decoder import GridDecoder, embed_grids
 from headrace_models.layers.vision.media_decoder import part_of
-from headrace_models.layers.vision.qwen3_vl import Qwen3VLTower, tower_rules
+from headrace_models.layers.vision.towers.qwen3_vl import Qwen3VLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

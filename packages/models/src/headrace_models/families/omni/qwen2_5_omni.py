@@ -21,7 +21,7 @@ from headrace_models.layers.linear import Linear
 from headrace_models.layers.omni import Thinker
 from headrace_models.layers.towers import Tower, rules_of
 from headrace_models.layers.vision.grid_decoder import THETA, embed_grids
-from headrace_models.layers.vision.qwen_vl import QwenVLTower, tower_rules
+from headrace_models.layers.vision.towers.qwen_vl import QwenVLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,7 +29,7 @@ from headrace_models.layers.vision.deepstack import DeepstackDecoder, interleave
 from headrace_models.layers.vision.grid_decoder import embed_grids
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.qwen3_vl import MergerNames, Qwen3VLTower, tower_rules
+from headrace_models.layers.vision.towers.qwen3_vl import MergerNames, Qwen3VLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

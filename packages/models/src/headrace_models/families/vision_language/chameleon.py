@@ -14,7 +14,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.layers.decoders.pieces import image_tokens
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
-from headrace_models.layers.vision.vq_encoder import VQEncoder, encoder_rules
+from headrace_models.layers.vision.towers.vq_encoder import VQEncoder, encoder_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.llama4 import Llama4Tower, tower_rules
+from headrace_models.layers.vision.towers.llama4 import Llama4Tower, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.pixtral import PixtralTower, feature_layer, tower_rules
+from headrace_models.layers.vision.towers.pixtral import PixtralTower, feature_layer, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

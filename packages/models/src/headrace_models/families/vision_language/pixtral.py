@@ -15,7 +15,7 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.pixtral import PixtralTower, feature_layer, tower_rules
+from headrace_models.layers.vision.towers.pixtral import PixtralTower, feature_layer, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,9 +26,9 @@ from headrace_models.layers.vision.grid_decoder import (
     grid_of,
 )
 from headrace_models.layers.vision.media_decoder import part_of
-from headrace_models.layers.vision.qwen3_vl import Qwen3VLTower
-from headrace_models.layers.vision.qwen3_vl import tower_rules as qwen3_tower_rules
-from headrace_models.layers.vision.qwen_vl import Grid, QwenVLTower, tower_rules
+from headrace_models.layers.vision.towers.qwen3_vl import Qwen3VLTower
+from headrace_models.layers.vision.towers.qwen3_vl import tower_rules as qwen3_tower_rules
+from headrace_models.layers.vision.towers.qwen_vl import Grid, QwenVLTower, tower_rules
 from headrace_models.layers.vision.video_pruning import RETAINED, UNPRUNED, pruned
 
 if TYPE_CHECKING:

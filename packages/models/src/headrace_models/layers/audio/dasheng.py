@@ -19,7 +19,7 @@ from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention
-from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.patches import PatchEmbedding
 
 if TYPE_CHECKING:

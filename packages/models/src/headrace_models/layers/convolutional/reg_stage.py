@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from headrace_core.model import WeightRule
 from headrace_models.layers.base import Layer
-from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.blocks import VisionAttention, VisionBlock
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.patches import PatchEmbedding
-from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

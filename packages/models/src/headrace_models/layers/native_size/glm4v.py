@@ -26,7 +26,7 @@ from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.axes import axial_theta, places
 from headrace_models.layers.vision.blocks import VisionAttention, VisionBlock
 from headrace_models.layers.vision.patches import PatchEmbedding
-from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.base import Layer
 from headrace_models.layers.vision.axes import frequencies, places, rotary_rows
 from headrace_models.layers.vision.blocks import Segments, VisionBlock
-from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from headrace_core.errors import RequestError
 from headrace_core.model import MROPE_POSITIONS
 from headrace_models.layers.rotary import ROTARY_ROWS, rows_by_axes
 from headrace_models.layers.vision.media_decoder import MediaDecoder
-from headrace_models.layers.vision.qwen_vl import Grid
+from headrace_models.layers.vision.towers.qwen_vl import Grid
 from headrace_models.layers.vision.video_pruning import (
     RETAINED,
     UNPRUNED,

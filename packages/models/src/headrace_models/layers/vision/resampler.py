@@ -18,7 +18,7 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.axes import frequencies, places
-from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

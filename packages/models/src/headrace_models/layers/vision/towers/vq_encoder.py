@@ -16,7 +16,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer, Slot, WeightLayer
-from headrace_models.layers.vision.clip import Vector
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

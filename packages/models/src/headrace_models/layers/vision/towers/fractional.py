@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_models.layers.vision.blocks import Segments
-from headrace_models.layers.vision.clip import ClipTower
+from headrace_models.layers.vision.towers.clip import ClipTower
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from headrace_models.layers.vision.fractional import FractionalTower
+from headrace_models.layers.vision.towers.fractional import FractionalTower
 from headrace_models.layers.vision.patches import in_patches
 
 if TYPE_CHECKING:

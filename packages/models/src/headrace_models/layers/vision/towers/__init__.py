@@ -1,0 +1,1 @@
+"""Towers: from patches of an image to its states."""
