@@ -85,7 +85,6 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK, "mllama_text_model": {"cross_attention_layers": [1]},
     "ernie4_5_vl_moe_text": ERNIE, "aria_text": {"moe_num_experts": 4},
     "paddleocr_vl_text": {"rope_parameters": _SEQUENCE},
-    "molmo2_text": {"additional_vocab_size": 131},  # transformers cuts the table in halves
     "granite": _SCALED, "granite_docling_text": _SCALED, "granite4_vision_text": _SCALED,
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8,
@@ -113,11 +112,6 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": {"intermediate_size": 128, "vision_output_dim": 32},
     "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
-    "Molmo2ForConditionalGeneration": {
-        "image_size": [56, 56],
-        "vision_feature_layer": [0, 0],
-        "text_hidden_size": 64,
-    },
     "Qwen2VLForConditionalGeneration": {"hidden_size": 64},
     "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
 }
@@ -149,6 +143,7 @@ BY_HAND = {
     "DeepseekOCRForCausalLM",
     "DeepseekVLV2ForCausalLM", "TarsierForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration",
     "MiDashengLMModel", "HCXVisionForCausalLM", "KananaVForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
