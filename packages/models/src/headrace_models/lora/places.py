@@ -145,6 +145,15 @@ class LinearPlace(Place):
         return self.memory.op(out, x, self.factors, self.rows.of(x.shape[0], self.name))
 
 
+class TowerPlace(LinearPlace):
+    """The place of a linear layer of a tower for media, or of what follows it."""
+
+    def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [..., N] of this layer's x [..., K], with what the adapter of the media adds."""
+        rows, sizes = x.reshape(-1, x.shape[-1]), out.shape
+        return super().__call__(out.reshape(-1, sizes[-1]), rows).view(sizes)
+
+
 class TablePlace(Place):
     """Of a table of vectors [V, H]: a row of ``down.T`` for each of its rows."""
 
