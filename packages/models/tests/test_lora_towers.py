@@ -80,7 +80,10 @@ def opened(
     info = dataclasses.replace(info, processor=info.architecture)
     ops = bind_ops(KernelNeed(device="cpu", dtype="float32")) if native else None
     context, adapters = with_adapters(
-        build_context(info, **({} if ops is None else {"ops": ops})), most=200, towers=towers, **slots
+        build_context(info, **({} if ops is None else {"ops": ops})),
+        most=200,
+        towers=towers,
+        **slots,
     )
     return load_model(info, context), adapters
 

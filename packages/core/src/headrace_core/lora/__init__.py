@@ -78,8 +78,8 @@ class AdapterSlots(Protocol):
         """Read an adapter into the host's memory and check that all of it has a place. Any thread.
 
         Returns:
-            Something with ``num_bytes``, ``digest``, a text that names its content, and ``changes_media``: True
-            if it changes towers for media or their projectors.
+            Something with ``num_bytes``, ``digest``, a text that names its content, and ``changes_media``:
+            True if it changes towers for media or their projectors.
 
         Raises:
             WeightsError, UnsupportedModel: a file, setting, rank or tensor that cannot be used; says why.

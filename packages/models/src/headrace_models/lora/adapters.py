@@ -86,8 +86,8 @@ class Adapters:
 
         Raises:
             UnsupportedModel: it has no layer that takes adapters.
-            ConfigError: factors have another dtype than the activations, or adapters of towers are wanted, and
-                there is no tower that takes some.
+            ConfigError: factors have another dtype than the activations, or adapters of towers are wanted,
+                and there is no tower that takes some.
         """
         if context.dtype != self.dtype:
             raise ConfigError(
@@ -95,15 +95,13 @@ class Adapters:
                 field="lora.lora_dtype",
             )
         logits = self.logits if context.pooling is None else None
-        self.places, self.refused = find_places(
-            model, self.memory, self.tokens, logits, self.media
-        )
+        self.places, self.refused = find_places(model, self.memory, self.tokens, logits, self.media)
         if not self.places:
             raise UnsupportedModel(f"{type(model).__name__} takes no low-rank adapters (LoRA)")
         if self.media is not None and not any(map(_is_tower, self.places.values())):
             raise ConfigError(
-                f"lora.enable_tower_connector_lora = True: must be False: {type(model).__name__} has no tower "
-                "or projector whose layers take adapters",
+                f"lora.enable_tower_connector_lora = True: must be False: {type(model).__name__} has no "
+                "tower or projector whose layers take adapters",
                 field="lora.enable_tower_connector_lora",
             )
         self.names = ModuleNames(model, rules, self.places)
