@@ -165,8 +165,11 @@ class Adapters:
             yield module, names.pieces(module, factors, files.path)
         for stack in files.stacks:
             place = names.mixture(stack.module)
-            found = () if place is None else stack_pieces(place, stack, files.settings, files.path)
-            yield stack.module, list(found)
+            yield stack.module, [] if place is None else list(
+                stack_pieces(
+                    place, stack, files.settings, files.path, interleaved=names.has_interleaved(place)
+                )
+            )
 
     def _names(self) -> ModuleNames:
         assert self.names is not None, "the model is not built"

@@ -161,8 +161,6 @@ def _heads(layer: HeadProjections, memory: Memory, rows: RowSlots) -> Place:
 
 
 def _experts(layer: Experts, memory: Memory, rows: RowSlots) -> Place | None:
-    if layer.identities or layer.bias:
-        return None
     weights = {
         half.place: Slot(
             (half.spec.out_features, half.spec.in_features),
@@ -178,7 +176,8 @@ def _experts(layer: Experts, memory: Memory, rows: RowSlots) -> Place | None:
         for half in pair
         for part, name in enumerate(half.spec.part_names or (half.spec.name,))
     }
-    return ExpertsPlace(memory, layer.name, rows, len(layer.halves), weights, modules)
+    without = layer.identities
+    return ExpertsPlace(memory, layer.name, rows, len(layer.halves), weights, modules, without)
 
 
 _MAKERS: dict[type[Any], Callable[[Any, Memory, RowSlots], Place | None]] = {

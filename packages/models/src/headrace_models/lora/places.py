@@ -208,6 +208,7 @@ class ExpertsPlace(Place):
     Args:
         weights: of one expert, by the product's name.
         modules: names of all experts' modules, see :meth:`Place.modules`.
+        num_without_weights: further experts that tokens go to, which have none.
     """
 
     is_late = True
@@ -220,9 +221,10 @@ class ExpertsPlace(Place):
         num_experts: int,
         weights: Mapping[str, Slot],
         modules: Mapping[str, tuple[str, int]],
+        num_without_weights: int = 0,
     ) -> None:
         super().__init__(memory, name, rows)
-        self.num_experts = num_experts
+        self.num_experts, self.num_without_weights = num_experts, num_without_weights
         self.weights, self.of_modules = weights, modules
         self.factors: dict[str, Any] = {}
 
