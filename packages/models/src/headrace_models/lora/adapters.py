@@ -165,10 +165,19 @@ class Adapters:
             yield module, names.pieces(module, factors, files.path)
         for stack in files.stacks:
             place = names.mixture(stack.module)
-            yield stack.module, [] if place is None else list(
-                stack_pieces(
-                    place, stack, files.settings, files.path, interleaved=names.has_interleaved(place)
-                )
+            yield (
+                stack.module,
+                []
+                if place is None
+                else list(
+                    stack_pieces(
+                        place,
+                        stack,
+                        files.settings,
+                        files.path,
+                        interleaved=names.has_interleaved(place),
+                    )
+                ),
             )
 
     def _names(self) -> ModuleNames:

@@ -213,7 +213,9 @@ class Experts(WeightLayer):
         own = self._with_weights(ids)
         both = place(self.halves[0][0].place, self._product(0, x, own), x, own, rows)
         inner = self._activated(both)
-        return self._sum(x, place("down", self._product(1, inner, own), inner, own, rows), weights, ids)
+        return self._sum(
+            x, place("down", self._product(1, inner, own), inner, own, rows), weights, ids
+        )
 
     def _with_weights(self, ids: Tensor) -> Tensor:
         """ids, with some expert's in the place of those that have no weights."""
