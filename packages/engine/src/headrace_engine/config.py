@@ -62,8 +62,8 @@ class CacheConfig:
         human_int=True,
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache, independent of the share; must fit into what max_memory_bytes "
-        "leaves.", human_int=True,
+        None, "Size of the KV cache, independent of the share; must fit into what the model leaves of "
+        "max_memory_bytes and of the free memory.", human_int=True,
     )  # fmt: skip
     kv_cache_ahead_bytes: int = option(
         512 << 20, "CPU: bytes of the KV cache that a low-priority thread makes resident before they "
@@ -72,7 +72,9 @@ class CacheConfig:
         "start-up per gigabyte; with 0 prompts wait for memory from the system",
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(
-        None, "Number of blocks; replaces the two settings above. For tests of preemption."
+        None,
+        "Number of blocks; replaces the two settings above, and must fit into the memory, too. For tests of "
+        "preemption.",
     )
     prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
 
