@@ -133,11 +133,12 @@ class WeightHolder:
         """
         update = self._open_update()
         self._streamed = []
+        keep = not (message.finish or message.prepare)  # else what waits is packed at once
         if message.source is not None:
             try:
                 with memory_errors("update_weights"):
                     tensors = self._tensors(message, update)
-                    update.take(message.target, tensors, keep=not message.finish)
+                    update.take(message.target, tensors, keep=keep)
             except BaseException:
                 self._give_back()
                 raise
