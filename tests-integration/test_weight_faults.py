@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -130,7 +131,7 @@ def test_a_refused_part_leaves_those_before_it(
             with pytest.raises(RequestError):
                 llm.update_weights(refused, finish=finish)
     # A call that ends too early has its tensors taken: they are ours by then.
-    mine = {name: tensor.clone() for name, tensor in list(last.items())[:2]}
+    mine = {name: tensor.clone() for name, tensor in list(last.items())[:1]}  # of a fused layer
     with pytest.raises(RequestError, match="are missing"):
         llm.update_weights(mine)
     for tensor in mine.values():
@@ -222,10 +223,11 @@ def test_tensors_without_plain_numbers(llm: LLM, weights: dict[str, torch.Tensor
         (norm.long(), "has dtype int64, the model needs"),
         (norm.bool(), "has dtype bool, the model needs"),
         (norm.to(torch.float8_e5m2), "has dtype float8_e5m2, the model needs"),
+        (norm.double(), "has dtype float64, the model needs float32 or float16 or bfloat16"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.update_weights({NORM: tensor})
-    for tensor in (norm.double(), norm.half(), torch.stack([norm, norm], 1)[:, 0]):
+    for tensor in (norm.half(), norm.bfloat16(), torch.stack([norm, norm], 1)[:, 0]):
         assert llm.update_weights({NORM: tensor})["finished"]
 
 
@@ -327,13 +329,17 @@ def test_a_trainer_that_says_nothing(
     """The engine serves while it waits to join, and gives up in time."""
     monkeypatch.setattr(broadcast, "JOIN_SECONDS", 5.0)
     with Silent() as trainer:
-        join = ("init_weight_update_group", ("127.0.0.1", trainer.port, 1, 2))
-        thread, raised = in_thread(lambda: llm.collective_rpc(*join))
+        at = ("127.0.0.1", trainer.port, 1, 2)
+
+        def join() -> None:
+            llm.collective_rpc("init_weight_update_group", args=at)
+
+        thread, raised = in_thread(join)
         assert trainer.came.wait(PATIENCE)
         assert answer(llm)[:2] == answers[0][:2]
         if thread.is_alive():
             with pytest.raises(RequestError, match="a group is being joined: must wait"):
-                llm.collective_rpc(*join)
+                join()
         thread.join(PATIENCE)
         (error,) = raised
         assert isinstance(error, RequestError)
@@ -355,7 +361,8 @@ def test_a_trainer_that_stops_in_the_middle(
         group.wait()
         group.send(dict(list(weights.items())[:3]))
         goes_on.wait(PATIENCE)
-        group.send(dict(list(weights.items())[3:4]))
+        with contextlib.suppress(RuntimeError):  # the engine has left the group
+            group.send(dict(list(weights.items())[3:4]))
 
     half = threading.Thread(target=send_half)
     half.start()

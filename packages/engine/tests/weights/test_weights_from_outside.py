@@ -330,12 +330,14 @@ def test_limits_of_a_part() -> None:
     limits = PartLimits(num_tensors=3, num_bytes=100)
     limits.check([TensorPlace(name, "float32", (2, 3)) for name in "abc"])
     for tensors, message in (
-        ([TensorPlace(name, "bool", (0,)) for name in "abcd"], "4 in one part: must be at most 3"),
         ([TensorPlace("a", "bool", (1,))] * 2, "'a' comes twice in one part"),
         ([TensorPlace("a", "float32", (26,))], "104 bytes in one part: must be at most 100"),
     ):
         with pytest.raises(RequestError, match=message):
             limits.check(tensors)
+    limits.check_count(3)
+    with pytest.raises(RequestError, match="4 in one part: must be at most 3"):
+        limits.check_count(4)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,9 @@ class WeightHolder:
         self._streamed: list[Part] = []
         """Parts of the stream that the last :meth:`stage` took."""
         self._unwanted = threading.Event()
-        """Set: what is being received, or joined, is not wanted any more."""
+        """Set: what is being received is not wanted any more."""
+        self._left = threading.Event()
+        """Set: the group that is being joined is not wanted any more."""
         self.draft_is_from_outside = False
         """What guesses has weights that are not those of its checkpoint."""
         self._is_blank = False
@@ -202,9 +204,9 @@ class WeightHolder:
         """
         check_member(address, port, rank, world_size)
         self._group = None
-        unwanted = self._unwanted = threading.Event()
+        left = self._left = threading.Event()
         group = WeightGroup.join(address, port, rank, world_size)
-        if unwanted.is_set():
+        if left.is_set():
             raise RequestError(
                 "init_weight_update_group: close_weight_transfer came meanwhile: the group is not joined",
                 param="method",
@@ -252,6 +254,7 @@ class WeightHolder:
 
     def close_ways(self) -> None:
         """Leave the group and close the stream: what came and was not taken is forgotten. Idempotent."""
+        self._left.set()
         self._unwanted.set()
         self._group, self._received = None, []
         if self._stream is not None:
@@ -260,10 +263,11 @@ class WeightHolder:
 
     def check_places(self, tensors: Sequence[TensorPlace]) -> None:
         """For the stream's threads, which may change nothing here."""
-        checks = self._checking()
-        self._limits().check(tensors)
+        checks, limits = self._checking(), self._limits()
+        limits.check_count(len(tensors))
         for one in tensors:
             check_any(checks, one.name, one.shape, one.dtype)
+        limits.check(tensors)
 
     def check_values(self, name: str, tensor: Tensor) -> None:
         """For the stream's threads, which may change nothing here."""
@@ -323,9 +327,11 @@ class WeightHolder:
 
     def _checked(self, message: WeightsMessage, update: UpdateSet) -> tuple[TensorPlace, ...]:
         """The tensors that are to come; those that nobody wants are refused before memory is taken."""
-        self._limits().check(message.tensors)
+        limits = self._limits()
+        limits.check_count(len(message.tensors))
         for one in message.tensors:
             update.check(message.target, one.name, one.shape, one.dtype)
+        limits.check(message.tensors)
         return message.tensors
 
 

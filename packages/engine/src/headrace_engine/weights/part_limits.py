@@ -28,9 +28,8 @@ class PartLimits(NamedTuple):
         """Check a part by what is said of it.
 
         Raises:
-            RequestError: it has too many tensors or bytes, or a name comes twice.
+            RequestError: it has too many bytes, or a name comes twice.
         """
-        self.check_count(len(tensors))
         num_bytes, names = 0, set[str]()
         for one in tensors:
             if one.name in names:

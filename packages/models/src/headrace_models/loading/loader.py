@@ -512,11 +512,13 @@ def unstacked(
 
 def check_tensor(
     slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None, *, of_checkpoint: bool = True,
 ) -> None:  # fmt: skip
+    """Raises: WeightsError, the tensor does not fit its slot; says what of ``config.json`` has to do with it,
+    if it is a checkpoint's."""
     expected = stored_shape(slot, parts, rule)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    hint = config_hint(quantization, slot, dtype)
+    hint = config_hint(quantization, slot, dtype) if of_checkpoint else ""
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}{hint}"

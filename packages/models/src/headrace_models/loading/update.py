@@ -361,7 +361,7 @@ class WeightUpdate:
         for place, row in zip(places, rows, strict=True):
             slot = filling.weights.slots[place.leaf][place.key]
             parts = parts_of(slot, rule)
-            check_tensor(slot, parts, rule, name, row, SOURCE)
+            check_tensor(slot, parts, rule, name, row, SOURCE, of_checkpoint=False)
             for part in parts:
                 other = filling.origin.get((place, part), (claimed.get((place, part)),))[0]
                 if other is not None:
