@@ -206,7 +206,7 @@ class EngineCore:
             executor.call("load")
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
-            profile = executor.call("profile")[0]
+            profile = _tightest(executor.call("profile"))
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
@@ -559,6 +559,17 @@ def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:
     if not speculative.num_drafts:
         return {}
     return {"drafts": DraftLimits(speculative.num_drafts, speculative.disable_by_batch_size)}
+
+
+def _tightest(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """Memory of the rank that has the least, whose cache is every rank's: what any of them takes, and what
+    each of them has."""
+    return MemoryProfile(
+        max(one.weights for one in profiles),
+        max(one.activations for one in profiles),
+        min(one.available for one in profiles),
+        max(one.step_seconds for one in profiles),
+    )
 
 
 def _plan_memory(
