@@ -89,6 +89,8 @@ def pack(value: Any) -> list[bytes | memoryview]:
         data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
         pieces.append(data)
         end = start + len(data)
+    if offsets[-1] > end:
+        pieces.append(bytes(offsets[-1] - end))
     return pieces
 
 
