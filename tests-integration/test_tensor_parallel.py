@@ -40,7 +40,9 @@ def whole(folder: Path) -> Iterator[LLM]:
 def divided(folder: Path) -> Iterator[LLM]:
     with LLM(str(folder), **DIVIDED) as llm:
         yield llm
-    wait_until(lambda: not children_of(os.getpid()) or not rank_pids(), what="a rank is left behind")
+    wait_until(
+        lambda: not children_of(os.getpid()) or not rank_pids(), what="a rank is left behind"
+    )
 
 
 def rank_pids() -> list[int]:

@@ -13,6 +13,7 @@ from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.places import RankedWorkers, RankPlace
+from headrace_engine.multiproc.rank_process import CALLS
 from headrace_engine.multiproc.rank_processes import RankProcesses
 from headrace_engine.uniproc import UniProcExecutor
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 LED = {"profile": "begin_profile", "warm_up": ""}
 """Calls whose passes rank 0 leads: the others follow its passes, then get the call. Before it they get the
 one that stands here, if one does."""
+OWN = ("start_profile", "stop_profile")
+"""Calls that are of rank 0 only: a recording is of its steps."""
 JOIN_SECONDS = 10.0
 """Longest wait for rank 0's thread once another rank has ended: it may be in an exchange with that."""
 
@@ -86,7 +89,16 @@ class MultiProcExecutor(UniProcExecutor):
                 "a function for the workers: cannot be sent to other processes, where ranks are while "
                 "tensor_parallel_size is above 1; name a method"
             )
-        return list(self._queue(partial(_on_every_rank, others, method, args), is_step=False).result())
+        if method in OWN:
+            return super().call(method, *args)
+        if method not in CALLS:
+            raise UnsupportedFeature(
+                f"{method}: not while tensor_parallel_size is above 1; ranks in other processes do "
+                f"{', '.join(CALLS)} only"
+            )
+        return list(
+            self._queue(partial(_on_every_rank, others, method, args), is_step=False).result()
+        )
 
     def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
         """As :meth:`UniProcExecutor.call_beside`, of an engine with one rank.

@@ -8,14 +8,14 @@ else is not plain data is refused where it is packed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import EngineError
@@ -43,6 +43,9 @@ from headrace_engine.multiproc.messages import (
     WorkerCall,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ALIGNMENT = 64
 CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -53,16 +56,16 @@ CLASSES: dict[str, type[Any]] = {
     )
 }  # fmt: skip
 """Classes whose objects may be in a frame, beside plain data and tensors."""
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16,
-        torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+DTYPES = (
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Names of torch's dtypes that tensors may have."""
 _LENGTHS = struct.Struct("<QQ")
 _TENSOR, _TUPLE, _LIST, _MAP, _OBJECT = "t", "u", "l", "m", "o"
 _PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+# torch is imported where a tensor is, so that a rank's process listens before it has been imported.
 
 
 class BadFrame(EngineError):
@@ -86,7 +89,7 @@ def pack(value: Any) -> list[bytes | memoryview]:
     for tensor, start in zip(tensors, offsets):
         if start > end:
             pieces.append(bytes(start - end))
-        data = memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        data = _bytes(tensor)
         pieces.append(data)
         end = start + len(data)
     if offsets[-1] > end:
@@ -102,8 +105,12 @@ def unpack(tree: bytes, data: bytearray) -> Any:
     """
     try:
         return _unpacked(msgspec.msgpack.decode(tree), data)
+    except BadFrame:
+        raise
     except (msgspec.MsgspecError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise BadFrame(f"a frame of {len(tree)} + {len(data)} bytes has no value: {error}") from error
+        raise BadFrame(
+            f"a frame of {len(tree)} + {len(data)} bytes has no value: {error}"
+        ) from error
 
 
 def send(connection: socket.socket, pieces: Sequence[bytes | memoryview]) -> None:
@@ -138,7 +145,7 @@ def _packed(value: Any, tensors: list[Tensor], offsets: list[int]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if isinstance(value, Tensor):
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         return _packed_tensor(value, tensors, offsets)
     if kind.__name__ in CLASSES and CLASSES[kind.__name__] is kind:
         return [_OBJECT, kind.__name__, _all(_fields(value), tensors, offsets)]
@@ -164,6 +171,23 @@ def _packed_tensor(value: Tensor, tensors: list[Tensor], offsets: list[int]) -> 
     return [_TENSOR, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start]
 
 
+def _bytes(tensor: Tensor) -> bytes | memoryview:
+    import torch
+
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def _tensor(dtype: str, shape: list[int], start: int, data: bytearray) -> Tensor:
+    import torch
+
+    if dtype not in DTYPES:
+        raise BadFrame(f"{dtype!r} is not one of {', '.join(DTYPES)}")
+    kind, size = getattr(torch, dtype), math.prod(shape)
+    if not size:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind, count=size, offset=start).view(shape)
+
+
 def _fields(value: Any) -> list[Any]:
     if isinstance(value, tuple):
         return list(value)
@@ -175,13 +199,7 @@ def _unpacked(tree: Any, data: bytearray) -> Any:
         return tree
     kind = tree[0]
     if kind == _TENSOR:
-        _, dtype, shape, start = tree
-        size = 1
-        for length in shape:
-            size *= length
-        if not size:
-            return torch.empty(shape, dtype=DTYPES[dtype])
-        return torch.frombuffer(data, dtype=DTYPES[dtype], count=size, offset=start).view(shape)
+        return _tensor(*tree[1:], data=data)
     if kind == _OBJECT:
         return CLASSES[tree[1]](*(_unpacked(field, data) for field in tree[2]))
     if kind == _TUPLE:

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from headrace_core.context import MODEL
-from headrace_engine.clients.front_ends import EXIT_ORPHANED
 from headrace_engine.clients.wire import as_data
 from headrace_engine.log_lines import JsonLines, LineFormatter, ThreadedHandler
 from headrace_engine.multiproc import frames
@@ -39,6 +38,8 @@ CALLS = (
     "load", "kv_specs", "begin_profile", "profile", "allocate_cache", "warm_up", "report", "close",
 )  # fmt: skip
 """Methods of a worker that rank 0 may call."""
+EXIT_ORPHANED = 70
+"""Exit status of a process whose rank 0 has gone."""
 STARTED = 0
 """Call id of the answer that says that the worker was made."""
 
@@ -64,7 +65,9 @@ def main() -> None:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
         frames.send(connection, frames.pack(Failed(type(error).__name__, str(error))))
         logging.shutdown()
-        os._exit(1)  # at once: threads of a communicator may wait for ranks that are no longer in step
+        os._exit(
+            1
+        )  # at once: threads of a communicator may wait for ranks that are no longer in step
 
 
 def _configure_logging(hello: RankHello) -> None:
@@ -89,9 +92,7 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
         messages.put(error)
 
 
-def _serve(
-    hello: RankHello, connection: socket.socket, messages: queue.SimpleQueue[Any]
-) -> None:
+def _serve(hello: RankHello, connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
     module, _, name = hello.factory.partition(":")
     worker = getattr(importlib.import_module(module), name)(hello.config, hello.place)
     frames.send(connection, frames.pack(Answer(STARTED, os.getpid())))

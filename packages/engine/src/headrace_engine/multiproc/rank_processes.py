@@ -37,11 +37,14 @@ CAUSE_SECONDS = 2.0
 class _Rank:
     """One process, its connection, and who waits for its answers."""
 
-    def __init__(self, place: RankPlace, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(
+        self, place: RankPlace, process: subprocess.Popen[bytes], connection: socket.socket
+    ) -> None:
         self.place = place
         self.process = process
         self.connection = connection
-        self.waiting: dict[int, Future[Any]] = {STARTED: Future()}
+        self.started: Future[Any] = Future()
+        self.waiting: dict[int, Future[Any]] = {STARTED: self.started}
         self.last_words = ""
         """Why it ends, as it says itself."""
 
@@ -91,7 +94,7 @@ class RankProcesses:
     def wait_started(self) -> None:
         """Return when every rank has made its worker. Raises what that raised, or that it ended."""
         for rank in self._ranks:
-            rank.waiting[STARTED].result()
+            rank.started.result()
 
     def run_pass(self, message: ModelPass) -> None:
         """Send a pass to every rank. Raises OSError."""
@@ -129,7 +132,9 @@ class RankProcesses:
             try:
                 rank.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                logger.warning("rank %d did not end in %g s; it is killed", rank.place.rank, STOP_SECONDS)
+                logger.warning(
+                    "rank %d did not end in %g s; it is killed", rank.place.rank, STOP_SECONDS
+                )
                 rank.process.kill()
                 rank.process.wait(STOP_SECONDS)
         with contextlib.suppress(OSError):
