@@ -26,8 +26,8 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.convolutional.mobilenet_v5 import TABLES, MobileNetV5, tower_rules
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor
