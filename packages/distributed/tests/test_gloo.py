@@ -24,9 +24,10 @@ class TestProcesses(CommunicatorConformance):
     ranks: ClassVar[RankProcesses]
 
     @pytest.fixture(autouse=True, scope="class")
-    def processes(self) -> Iterator[None]:
+    @classmethod
+    def processes(cls) -> Iterator[None]:
         with RendezvousServer() as server, RankProcesses("gloo", 3, server.address("tp")) as ranks:
-            type(self).ranks = ranks
+            cls.ranks = ranks
             yield
 
     def on_every_rank(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -40,12 +41,13 @@ class TestThreads(CommunicatorConformance):
     pool: ClassVar[ThreadPoolExecutor]
 
     @pytest.fixture(autouse=True, scope="class")
-    def threads(self) -> Iterator[None]:
+    @classmethod
+    def threads(cls) -> Iterator[None]:
         with RendezvousServer() as server, ThreadPoolExecutor(4) as pool:
             make = plugins.load("headrace.communicators", "gloo")
             address = server.address("tp")
             groups = list(pool.map(lambda rank: make(rank, 4, address), range(4)))
-            type(self).groups, type(self).pool = groups, pool
+            cls.groups, cls.pool = groups, pool
             yield
             for group in groups:
                 group.close()

@@ -78,14 +78,21 @@ def exchange(
         PeerTimeout: names the first rank that gave nothing within ``timeout`` seconds.
     """
     store.set(f"{key}/{rank}", value)
-    return tuple(_value(store, key, peer, world_size, timeout) for peer in range(world_size))
+    return tuple(
+        wait_for_value(store, f"{key}/{peer}", peer, world_size, timeout)
+        for peer in range(world_size)
+    )
 
 
-def _value(store: Store, key: str, peer: int, world_size: int, timeout: float) -> str:
-    name = f"{key}/{peer}"
+def wait_for_value(store: Store, key: str, peer: int, world_size: int, timeout: float) -> str:
+    """What rank ``peer`` of a group puts under a key.
+
+    Raises:
+        PeerTimeout: it has put nothing within ``timeout`` seconds.
+    """
     try:
-        store.wait([name], timedelta(seconds=timeout))
-        found: bytes = store.get(name)
+        store.wait([key], timedelta(seconds=timeout))
+        found: bytes = store.get(key)
     except RuntimeError as error:  # also of a store that has gone
         raise PeerTimeout(
             f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",

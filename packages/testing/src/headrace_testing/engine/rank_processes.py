@@ -17,7 +17,7 @@ import torch
 
 from headrace_core import plugins
 
-HANG_SECONDS = 60
+HANG_SECONDS = 120
 """After so long without an answer a test fails."""
 
 
@@ -45,7 +45,9 @@ class RankProcesses:
     """
 
     def __init__(self, name: str, world_size: int, rendezvous: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A server that has torch forks them: each import of it would take seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["headrace_testing.engine.communicators"])
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
