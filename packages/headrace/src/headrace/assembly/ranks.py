@@ -76,9 +76,19 @@ def communicator_name(config: EngineConfig) -> str:
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
-        wanted = "shm" if "shm" in plugins.installed(COMMUNICATORS) else "gloo"
+        wanted = "shm" if _shares_memory() else "gloo"
+        logger.info("communicator: auto -> %s", wanted)
     plugins.find(COMMUNICATORS, wanted)
     return wanted
+
+
+def _shares_memory() -> bool:
+    """True if ranks of this host can exchange tensors through memory."""
+    try:
+        from headrace_distributed.shm import library
+    except ImportError:  # plugins.find says how to install what is missing
+        return False
+    return "shm" in plugins.installed(COMMUNICATORS) and library.available()
 
 
 def open_rendezvous() -> Rendezvous:
