@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
-from headrace_engine.config import CacheConfig
+from headrace_engine.config import CacheConfig, EngineConfig
 from headrace_engine.execution.division import (
     CacheLimits,
     PoolNeed,
@@ -320,6 +320,15 @@ def _too_small(
         f"{budget.decided_by}; {readable(profile.available)} free at start, weights "
         f"{readable(profile.weights)}, activations {readable(profile.activations)}). {advice}"
     )
+
+
+def of_one_rank(config: EngineConfig) -> EngineConfig:
+    """The configuration as one rank's memory is planned by it: ``max_memory_bytes`` is of all of them."""
+    limit, size = config.cache.max_memory_bytes, config.parallel.tensor_parallel_size
+    if limit is None or size == 1:
+        return config
+    cache = dataclasses.replace(config.cache, max_memory_bytes=max(1, limit // size))
+    return dataclasses.replace(config, cache=cache)
 
 
 def readable(num_bytes: int) -> str:

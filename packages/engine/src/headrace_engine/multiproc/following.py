@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
+from headrace_core.kv import KVCacheConfig
 from headrace_engine.execution.measure import Peak
 from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.multiproc.leader import PASSES
@@ -43,6 +45,18 @@ class FollowingWorker(ServingWorker):
         if not isinstance(arg, ForwardBatch) or self._runner is None:
             return arg  # without a cache nothing is prepared
         return self._runner.with_metadata(arg)
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the blocks of this rank's layers: what guesses tokens is rank 0's only, and so are the
+        layers of its."""
+        own = self.kv_specs()
+        groups = tuple(
+            dataclasses.replace(
+                group, layer_names=tuple(name for name in group.layer_names if name in own)
+            )
+            for group in config.groups
+        )
+        super().allocate_cache(dataclasses.replace(config, groups=groups))
 
     def begin_profile(self) -> None:
         """Measure from now until :meth:`profile`."""

@@ -14,7 +14,7 @@ from typing import Any
 from headrace_core.batch import ForwardBatch
 from headrace_engine.multiproc.messages import ModelPass
 
-PASSES = ("forward", "forward_streams", "embed_media", "encode", "align")
+PASSES = ("forward", "forward_streams", "embed_media", "encode")
 """Methods of models whose layers are divided; another method is rank 0's own affair."""
 
 

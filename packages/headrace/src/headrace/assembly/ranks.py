@@ -6,11 +6,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from headrace_core import plugins
+from headrace_core.errors import ConfigError
 from headrace_core.parallel import Communicator, SingleProcess
+from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import CpuThreads
 
 if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
 
@@ -66,6 +69,46 @@ class Ranks:
     def memory_share(self, device: str) -> int:
         """Ranks that share this one's memory."""
         return self.world_size if device == "cpu" else 1
+
+
+def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
+    """Refuse what does not work yet while layers are divided over several ranks.
+
+    Raises:
+        ConfigError: naming the setting.
+        PluginNotFound: the communicator is not installed.
+    """
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return
+    if platform.device != "cpu" or isinstance(platform, BringsWorker):
+        raise ConfigError(
+            f"parallel.tensor_parallel_size = {size}: must be 1 on device {platform.device!r}: ranks are "
+            "processes on a CPU for now",
+            field="parallel.tensor_parallel_size",
+        )
+    for field, value, why in _single_rank_settings(config):
+        if value:
+            raise ConfigError(
+                f"{field} = {value!r:.200}: must be left out while parallel.tensor_parallel_size = {size}: "
+                f"{why}",
+                field=field,
+            )
+    communicator_name(config)
+
+
+def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
+    """Settings that need one rank: name, value (false: it is off), and why."""
+    return (
+        ("lora.enable_lora", config.lora.enable_lora, "adapters are not divided over ranks yet"),
+        ("device.enable_sleep_mode", config.device.enable_sleep_mode, "ranks do not sleep yet"),
+        ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
+         "each rank would measure other scales"),
+        ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
+         "its methods would run on one rank only"),
+        ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
+         "engines that share an encoder have one rank"),
+    )  # fmt: skip
 
 
 def communicator_name(config: EngineConfig) -> str:

@@ -354,6 +354,7 @@ def build_model(
         choose = backend_chooser(resolved, ops)
         context = build_context(resolved, ops, choose, slices, adapters, ranks)
         record = None if told is None else LoadRecord()
+        share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -364,7 +365,7 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress,
-            admit=None if again else lambda model: check_room(resolved, model),
+            admit=None if again else lambda model: check_room(resolved, model, share),
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
         )
