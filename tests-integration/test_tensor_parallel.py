@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_heads import eagle3
 from families import save_model
 from modes import PROMPTS, SETTINGS
 from servers import alive, children_of
@@ -116,3 +117,46 @@ def test_prompt_logprobs(whole: LLM, divided: LLM) -> None:
 def test_steps_one_by_one(folder: Path, whole: LLM) -> None:
     with LLM(str(folder), **{**DIVIDED, "async_scheduling": False}) as llm:
         agree(said(llm, PROMPTS), said(whole, PROMPTS))
+
+
+@pytest.mark.parametrize("how", ["ngram", "draft_model", "eagle3"])
+def test_guesses_are_checked_by_every_rank(
+    folder: Path, whole: LLM, how: str, tmp_path: Path
+) -> None:
+    """What guesses is rank 0's alone."""
+    config: dict[str, Any] = {"method": how, "num_speculative_tokens": 3}
+    if how == "ngram":
+        config |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    elif how == "draft_model":
+        save_model("llama3", tmp_path)
+        config["model"] = str(tmp_path)
+    elif how == "eagle3":
+        eagle3(tmp_path)
+        config["model"] = str(tmp_path)
+    settings = {**DIVIDED, "num_gpu_blocks_override": 120}
+    with LLM(str(folder), **settings, speculative_config=config) as llm:
+        agree(said(llm, PROMPTS), said(whole, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enable_lora": True}, "lora.enable_lora"),
+        ({"enable_sleep_mode": True}, "device.enable_sleep_mode"),
+        ({"worker_extension_cls": "a.b:C"}, "parallel.worker_extension_cls"),
+        ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, "cache.calculate_kv_scales"),
+        ({"distributed_executor_backend": "uni"}, "parallel.distributed_executor_backend"),
+        ({"distributed_executor_backend": "ray"}, "ray"),
+        ({"device": "sim"}, "parallel.tensor_parallel_size"),
+        ({"communicator": "nccl"}, "nccl"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3"),
+        ({"tensor_parallel_size": 0}, "parallel.tensor_parallel_size = 0"),
+        ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
+    ],
+)
+def test_what_does_not_work_is_refused_by_name(
+    folder: Path, settings: dict[str, Any], field: str
+) -> None:
+    with pytest.raises((ValueError, LookupError), match=field):
+        LLM(str(folder), **{**DIVIDED, **settings})
+    assert not rank_pids()
