@@ -70,8 +70,10 @@ ROWS = (
     Wrapper(
         "Emu3ForConditionalGeneration",
         {"emu3_text_model": "LlamaForCausalLM"},
-        "Emu3",
+        "Emu3 Chat",
         ("vqmodel", "vocabulary_mapping"),
+        towers={"": "vision_language.emu3:Emu3"},
+        takes={"vq_config": ("image",)},
     ),
     Wrapper(
         "FuyuForCausalLM",
