@@ -38,8 +38,8 @@ _TOKENS = {
 class Emu3Processor(ImageProcessor):
     """``pixel_values`` are [3, height, width].
 
-    An image's tokens begin with its rows and columns in figures. A prompt has a token in front for each of its
-    images, as the library's processor writes it.
+    An image's tokens begin with its rows and columns in figures. Only a prompt with images begins with the
+    tokenizer's first token, as the library's processor writes it.
     """
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
@@ -90,7 +90,7 @@ class Emu3Processor(ImageProcessor):
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """See :func:`headrace_multimodal.placeholders.expanded`."""
-        return super().place([*[self._begin] * len(media), *token_ids], media)
+        return super().place([self._begin, *token_ids] if media else token_ids, media)
 
 
 def _bounds(stated: Mapping[str, Any]) -> tuple[int, int]:
