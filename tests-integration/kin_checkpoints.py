@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,22 +265,6 @@ def save_emu3(folder: Path) -> Any:
     """Images of about their own size, of which eight codes for 8 x 8 pixels are tokens."""
     from transformers import Emu3Config, Emu3ForConditionalGeneration
 
-    class EachAlone(Emu3ForConditionalGeneration):
-        """The library's, with images that are encoded by themselves, not filled up to one size."""
-
-        @torch.inference_mode()
-        def generate(self, input_ids: Any, images: Sequence[Any] = (), **settings: Any) -> Any:
-            ids, whole = input_ids.clone(), self.model
-            found = []
-            for image in images:
-                pixels = image["pixel_values"]
-                [codes] = whole.vqmodel.encode(pixels[None], [pixels.shape[1:]]).image_tokens
-                found.append(whole.vocabulary_mapping.convert_img2bpe(codes).flatten().long())
-            if found:
-                ids[ids == whole.vocabulary_mapping.image_token_id] = torch.cat(found)
-            made = super().generate(input_ids=ids, **settings)
-            return torch.cat((input_ids, made[:, ids.shape[1] :]), dim=1)
-
     pieces = tuple(f"<|visual token {code:06}|>" for code in range(8))
     ids = save_tokenizer(folder, ("<|endoftext|>", *EMU3_MARKS.values(), "<|extra_200|>", *pieces))
     end = ids["<|endoftext|>"]
@@ -296,11 +281,26 @@ def save_emu3(folder: Path) -> Any:
     settings = {"min_pixels": 1024, "max_pixels": 2048}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     torch.manual_seed(0)
-    model = finish(folder, EachAlone(config), "<image>", end)
-    stated = json.loads((folder / "config.json").read_text())
-    stated["architectures"] = ["Emu3ForConditionalGeneration"]
-    (folder / "config.json").write_text(json.dumps(stated))
+    model = finish(folder, Emu3ForConditionalGeneration(config), "<image>", end)
+    model.generate = partial(_each_alone, model, model.generate)
     return model
+
+
+@torch.inference_mode()
+def _each_alone(
+    model: Any, generate: Any, input_ids: Any, images: Sequence[Any] = (), **settings: Any
+) -> Any:
+    """What Emu3 of the library generates of images that are encoded by themselves, not filled up to one size."""
+    ids, whole = input_ids.clone(), model.model
+    found = []
+    for image in images:
+        pixels = image["pixel_values"]
+        [codes] = whole.vqmodel.encode(pixels[None], [pixels.shape[1:]]).image_tokens
+        found.append(whole.vocabulary_mapping.convert_img2bpe(codes).flatten().long())
+    if found:
+        ids[ids == whole.vocabulary_mapping.image_token_id] = torch.cat(found)
+    made = generate(input_ids=ids, **settings)
+    return torch.cat((input_ids, made[:, ids.shape[1] :]), dim=1)
 
 
 KIN = {
