@@ -177,7 +177,7 @@ def test_chats_over_a_socket(tmp_path: Path) -> None:
                 kind, own = ("audio", read(wav(part))) if heard else ("image", part)
                 media += processor.process([MediaItem(kind, own, "", {})], {})
                 text += "<|audio_start|>" if heard else "<unk>"
-            ids = processor.place(token_ids(tmp_path, f"user: {text}\nassistant:"), media).token_ids
+            ids = processor.place(token_ids(tmp_path, f"user: {text}assistant:"), media).token_ids
             wanted = tokenizer.decode(oracle(ids, media)[:NUM_TOKENS])
             made = post(url, body(parts))
             assert made["usage"]["prompt_tokens"] == len(ids)

@@ -53,6 +53,10 @@ class TestMiniCPMOSees(MiniCPMO):
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
 
+    def test_it_takes_videos(self, model: Any) -> None:
+        """And recordings."""
+        assert tuple(model.modalities) == ("image", "video", "audio")
+
     def test_without_media_no_tower_is_loaded(
         self, reference: Any, folder: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -89,7 +89,8 @@ class MiniCPMORecordings(PiecesProcessor):
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """A piece of silence, or what ``num_tokens`` or the stated ``length`` in samples allow."""
         second = max(1, _STATES_PER_SECOND // self._step)
-        vectors = sizes.get("num_tokens", self._piece) * second // (second + 2)
+        whole, rest = divmod(sizes.get("num_tokens", self._piece), second + 2)
+        vectors = whole * second + max(0, rest - 2)
         length = min(self._piece, sizes.get("length", self._piece))
         least = 2 * self._step * self.mel.hop
         length = max(least, min(length, vectors * least))

@@ -30,9 +30,9 @@ def cubic(pixels: Pixels, height: int, width: int) -> Float:
 def _neighbours(before: int, after: int) -> tuple[npt.NDArray[np.int64], Float]:
     """Of each new place along a side, four old ones and their weights, [after, 4] both; beyond the ends are
     the last ones again."""
-    places = ((np.arange(after) + 0.5) * (before / after) - 0.5).astype(np.float32)
+    places = (np.arange(after) + 0.5) * (before / after) - 0.5
     first = np.floor(places).astype(np.int64)
-    x = places - first.astype(np.float32)
+    x = (places - first).astype(np.float32)
     one = np.float32(1)
     weights = np.empty((after, 4), np.float32)
     weights[:, 0] = ((_A * (x + one) - 5 * _A) * (x + one) + 8 * _A) * (x + one) - 4 * _A
