@@ -313,9 +313,7 @@ def test_from_another_process(old: Path, new: Path, way: str, engine_process: bo
         assert answer(llm) == wanted
 
 
-def test_what_others_say_of_tensors(
-    old: Path, new: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_say_of_tensors(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment and a broadcast: every number is looked at, and names before anything is received."""
     monkeypatch.setattr(broadcast, "JOIN_SECONDS", 1.0)
     weights = weights_of(new)

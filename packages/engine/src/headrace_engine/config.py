@@ -253,7 +253,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
-        require(1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}")
+        require(
+            1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
+        )
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
                    "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
