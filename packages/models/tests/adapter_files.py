@@ -57,7 +57,12 @@ def _turned(slots: Adapters, module: str) -> bool:
 
 
 def with_adapters(
-    context: BuildContext, *, max_loras: int = 2, max_lora_rank: int = 8, most: int = 64
+    context: BuildContext,
+    *,
+    max_loras: int = 2,
+    max_lora_rank: int = 8,
+    most: int = 64,
+    towers: bool = False,
 ) -> tuple[BuildContext, Adapters]:
     """A context in which layers get places, and the slots."""
     slots = Adapters(
@@ -68,6 +73,7 @@ def with_adapters(
         device=context.device,
         max_tokens=most,
         max_logits_rows=most,
+        towers=towers,
     )
     return dataclasses.replace(context, adapters=slots), slots
 

@@ -16,7 +16,7 @@ from video_conformance import VALUES, VideoConformance
 from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
 
 SIZE, PATCH, QUERIES = 256, 4, 5
 VISION: dict[str, Any] = {

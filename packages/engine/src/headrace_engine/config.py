@@ -704,6 +704,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiler  # checked before anything is loaded
+        require(
+            not (self.lora.enable_tower_connector_lora and self.multimodal.ec_transfer_config),
+            "lora.enable_tower_connector_lora", True,
+            "False together with multimodal.ec_transfer_config: the other engine makes vectors of media, "
+            "and has no adapters",
+        )  # fmt: skip
 
     @property
     def profiler(self) -> ProfilerConfig:

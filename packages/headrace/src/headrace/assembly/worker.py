@@ -359,6 +359,7 @@ def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
         device=platform.device,
         max_tokens=tokens,
         max_logits_rows=tokens,
+        towers=config.lora.enable_tower_connector_lora,
     )
 
 

@@ -145,6 +145,15 @@ class LinearPlace(Place):
         return self.memory.op(out, x, self.factors, self.rows.of(x.shape[0], self.name))
 
 
+class TowerPlace(LinearPlace):
+    """The place of a linear layer of a tower for media, or of what follows it."""
+
+    def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [..., N] of this layer's x [..., K], with what the adapter of the media adds."""
+        rows, sizes = x.reshape(-1, x.shape[-1]), out.shape
+        return super().__call__(out.reshape(-1, sizes[-1]), rows).view(sizes)
+
+
 class TablePlace(Place):
     """Of a table of vectors [V, H]: a row of ``down.T`` for each of its rows."""
 
@@ -199,6 +208,7 @@ class ExpertsPlace(Place):
     Args:
         weights: of one expert, by the product's name.
         modules: names of all experts' modules, see :meth:`Place.modules`.
+        num_without_weights: further experts that tokens go to, which have none.
     """
 
     is_late = True
@@ -211,9 +221,10 @@ class ExpertsPlace(Place):
         num_experts: int,
         weights: Mapping[str, Slot],
         modules: Mapping[str, tuple[str, int]],
+        num_without_weights: int = 0,
     ) -> None:
         super().__init__(memory, name, rows)
-        self.num_experts = num_experts
+        self.num_experts, self.num_without_weights = num_experts, num_without_weights
         self.weights, self.of_modules = weights, modules
         self.factors: dict[str, Any] = {}
 

@@ -13,10 +13,10 @@ import torch
 
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
-from headrace_models.layers.vision.towers.clip import tower_rules
-from headrace_models.layers.vision.towers.fractional import FractionalTower
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.resampler import Resampler, resampler_rules
+from headrace_models.layers.vision.towers.clip import tower_rules
+from headrace_models.layers.vision.towers.fractional import FractionalTower
 
 if TYPE_CHECKING:
     from torch import Tensor

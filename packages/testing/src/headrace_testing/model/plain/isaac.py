@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 
 class PlainIsaac(PlainWrapper):
@@ -34,9 +34,8 @@ class PlainIsaac(PlainWrapper):
         own = {
             k: v for k, v in vision.items() if k not in ("model_type", "pixel_shuffle_scale_factor")
         }
-        self.tower: Any = Siglip2VisionModel(
-            Siglip2VisionConfig(**own, vision_use_head=False, attn_implementation="sdpa")
-        )
+        own |= {"vision_use_head": False, "attn_implementation": "sdpa"}
+        self.tower: Any = Siglip2VisionModel(Siglip2VisionConfig(**own))
         unit = vision["hidden_size"] * self.factor**2
         self.up = nn.Linear(unit, 4 * unit, bias=False)
         self.down = nn.Linear(4 * unit, text["hidden_size"], bias=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_testing.model.plain_media import Image, PlainMedia
+from headrace_testing.model.plain.media import Image, PlainMedia
 
 SECONDS = "second_per_grid_ts"
 """Of a video's frame; images have none."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 ENDS = ("image_newline_idx", "image_new_idx")
 """Keys of the tokens behind a row of patches, and behind the last row."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 _OF_THE_WHOLE = ("architectures", "model_type")
 

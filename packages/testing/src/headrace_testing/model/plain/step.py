@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 
 class PlainStep(PlainWrapper):

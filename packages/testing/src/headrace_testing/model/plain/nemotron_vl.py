@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 _NAMES = (
     (r"^embeddings\.patch_projection", "model.patch_generator.embedder"),

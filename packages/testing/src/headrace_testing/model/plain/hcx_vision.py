@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_testing.model.plain_kanana_v import Stage
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.kanana_v import Stage
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 
 class PlainHCXVision(PlainWrapper):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace_testing.model.plain_wrapper import PlainWrapper
+from headrace_testing.model.plain.wrapper import PlainWrapper
 
 
 class PlainBagel(PlainWrapper):
@@ -35,11 +35,11 @@ class PlainBagel(PlainWrapper):
         vision = {**config["vit_config"]}
         vision["num_hidden_layers"] -= 1
         vision.pop("rope", None)
-        self.tower: Any = SiglipVisionModel(
-            SiglipVisionConfig(**vision, vision_use_head=False, attn_implementation="sdpa")
-        )
+        vision |= {"vision_use_head": False, "attn_implementation": "sdpa"}
+        self.tower: Any = SiglipVisionModel(SiglipVisionConfig(**vision))
         numbers, width = 3 * vision["patch_size"] ** 2, vision["hidden_size"]
-        self.tower.embeddings.patch_embedding = nn.Linear(numbers, width)
+        embeddings: Any = self.tower.embeddings
+        embeddings.patch_embedding = nn.Linear(numbers, width)
         self.connector = nn.ModuleDict(
             {"fc1": nn.Linear(width, size), "fc2": nn.Linear(size, size)}
         )
