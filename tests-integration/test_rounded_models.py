@@ -193,8 +193,13 @@ class TestInt8(Dense, RoundedConformance):
         made = super().make_checkpoint(folder, seed, **overrides)
         for name, module in made.reference.named_modules():
             if name.endswith("_proj"):
-                module.register_forward_pre_hook(lambda _, inputs: (_by_token(inputs[0]),))
+                module.register_forward_pre_hook(lambda _, inputs: (self.entered(inputs[0]),))
         return made
+
+    def entered(self, x: Tensor) -> Tensor:
+        """x [..., K] in 255 equal steps of its largest magnitude."""
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return (x / step).round() * step
 
     def test_activations_are_rounded(self, checkpoint: Checkpoint, model: CausalLM) -> None:
         """Without rounding them transformers' model is further away."""
@@ -203,12 +208,6 @@ class TestInt8(Dense, RoundedConformance):
         near = float((logits - checkpoint.logprobs(prompt)).abs().mean())
         exact = Checkpoint(self.reference(checkpoint.path), checkpoint.path).logprobs(prompt)
         assert near < 0.1 * float((logits - exact).abs().mean())
-
-
-def _by_token(x: Tensor) -> Tensor:
-    """x [..., K] in 255 equal steps of its largest magnitude."""
-    step = x.abs().amax(-1, keepdim=True) / 127
-    return (x / step).round() * step
 
 
 METHODS: dict[str, tuple[float, bool]] = {

@@ -165,7 +165,7 @@ class Quark(QuantMethod):
                 case FloatLayout():
                     return SmallFloatWeight(self.ops, scheme.storage)
                 case Words():
-                    return AWQWeight(self.ops, scheme.storage.group_size)
+                    return AWQWeight(self.ops, scheme.storage.group_size, stored_as="weight")
             ours = [name for name in names if self._scheme_of(name) == scheme]
             parts = ours if len(ours) < len(names) else None
             return self.layers.method(spec, parts, scheme.storage)
