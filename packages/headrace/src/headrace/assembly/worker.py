@@ -409,6 +409,7 @@ def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
         max_tokens=tokens,
         max_logits_rows=tokens,
         towers=config.lora.enable_tower_connector_lora,
+        fully_sharded=config.lora.fully_sharded_loras,
     )
 
 
