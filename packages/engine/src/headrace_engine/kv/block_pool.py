@@ -30,6 +30,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.ref_counts = [0] * num_blocks
+        self.given_up: list[tuple[int, int, bytes]] | None = None
+        """Block, group and digest of cached blocks that were handed out again; None: nobody asks."""
         self._digests: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
@@ -50,12 +52,14 @@ class BlockPool:
         """The block that :meth:`lookup` has found before. KeyError if it is gone."""
         return self._cached[group][digest]
 
-    def register(self, block_id: int, group: int, digest: bytes) -> None:
-        """Make a referenced block findable, unless it or one of equal content already is."""
-        if self._digests[block_id] is None and digest not in self._cached[group]:
-            self._cached[group][digest] = block_id
-            self._digests[block_id] = digest
-            self._group_of[block_id] = group
+    def register(self, block_id: int, group: int, digest: bytes) -> bool:
+        """Make a referenced block findable, unless it or one of equal content already is (False)."""
+        if self._digests[block_id] is not None or digest in self._cached[group]:
+            return False
+        self._cached[group][digest] = block_id
+        self._digests[block_id] = digest
+        self._group_of[block_id] = group
+        return True
 
     def digest_of(self, block_id: int) -> bytes | None:
         """The digest under which the block is cached, if it is."""
@@ -67,6 +71,9 @@ class BlockPool:
         for _ in range(count):
             block_id = self._next[0]
             self._unlink(block_id)
+            digest = self._digests[block_id]
+            if digest is not None and self.given_up is not None:
+                self.given_up.append((block_id, self._group_of[block_id], digest))
             self._forget(block_id)
             self.ref_counts[block_id] = 1
             taken.append(block_id)
