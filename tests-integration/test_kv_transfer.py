@@ -113,7 +113,11 @@ MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "chunked": {"max_num_batched_tokens": 13, "max_num_seqs": 4},
     "engine process": {"engine_process": True},
-    "guesses": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "guesses": {
+        "speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+        },
+    },
 }
 
 

@@ -49,6 +49,8 @@ class OffloadConnector(KVConnector):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
                 return True
+        if self._writer is not None and self._writer.pending(key) is not None:
+            return True
         return self._folder is not None and self._folder.contains(key)
 
     def load(self, key: bytes, into: memoryview) -> bool:
@@ -56,6 +58,8 @@ class OffloadConnector(KVConnector):
             content = self._blocks.get(key)
             if content is not None:
                 self._blocks.move_to_end(key)
+        if content is None and self._writer is not None:
+            content = self._writer.pending(key)
         if content is not None:
             if len(content) != into.nbytes:
                 return False
