@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.kv import KVConnector
 from headrace_distributed.kv_connectors.background_writer import BackgroundWriter
 from headrace_distributed.kv_connectors.block_folder import HEADER_BYTES, BlockFolder
+from headrace_distributed.kv_connectors.decode_bench import DecodeBenchConnector
 from headrace_distributed.kv_connectors.file import FileConnector
 from headrace_distributed.kv_connectors.offload import OffloadConnector
 from headrace_testing.engine.kv_connectors import (
@@ -181,6 +183,21 @@ def test_a_disk_that_fails_is_logged_once(tmp_path: Path, caplog: pytest.LogCapt
         writer.write(key_of(str(n)), content_of(n))
     writer.close()
     assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_dummy_blocks_are_one_number() -> None:
+    made = DecodeBenchConnector(settings("kv_consumer", fill_mean=0.25))
+    assert made.contains(key_of("any"))
+    content = load(made, key_of("any"), 8)
+    assert content is not None
+    assert struct.unpack("<2f", content) == pytest.approx((0.25, 0.25), rel=0.01)
+
+
+def test_wrong_settings_of_dummy_blocks() -> None:
+    with pytest.raises(ConfigError, match="kv_role = 'kv_both': must be kv_consumer"):
+        DecodeBenchConnector(settings())
+    with pytest.raises(ConfigError, match="fill_mean = 0: must be a number above 0"):
+        DecodeBenchConnector(settings("kv_consumer", fill_mean=0))
 
 
 @pytest.mark.parametrize(

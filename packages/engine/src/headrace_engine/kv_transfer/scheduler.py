@@ -99,12 +99,15 @@ class KVTransfer:
         self._coming: set[bytes] = set()
         """Keys of blocks that are on their way."""
         self._epoch = 0
-        self._asked: set[str] = set()
-        """Requests that were looked up since they came into the queue."""
+        self._loaded: set[str] = set()
+        """Requests for which blocks were loaded since they came into the queue: once is enough, as a small
+        cache may give the blocks up again before they run."""
+        self._counted: set[str] = set()
+        """Requests that were counted since."""
         self.failed_requests: dict[str, int] = {}
         """Requests that are to end, as so many of their blocks could not be loaded."""
         self.counters: Counter[str] = Counter(
-            loaded_blocks=0, loaded_bytes=0, loaded_tokens=0, failed_blocks=0, saved_blocks=0,
+            loaded_blocks=0, loaded_bytes=0, hit_tokens=0, failed_blocks=0, saved_blocks=0,
             saved_bytes=0, queried_tokens=0,
         )  # fmt: skip
         if self._saves:
@@ -134,12 +137,13 @@ class KVTransfer:
         request_id = state.request_id
         if request_id in self._waiting:
             return True
-        if not self._loads or request_id in self._asked or state.skip_reading_prefix_cache:
+        if not self._loads or request_id in self._loaded or state.skip_reading_prefix_cache:
             return False
         num_tokens, entries = self._kv.match_beyond(state, self._is_elsewhere)
-        if num_tokens <= num_cached_tokens:
-            self._asked.add(request_id)
+        if request_id not in self._counted:
+            self._counted.add(request_id)
             self.counters["queried_tokens"] += state.num_tokens - num_cached_tokens
+        if num_tokens <= num_cached_tokens:
             return False
         keys = [self._key(b.group, b.digest) for b in entries if b.block_id == NULL_BLOCK]
         if not self._coming.isdisjoint(keys):  # for another request with the same prefix
@@ -147,9 +151,8 @@ class KVTransfer:
         held = self._kv.hold(entries)
         if held is None:  # there will be room once others have ended
             return False
-        self._asked.add(request_id)
-        self.counters["queried_tokens"] += state.num_tokens - num_cached_tokens
-        self.counters["loaded_tokens"] += num_tokens - num_cached_tokens
+        self._loaded.add(request_id)
+        self.counters["hit_tokens"] += num_tokens - num_cached_tokens
         moves = [
             KVMove(group, now.block_id, self._key(group, digest))
             for (group, before, digest), now in zip(entries, held)
@@ -164,7 +167,8 @@ class KVTransfer:
     def forget(self, request_id: str) -> None:
         """A request has left the queue: it runs, is suspended, or has ended. What is on its way for it still
         comes into the cache."""
-        self._asked.discard(request_id)
+        self._loaded.discard(request_id)
+        self._counted.discard(request_id)
         self._waiting.pop(request_id, None)
         self.failed_requests.pop(request_id, None)
 
