@@ -29,7 +29,8 @@ class DecodeBenchConnector(KVConnector):
         role = settings["kv_role"]
         if role != "kv_consumer":
             raise ConfigError(
-                f"cache.kv_transfer_config.kv_role = {role!r}: must be kv_consumer: decode-bench saves nothing",
+                f"cache.kv_transfer_config.kv_role = {role!r}: must be kv_consumer: decode-bench saves "
+                "nothing",
                 field="cache.kv_transfer_config.kv_role",
             )
         mean = extra_of(settings, MEAN).get(MEAN, DEFAULT_MEAN)
