@@ -55,6 +55,7 @@ def published(tensors: Mapping[str, Tensor], head_dims: tuple[int, int]) -> dict
 class MistralFiles(PixtralConformance):
     """Mistral's encoder has SiLU in its layers."""
 
+    tower_adapters: ClassVar = False
     tower: ClassVar[dict[str, Any]] = {**TOWER, "hidden_act": "silu"}
     encoder: ClassVar[dict[str, Any]] = {}
     """What ``vision_encoder`` says beside its sizes."""
