@@ -1,9 +1,9 @@
 """Install built wheels into fresh environments and use them: ``smoke_wheels.py DIST TORCH``.
 
 Four sets, each in an environment of its own: the kernels alone, the communicators alone, the server alone
-with a fake engine (which must bring no torch), and ``headrace[all]``. DIST is the folder of the wheels; TORCH is a folder in
-which torch is installed (``pip install --target``), which all environments but the server's see beside
-their own.
+with a fake engine (which must bring no torch), and ``headrace[all]``. DIST is the folder of the wheels;
+TORCH is a folder in which torch is installed (``pip install --target``), which all environments but the
+server's see beside their own.
 """
 
 from __future__ import annotations
