@@ -23,11 +23,13 @@ class Capture:
     sizes: tuple[int, ...]
     """See :attr:`headrace_core.graph.GraphNeed.capture_sizes`."""
     enforce_eager: bool = False
+    cannot: str = ""
+    """Why no step can be captured; "": some can."""
 
     @property
     def largest(self) -> int:
         """Tokens of the largest captured step; 0 if none is wanted."""
-        return 0 if self.enforce_eager or not self.sizes else self.sizes[-1]
+        return 0 if self.enforce_eager or self.cannot or not self.sizes else self.sizes[-1]
 
 
 def capture_steps(
@@ -40,7 +42,7 @@ def capture_steps(
         need: fields of :class:`~headrace_core.graph.GraphNeed` beside the sizes.
     """
     if not capture.largest:
-        logger.info("%s run eagerly: enforce_eager", kind)
+        logger.info("%s run eagerly: %s", kind, capture.cannot or "enforce_eager")
         return None
     factory = capture.factory()
     if factory is None:

@@ -42,6 +42,13 @@ class Ranks:
         """True if layers are divided."""
         return self.world_size > 1
 
+    @property
+    def cannot_capture(self) -> str:
+        """Why steps cannot be recorded; "": they can."""
+        if not self.are_several:
+            return ""
+        return "exchanges between ranks (tensor_parallel_size) are not recorded yet"
+
     def communicator(self) -> Communicator:
         """The group of all ranks, which this one joins when it is first asked for."""
         if self._place is None or not self.are_several:
@@ -58,8 +65,8 @@ class Ranks:
         count = max(1, whole.num_threads // self.world_size)
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
-                "tensor_parallel_size = %d ranks share %d CPU threads: each has one, and they wait for each "
-                "other; more ranks than cores are for trying things out",
+                "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
+                "takes one: they wait for each other. Use as many ranks as cores at most",
                 self.world_size,
                 whole.num_threads,
             )

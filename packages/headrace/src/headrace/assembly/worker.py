@@ -188,7 +188,8 @@ def worker_factory(
             else Capture(
                 lambda: ops.step_graph,
                 sizes,
-                enforce_eager=bool(config.graph.enforce_eager) or ranks.are_several,
+                enforce_eager=bool(config.graph.enforce_eager),
+                cannot=ranks.cannot_capture,
             ),
         )
 
