@@ -152,10 +152,7 @@ class Group {
 
   // Begins a round: what this rank has written is there for the others.
   bool begin(uint64_t call, uint64_t detail, uint64_t size) {
-    if (outcome_.status != OK) {
-      outcome_.status = UNUSABLE;
-      return false;
-    }
+    if (outcome_.status != OK) return false;  // for good: the ranks no longer agree on what is next
     ++round_;
     lines_[rank_].calls[round_ % 2] = call << 56 | (detail & 0xff) << 48 | (size & 0xffffffffffff);
     advance(lines_[rank_], round_);
@@ -191,6 +188,12 @@ class Group {
   Processes processes_;
   uint32_t round_ = 0;
   Outcome outcome_{OK, -1};
+};
+
+// The arguments of a call in an array of words, as recorded steps have them.
+union Word {
+  int64_t integer;
+  void* pointer;
 };
 
 }  // namespace
@@ -232,6 +235,21 @@ HR_EXPORT int32_t hr_group_all_gather(void* group, const void* in, void* out, in
 }
 HR_EXPORT int32_t hr_group_broadcast(void* group, void* data, int64_t bytes, int32_t source) {
   return static_cast<Group*>(group)->broadcast(data, bytes, source);
+}
+
+// The same with their arguments in words.
+HR_EXPORT int32_t hr_group_all_reduce_packed(const Word* w) {
+  return hr_group_all_reduce(w[0].pointer, w[1].pointer, w[2].integer, int32_t(w[3].integer));
+}
+HR_EXPORT int32_t hr_group_reduce_scatter_packed(const Word* w) {
+  return hr_group_reduce_scatter(w[0].pointer, w[1].pointer, w[2].pointer, w[3].integer,
+                                 int32_t(w[4].integer));
+}
+HR_EXPORT int32_t hr_group_all_gather_packed(const Word* w) {
+  return hr_group_all_gather(w[0].pointer, w[1].pointer, w[2].pointer, w[3].integer, w[4].integer);
+}
+HR_EXPORT int32_t hr_group_broadcast_packed(const Word* w) {
+  return hr_group_broadcast(w[0].pointer, w[1].pointer, w[2].integer, int32_t(w[3].integer));
 }
 
 }  // namespace headrace

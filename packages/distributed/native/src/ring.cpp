@@ -165,7 +165,7 @@ class Reader : public Ring {
 }  // namespace
 
 // Changes with any function here or in group.cpp: a library of other sources is told by it.
-HR_EXPORT int32_t hr_shm_interface() { return 1; }
+HR_EXPORT int32_t hr_shm_interface() { return 2; }
 
 HR_EXPORT int64_t hr_ring_bytes(int32_t num_readers, int64_t capacity_bytes) {
   return (1 + num_readers) * LINE + capacity_bytes;

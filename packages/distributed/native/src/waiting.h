@@ -19,7 +19,6 @@ enum Status : int32_t {
   FAILED = 3,    // a rank raised an error, and takes no further part
   TIMED_OUT = 4,
   MISMATCH = 5,  // two ranks called different operations
-  UNUSABLE = 6,  // an earlier call on this end failed
 };
 
 enum State : uint32_t { ABSENT = 0, JOINED = 1, GONE = 2, BROKEN = 3 };

@@ -62,8 +62,8 @@ class CacheConfig:
         human_int=True,
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache, independent of the share; must fit into what max_memory_bytes "
-        "leaves.", human_int=True,
+        None, "Size of the KV cache, independent of the share; must fit into what the model leaves of "
+        "max_memory_bytes and of the free memory.", human_int=True,
     )  # fmt: skip
     kv_cache_ahead_bytes: int = option(
         512 << 20, "CPU: bytes of the KV cache that a low-priority thread makes resident before they "
@@ -72,7 +72,9 @@ class CacheConfig:
         "start-up per gigabyte; with 0 prompts wait for memory from the system",
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(
-        None, "Number of blocks; replaces the two settings above. For tests of preemption."
+        None,
+        "Number of blocks; replaces the two settings above, and must fit into the memory, too. For tests of "
+        "preemption.",
     )
     prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
 
@@ -251,7 +253,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
-        require(1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}")
+        require(
+            1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
+        )
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
                    "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
@@ -724,6 +728,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiler  # checked before anything is loaded
+        require(
+            not (self.lora.enable_tower_connector_lora and self.multimodal.ec_transfer_config),
+            "lora.enable_tower_connector_lora", True,
+            "False together with multimodal.ec_transfer_config: the other engine makes vectors of media, "
+            "and has no adapters",
+        )  # fmt: skip
 
     @property
     def profiler(self) -> ProfilerConfig:

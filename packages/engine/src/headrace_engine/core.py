@@ -444,7 +444,18 @@ class EngineCore:
             UnsupportedFeature: the workers cannot.
         """
         self._sleep.check_awake()
+        self._updates.check_none_open("swap_weights")
         return self.swap.begin(SwapOrder.of(options))
+
+    def call_beside(self, method: str, args: Sequence[Any]) -> Future[list[Any]]:
+        """See :meth:`EngineUpdates.call_beside`.
+
+        Raises:
+            RequestError: it cannot be done now, or takes another number of arguments.
+        """
+        _check_arguments(method, args)
+        self.swap.check_none(method)
+        return self._updates.call_beside(method, args)
 
     def drain(self) -> bool:
         """See :class:`headrace_engine.weights.swap.SwapTarget`."""
@@ -482,11 +493,7 @@ class EngineCore:
         if method not in WORKER_CALLS:
             known = ", ".join((*WORKER_CALLS, *sorted(self.extension_calls)))
             raise RequestError(f"method = {method[:64]!r}: must be one of {known}", param="method")
-        if len(args) != WORKER_CALLS[method]:
-            raise RequestError(
-                f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
-                param="args",
-            )
+        _check_arguments(method, args)
         try:
             if method == "is_sleeping":
                 return [self._sleep.is_sleeping]
@@ -506,6 +513,7 @@ class EngineCore:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _call_extension(self, method: str, args: Sequence[Any]) -> list[Any]:
+        self._updates.may_hold = True  # by load_weights
         try:
             return self.executor.call(method, *args)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -515,6 +523,7 @@ class EngineCore:
         """Free memory, or take it, if no request runs. Blocks that other weights computed are forgotten."""
         if method == "wake_up":
             self._sleep.wake_up(argument)
+            self._updates.woke()
             return []
         level = self._sleep.check_sleep(argument) if method == "sleep" else 0
         self._updates.check_sleep(level)
@@ -522,10 +531,10 @@ class EngineCore:
             raise RequestError(
                 f"method = {method!r}: must wait until no request runs: pause first", param="method"
             )
+        self._updates.check_none_open(method)
         self.reset_prefix_cache()
         if self.adapters is not None:
             self.scheduler.forget_adapters()
-        self._updates.forget()
         if method == "reload_weights":
             results = self._sleep.reload_weights()
             self._updates.reloaded()
@@ -553,6 +562,15 @@ class EngineCore:
             self.grammars.close()
         if self.adapters is not None:
             self.adapters.close()
+
+
+def _check_arguments(method: str, args: Sequence[Any]) -> None:
+    """Raises: RequestError, the call takes another number of them."""
+    if len(args) != WORKER_CALLS[method]:
+        raise RequestError(
+            f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
+            param="args",
+        )
 
 
 def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:

@@ -8,13 +8,15 @@ ranks that wait look after the others ten times in a second.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import CaptureRefused, ConfigError
 from headrace_core.parallel import Communicator
 from headrace_distributed.arguments import check_ranks, check_source, normal_dim, on_cpu
 from headrace_distributed.errors import CallMismatch, GroupError, PeerLost, PeerTimeout
@@ -97,7 +99,7 @@ class SharedMemory(Communicator):
     ) -> None:
         self._rank, self._peers, self._timeout = rank, tuple(peers), timeout
         self._library = library.load()
-        self._failure = ""
+        self._record: Callable[[Any, tuple[Any, ...]], None] | None = None
         descriptor = self._segment(store, slot_bytes)
         try:
             self._group: int | None = self._library.hr_group_open(
@@ -131,10 +133,7 @@ class SharedMemory(Communicator):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dtype = _code(tensor, "all_reduce")
         own = tensor.contiguous()
-        status = self._library.hr_group_all_reduce(
-            self._joined("all_reduce"), own.data_ptr(), own.numel(), dtype
-        )
-        self._check("all_reduce", status)
+        self._call("all_reduce", own.data_ptr(), own.numel(), dtype)
         return own
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -143,10 +142,7 @@ class SharedMemory(Communicator):
         parts = tensor.chunk(self.world_size, dim)
         pieces = tensor.contiguous() if dim == 0 else torch.stack(parts)
         result = torch.empty(parts[0].shape, dtype=tensor.dtype)
-        status = self._library.hr_group_reduce_scatter(
-            self._joined("reduce_scatter"), pieces.data_ptr(), result.data_ptr(), result.numel(), dtype
-        )  # fmt: skip
-        self._check("reduce_scatter", status)
+        self._call("reduce_scatter", pieces.data_ptr(), result.data_ptr(), result.numel(), dtype)
         return result
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -158,24 +154,27 @@ class SharedMemory(Communicator):
             outer *= size
         shape[dim] *= self.world_size
         result = torch.empty(shape, dtype=own.dtype)
-        status = self._library.hr_group_all_gather(
-            self._joined("all_gather"), own.data_ptr(), result.data_ptr(), outer,
-            own.nbytes // outer if outer else 0,
-        )  # fmt: skip
-        self._check("all_gather", status)
+        inner = own.nbytes // outer if outer else 0
+        self._call("all_gather", own.data_ptr(), result.data_ptr(), outer, inner)
         return result
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         check_source(source, self.world_size)
         own = on_cpu(tensor, "broadcast").contiguous()
-        status = self._library.hr_group_broadcast(
-            self._joined("broadcast"), own.data_ptr(), own.nbytes, source
-        )
-        self._check("broadcast", status)
+        self._call("broadcast", own.data_ptr(), own.nbytes, source)
         return own
 
     def barrier(self) -> None:
-        self._check("barrier", self._library.hr_group_barrier(self._joined("barrier")))
+        self._call("barrier")
+
+    @contextmanager
+    def recording(self, record: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+        """See :meth:`headrace_core.graph.RecordsCalls.recording`. A barrier cannot be recorded."""
+        self._record = record
+        try:
+            yield
+        finally:
+            self._record = None
 
     def close(self) -> None:
         if self._group is not None:
@@ -185,17 +184,21 @@ class SharedMemory(Communicator):
     def __del__(self) -> None:
         self.close()
 
-    def _joined(self, operation: str) -> int:
+    def _call(self, operation: str, *arguments: int) -> None:
+        """Run one of the library's operations; or record it."""
         if self._group is None:
             raise GroupError(f"{operation}: rank {self.rank} has left the group")
-        return self._group
+        name = f"hr_group_{operation}"
+        if self._record is None:
+            self._check(operation, getattr(self._library, name)(self._group, *arguments))
+        elif operation == "barrier":
+            raise CaptureRefused("a barrier between ranks")
+        else:
+            self._record(library.recorded(name), (self._group, *arguments))
 
     def _check(self, operation: str, status: int) -> None:
-        if status == library.OK:
-            return
-        error = self._error(operation, status)
-        self._failure = self._failure or str(error)
-        raise error
+        if status != library.OK:
+            raise self._error(operation, status)
 
     def _error(self, operation: str, status: int) -> GroupError:
         rank = self._library.hr_group_culprit(self._group)
@@ -217,7 +220,7 @@ class SharedMemory(Communicator):
                     for r in (self.rank, rank)
                 ]
                 return CallMismatch(f"ranks disagree: {', '.join(calls)}")
-        return GroupError(f"{operation}: the group failed before: {self._failure}")
+        raise AssertionError(f"{operation}: status {status}")
 
 
 def _told(call: int) -> str:

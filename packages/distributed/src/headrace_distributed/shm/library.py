@@ -10,14 +10,14 @@ import ctypes
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace_core.errors import MissingDependency
 
-INTERFACE = 1
+INTERFACE = 2
 """Of ``hr_shm_interface`` in native/src/ring.cpp."""
 
-OK, DIED, LEFT, FAILED, TIMED_OUT, MISMATCH, UNUSABLE = range(7)
+OK, DIED, LEFT, FAILED, TIMED_OUT, MISMATCH = range(6)
 """What a call returns: native/src/waiting.h."""
 
 DTYPES: Mapping[str, int] = {
@@ -53,6 +53,16 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
 }
 
 
+class NativeCall(NamedTuple):
+    """A function as a recorded step needs it (:class:`headrace_core.graph.RecordsCalls`)."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    """ctypes of the arguments."""
+    packed: int
+    """Address of the form that takes them from an array of 64-bit words."""
+
+
 def path() -> Path:
     """Where the library is, if it was built."""
     return Path(__file__).with_name("headrace_shm.so")
@@ -83,6 +93,14 @@ def load() -> ctypes.CDLL:
     if found != INTERFACE:
         raise _missing(f"{path()}: interface {found}, not {INTERFACE}")
     return library
+
+
+@functools.cache
+def recorded(name: str) -> NativeCall:
+    """A collective operation as a recorded step calls it."""
+    packed = ctypes.cast(getattr(load(), f"{name}_packed"), ctypes.c_void_p).value
+    assert packed is not None
+    return NativeCall(name.removeprefix("hr_group_"), tuple(_SIGNATURES[name][1]), packed)
 
 
 def _missing(found: str | None) -> MissingDependency:

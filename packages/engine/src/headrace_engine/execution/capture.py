@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.errors import CaptureRefused
-from headrace_core.graph import GraphNeed, Step, StepGraph, StepGraphFactory
+from headrace_core.graph import GraphNeed, RecordsCalls, Step, StepGraph, StepGraphFactory
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,8 @@ class Capture:
     enforce_eager: bool = False
     cannot: str = ""
     """Why no step can be captured; "": some can."""
+    recorders: tuple[RecordsCalls, ...] = ()
+    """See :attr:`headrace_core.graph.GraphNeed.recorders`."""
 
     @property
     def largest(self) -> int:
@@ -51,7 +53,7 @@ def capture_steps(
     graph = factory()
     start = time.perf_counter()
     try:
-        graph.capture(step, GraphNeed(capture.sizes, **need))
+        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders, **need))
     except CaptureRefused as error:
         logger.info("%s run eagerly: %s", kind, error)
         return None

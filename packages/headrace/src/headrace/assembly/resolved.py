@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from headrace import demo
 from headrace.assembly.detection import detect
-from headrace.assembly.draft_head import with_head, with_verifier
+from headrace.assembly.drafts.head import with_head, with_verifier
 from headrace.assembly.encoder_transfer import check_ec_role
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.draft_head import head_builder, is_within
-from headrace.assembly.draft_model import draft_model
+from headrace.assembly.drafts.head import head_builder, is_within
+from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
@@ -409,6 +409,8 @@ def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
         device=platform.device,
         max_tokens=tokens,
         max_logits_rows=tokens,
+        towers=config.lora.enable_tower_connector_lora,
+        fully_sharded=config.lora.fully_sharded_loras,
     )
 
 

@@ -77,6 +77,9 @@ class MediaTokens(Layer):
         self.table = Vector(f"{name}.embedding.weight", self.number, size)
         self.token_norm = RMSNorm(context, f"{name}.hard_embedding_norm", size, eps)
         self.projection = Linear(context, f"{name}.embedding_projection", size, [Part(out_size)])
+        self.projection.no_adapters = (
+            "the vectors that it makes of a table are kept for all requests"
+        )
         self.last_norm = RMSNorm(context, f"{name}.last_norm", out_size, eps, weight=False)
         self.ops = context.ops
         self.made: tuple[Tensor, Tensor] | None = None

@@ -100,7 +100,7 @@ class Downsampler(Layer):
 
     def __call__(self, states: Tensor, side: int) -> Tensor:
         """states [I, side * side, D], row by row -> [I, V, sizes[2]]."""
-        planes = states.transpose(1, 2).unflatten(2, (side, side))
+        planes = states.transpose(1, 2).view(len(states), -1, side, side)
         # One by one: what a picture becomes does not depend on those beside it.
         made = [self.second(self.first(plane[None])) for plane in planes]
         return torch.cat(made).flatten(2).transpose(1, 2)
