@@ -23,15 +23,13 @@ class Capture:
     sizes: tuple[int, ...]
     """See :attr:`headrace_core.graph.GraphNeed.capture_sizes`."""
     enforce_eager: bool = False
-    cannot: str = ""
-    """Why no step can be captured; "": some can."""
-    recorders: tuple[RecordsCalls, ...] = ()
-    """See :attr:`headrace_core.graph.GraphNeed.recorders`."""
+    recorders: Callable[[], tuple[RecordsCalls, ...]] = tuple
+    """Asked once the model is built; see :attr:`headrace_core.graph.GraphNeed.recorders`."""
 
     @property
     def largest(self) -> int:
         """Tokens of the largest captured step; 0 if none is wanted."""
-        return 0 if self.enforce_eager or self.cannot or not self.sizes else self.sizes[-1]
+        return 0 if self.enforce_eager or not self.sizes else self.sizes[-1]
 
 
 def capture_steps(
@@ -44,7 +42,7 @@ def capture_steps(
         need: fields of :class:`~headrace_core.graph.GraphNeed` beside the sizes.
     """
     if not capture.largest:
-        logger.info("%s run eagerly: %s", kind, capture.cannot or "enforce_eager")
+        logger.info("%s run eagerly: enforce_eager", kind)
         return None
     factory = capture.factory()
     if factory is None:
@@ -53,7 +51,7 @@ def capture_steps(
     graph = factory()
     start = time.perf_counter()
     try:
-        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders, **need))
+        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders(), **need))
     except CaptureRefused as error:
         logger.info("%s run eagerly: %s", kind, error)
         return None

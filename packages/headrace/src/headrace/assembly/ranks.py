@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
+from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
@@ -42,12 +43,20 @@ class Ranks:
         """True if layers are divided."""
         return self.world_size > 1
 
-    @property
-    def cannot_capture(self) -> str:
-        """Why steps cannot be recorded; "": they can."""
-        if not self.are_several:
-            return ""
-        return "exchanges between ranks (tensor_parallel_size) are not recorded yet"
+    def recorders(self) -> tuple[RecordsCalls, ...]:
+        """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
+        group = self.communicator()
+        return (group,) if self.are_several and isinstance(group, RecordsCalls) else ()
+
+    def can_record(self) -> bool:
+        """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
+        if not self.are_several or self.recorders():
+            return True
+        if self.rank == 0 and self._place is not None:
+            logger.info(
+                "communicator %r: its exchanges cannot be recorded", self._place.communicator
+            )
+        return False
 
     def communicator(self) -> Communicator:
         """The group of all ranks, which this one joins when it is first asked for."""
