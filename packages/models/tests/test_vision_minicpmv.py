@@ -1,4 +1,4 @@
-"""MiniCPM-V 2.6, 4.0 and 4.5 beside a plain reading of them."""
+"""MiniCPM-V 2.5, 2.6, 4.0 and 4.5 beside a plain reading of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from video_conformance import VALUES, VideoConformance
-from vision_conformance import IMAGE
+from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
 from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
@@ -92,7 +92,7 @@ class TestMiniCPMV(MiniCPMV):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            ({"version": 2.5}, "MiniCPMV"),
+            ({"version": 2.4}, "MiniCPMV"),
             ({"hidden_size": 192, "num_attention_heads": 4}, "hidden_size = 192"),
             ({"query_num": 0}, "query_num = 0"),
         ],
@@ -119,6 +119,44 @@ class TestMiniCPMV(MiniCPMV):
             self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
+
+
+class TestMiniCPMV25(VisionConformance):
+    """Whose config names no version, and has other numbers of vectors."""
+
+    def hf_class(self) -> Any:
+        return PlainMiniCPMV
+
+    def hf_config(self) -> Any:
+        config = TestMiniCPMV().hf_config()
+        config.pop("version")
+        return {**config, "query_num": 7}
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return TestMiniCPMV().images()
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        return {"images": images}
+
+    def test_it_takes_no_videos(self, model: Any) -> None:
+        assert tuple(model.modalities) == ("image",)
+
+    def test_places_are_those_of_one_row(
+        self, reference: Any, model: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        [first, *_] = self.embed(model, self.images())
+        other = self.with_config(folder, tmp_path, version="4.0")
+        [later, *_] = self.embed(self.load(other), self.images())
+        assert float((first - later).abs().max()) > 1e-3
+
+    def test_older_ones_are_refused(self, reference: Any, folder: Path, tmp_path: Path) -> None:
+        """Version 2.0 has a name in place of a tower's settings."""
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("vision_config")
+        (tmp_path / "config.json").write_text(json.dumps({**config, "vision_encoder": "vit"}))
+        (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+        with pytest.raises(UnsupportedModel, match="MiniCPMV"):
+            self.load(tmp_path)
 
 
 class TestMiniCPMV4(MiniCPMV):

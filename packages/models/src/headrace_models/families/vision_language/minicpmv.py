@@ -33,15 +33,17 @@ _VISION: Mapping[str, Any] = {
     "image_size": 980, "patch_size": 14,
 }  # fmt: skip
 """Values that configs may leave out."""
+_FIRST_VERSION = "2.5"
+"""Also of configs that name none."""
 _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Modality -> name of the model's input."""
 
 
 class MiniCPMV(MediaDecoder):
     """An image is a small picture of the whole, and slices of it, a video is frames; each is as many
-    vectors."""
+    vectors. Version 2.5, whose config may name no version, takes no videos, and its tower tells the places of a
+    slice's patches as if they stood in one row."""
 
-    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
         *resampler_rules(_RESAMPLER, "resampler"),
@@ -49,6 +51,7 @@ class MiniCPMV(MediaDecoder):
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         settings = Settings(whole)
+        self.in_a_row = str(whole.get("version") or _FIRST_VERSION) == _FIRST_VERSION
         stated = {**_VISION, **part_of(whole, "vision_config"), "model_type": "siglip_vision_model"}
         if settings.flag("drop_vision_last_layer", True):
             layers = Settings(stated).integer("num_hidden_layers", minimum=2)
@@ -57,6 +60,11 @@ class MiniCPMV(MediaDecoder):
         sizes = (self.tower.positions.size, self.hidden_size())
         number = settings.integer("query_num", 64)
         self.resampler = Resampler(context, _RESAMPLER, sizes, number)
+
+    @property
+    def modalities(self) -> Sequence[str]:  # type: ignore[override]
+        """Of the version."""
+        return ("image",) if self.in_a_row else ("image", "video")
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -70,7 +78,8 @@ class MiniCPMV(MediaDecoder):
         """
         sizes = [[(rows, columns) for rows, columns in own["tgt_sizes"].tolist()] for own in inputs]
         grids = [grid for own in sizes for grid in own]
-        states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), grids)
+        placed = [(1, rows * columns) for rows, columns in grids] if self.in_a_row else grids
+        states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), placed)
         vectors = self.resampler(states, grids)
         return torch.split(vectors, [len(own) * self.resampler.number for own in sizes])
 
@@ -108,7 +117,7 @@ class MiniCPMO(MiniCPMV):
     @property
     def modalities(self) -> Sequence[str]:  # type: ignore[override]
         """Modalities of the towers that were made."""
-        seen = MiniCPMV.modalities if self.sees else ()
+        seen = ("image", "video") if self.sees else ()
         return (*seen, *(() if self.hearing is None else ("audio",)))
 
     def unread_weights(self) -> Mapping[str, str]:
