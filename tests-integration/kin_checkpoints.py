@@ -290,7 +290,8 @@ def save_emu3(folder: Path) -> Any:
 def _each_alone(
     model: Any, generate: Any, input_ids: Any, images: Sequence[Any] = (), **settings: Any
 ) -> Any:
-    """What Emu3 of the library generates of images that are encoded by themselves, not filled up to one size."""
+    """What Emu3 of the library generates of images that are encoded by themselves, not filled up to one
+    size."""
     ids, whole = input_ids.clone(), model.model
     found = []
     for image in images:

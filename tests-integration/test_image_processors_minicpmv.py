@@ -228,7 +228,10 @@ class TestMiniCPMV(ProcessorConformance):
 class TestMiniCPMV25:
     """Slices are images between two tokens; a config without a version is one of 2.5."""
 
-    config: ClassVar = {"query_num": 96, "vision_config": {"model_type": "idefics2", "patch_size": 14}}
+    config: ClassVar = {
+        "query_num": 96,
+        "vision_config": {"model_type": "idefics2", "patch_size": 14},
+    }
 
     @pytest.fixture
     def processor(self, tmp_path: Path) -> Any:

@@ -1,5 +1,5 @@
-"""Mistral's own files of a model that sees (params.json, consolidated.safetensors, tekken.json), in the whole engine
-and over a socket, against transformers' class of the same weights."""
+"""Mistral's own files of a model that sees (params.json, consolidated.safetensors, tekken.json), in the whole
+engine and over a socket, against transformers' class of the same weights."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def save_tekken(folder: Path) -> None:
 
 
 def save(folder: Path, merge: bool) -> Any:
-    """Images of up to 64 pixels of a side, a vector for each patch of 8 by 8, or for four of these. Returns the
-    model that is the oracle."""
+    """Images of up to 64 pixels of a side, a vector for each patch of 8 by 8, or for four of these. Returns
+    the model that is the oracle."""
     import transformers
 
     save_tekken(folder)
@@ -67,7 +67,12 @@ def save(folder: Path, merge: bool) -> Any:
     own = {"spatial_merge_size": 2} if merge else {"vision_feature_select_strategy": "full"}
     kind = "Mistral3" if merge else "Llava"
     config = getattr(transformers, f"{kind}Config")(
-        vision_config=vision, text_config=text, image_token_index=10, vision_feature_layer=-1, **own
+        vision_config=vision,
+        text_config=text,
+        image_token_index=10,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+        **own,
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()

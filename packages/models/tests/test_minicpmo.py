@@ -39,7 +39,9 @@ class MiniCPMO(MiniCPMV):
     def save(self, reference: Any, folder: Path) -> None:
         super().save(reference, folder)
         tensors = load_file(folder / "model.safetensors")
-        save_file({**tensors, "tts.model.norm.weight": torch.zeros(3)}, folder / "model.safetensors")
+        save_file(
+            {**tensors, "tts.model.norm.weight": torch.zeros(3)}, folder / "model.safetensors"
+        )
 
 
 class TestMiniCPMOSees(MiniCPMO):

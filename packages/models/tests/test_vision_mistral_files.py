@@ -17,6 +17,7 @@ from vision_conformance import IMAGE
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_testing.model.published_mistral import save_published
 
+
 class MistralFiles(PixtralConformance):
     """Mistral's encoder has SiLU in its layers."""
 
@@ -95,11 +96,14 @@ class TestMistralSmallOfMistral(MistralFiles):
 
         return Mistral3Config(
             vision_config=self.tower, image_token_index=IMAGE, spatial_merge_size=2,
+            tie_word_embeddings=False,
             text_config={**TEXT, "model_type": "mistral", "head_dim": 12, "rms_norm_eps": 1e-5},
         )  # fmt: skip
 
     def images(self) -> Sequence[dict[str, Tensor]]:
-        return [{"pixel_values": drawn(seed, 3, *size)} for seed, size in enumerate(((16, 24), (24, 8)))]
+        return [
+            {"pixel_values": drawn(seed, 3, *size)} for seed, size in enumerate(((16, 24), (24, 8)))
+        ]
 
     def test_a_norm_that_params_do_not_say_is_too_much(
         self, reference: Any, folder: Path, tmp_path: Path

@@ -172,8 +172,8 @@ class MiniCPMVProcessor(ImageProcessor):
 
 
 class OlderMiniCPMVProcessor(MiniCPMVProcessor):
-    """The same for version 2.5: slices are marked as images, and all of them together as slices; images have no
-    numbers."""
+    """The same for version 2.5: slices are marked as images, and all of them together as slices; images have
+    no numbers."""
 
     names: ClassVar[Mapping[str, str]] = {
         key: text for key, text in _NAMES.items() if key not in ("im_id_start", "im_id_end")
@@ -184,7 +184,8 @@ class OlderMiniCPMVProcessor(MiniCPMVProcessor):
         super().__init__(config, path)
         if self._counts:
             raise UnsupportedModel(
-                "image processor: use_image_id = True: must be false, or config.json must say a version from 2.6"
+                "image processor: use_image_id = True: must be false, or config.json must say a version from "
+                "2.6"
             )
 
     def _expanded(self, grid: Grid | None) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:

@@ -72,9 +72,7 @@ class Emu3Processor(ImageProcessor):
         values = self._numbers(resized(pixels, height, width, self._resample))
         rows, columns = height // _PLACE, width // _PLACE
         name, number = self._names, rows * (columns + 1)
-        first = self._words.ids(
-            f"{name['boi_token']}{rows}*{columns}{name['image_wrapper_token']}"
-        )
+        first = self._words.ids(f"{name['boi_token']}{rows}*{columns}{name['image_wrapper_token']}")
         last = self._words.ids(name["eof_token"] + name["eoi_token"])
         ids = (*first, *[self.placeholder_id] * number, *last)
         inputs = {PIXEL_VALUES: packed(values)}

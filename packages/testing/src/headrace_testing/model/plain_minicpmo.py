@@ -1,5 +1,5 @@
-"""A plain reading of MiniCPM-o 2.6, which transformers does not have: MiniCPM-V 2.6 with that library's encoder of
-Whisper under the names in the published files, whose states hear their own second and those before."""
+"""A plain reading of MiniCPM-o 2.6, which transformers does not have: MiniCPM-V 2.6 with that library's
+encoder of Whisper under the names in the published files, whose states hear their own second and those before."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class PlainMiniCPMO(PlainMiniCPMV):
         audio, size = WhisperConfig(**config["audio_config"]), config["hidden_size"]
         self.apm: Any = WhisperEncoder(audio)
         self.audio_projection_layer = nn.ModuleDict(
-            {"linear1": nn.Linear(audio.encoder_ffn_dim // 4, size), "linear2": nn.Linear(size, size)}
+            {
+                "linear1": nn.Linear(audio.encoder_ffn_dim // 4, size),
+                "linear2": nn.Linear(size, size),
+            }
         )
         self.window = 2 * audio.max_source_positions
         self.pool = nn.AvgPool1d(config["audio_pool_step"], stride=config["audio_pool_step"])

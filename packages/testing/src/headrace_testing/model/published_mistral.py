@@ -1,5 +1,5 @@
-"""Models of transformers in the layout of Mistral's own files: ``params.json`` and tensors under other names, with
-rotary pairs as neighbours."""
+"""Models of transformers in the layout of Mistral's own files: ``params.json`` and tensors under other names,
+with rotary pairs as neighbours."""
 
 from __future__ import annotations
 
@@ -49,10 +49,14 @@ def save_published(model: Any, folder: Path, *, image_token: int, **encoder: Any
         **{key: getattr(vision, key) for key in _SIZES}, "num_channels": 3, "rope_theta": 10_000.0,
         "image_token_id": image_token, "image_break_token_id": 12, "image_end_token_id": 13, **encoder,
     }  # fmt: skip
-    params = {**params_of(text), "vision_encoder": stated}
+    embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
+    tied = head.data_ptr() == embedding.data_ptr()
+    params = {**params_of(text), "tied_embeddings": tied, "vision_encoder": stated}
     (folder / "params.json").write_text(json.dumps(params))
     inner = vision.hidden_size // vision.num_attention_heads
     tensors = with_encoder(model.state_dict(), (text.head_dim, inner))
+    if tied:
+        tensors.pop("output.weight")
     save_file(tensors, folder / "consolidated.safetensors")
 
 

@@ -41,8 +41,8 @@ _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_vi
 
 class MiniCPMV(MediaDecoder):
     """An image is a small picture of the whole, and slices of it, a video is frames; each is as many
-    vectors. Version 2.5, whose config may name no version, takes no videos, and its tower tells the places of a
-    slice's patches as if they stood in one row."""
+    vectors. Version 2.5, whose config may name no version, takes no videos, and its tower tells the places of
+    a slice's patches as if they stood in one row."""
 
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),

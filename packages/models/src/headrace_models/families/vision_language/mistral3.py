@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Mistral3(MediaDecoder):
     """A square of an image's patches is a vector."""
 
-    media_rules: ClassVar[Sequence[WeightRule]] = merging_rules("vision_tower", "multi_modal_projector")
+    media_rules: ClassVar[Sequence[WeightRule]] = merging_rules(
+        "vision_tower", "multi_modal_projector"
+    )
     names: ClassVar[tuple[str, str]] = ("vision_tower", "multi_modal_projector")
     """Of the tower and the projector, as checkpoints spell them."""
     fixed: ClassVar[Mapping[str, Any]] = {}
@@ -67,7 +69,9 @@ class Mistral3(MediaDecoder):
 class LightOnOCR(Mistral3):
     """The same under other names."""
 
-    media_rules: ClassVar[Sequence[WeightRule]] = merging_rules("vision_encoder", "vision_projection")
+    media_rules: ClassVar[Sequence[WeightRule]] = merging_rules(
+        "vision_encoder", "vision_projection"
+    )
     names: ClassVar[tuple[str, str]] = ("vision_encoder", "vision_projection")
     fixed: ClassVar[Mapping[str, Any]] = {
         "vision_feature_layer": -1,

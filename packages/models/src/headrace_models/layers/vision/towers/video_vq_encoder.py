@@ -1,5 +1,5 @@
-"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and each
-place of that a number of a code book.
+"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and
+each place of that a number of a code book.
 
 Wang et al. 2024, arXiv:2409.18869; Gafni et al. 2022, arXiv:2203.13131. Letters: C channels, T frames, S
 side of what a layer sees.
@@ -7,7 +7,7 @@ side of what a layer sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,8 +150,8 @@ class VideoVQEncoder(Layer):
 
 
 class FilmConv(WeightLayer):
-    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of the
-    first.
+    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of
+    the first.
 
     Args:
         kernel: its length, and its side.
@@ -173,9 +173,7 @@ class FilmConv(WeightLayer):
         self.weight, self.bias = tensors["weight"], tensors["bias"]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.conv3d(
-            functional.pad(x, self.margin), self.weight, self.bias, self.step
-        )
+        return functional.conv3d(functional.pad(x, self.margin), self.weight, self.bias, self.step)
 
 
 class _FilmNorm(WeightLayer):
@@ -193,9 +191,7 @@ class _FilmNorm(WeightLayer):
         self.mean, self.variance = tensors["running_mean"], tensors["running_var"]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(
-            x, self.mean, self.variance, self.weight, self.bias, eps=_EPS
-        )
+        return functional.batch_norm(x, self.mean, self.variance, self.weight, self.bias, eps=_EPS)
 
 
 class _FilmBlock(Layer):
