@@ -55,7 +55,8 @@ class MiniCPMVProcessor(ImageProcessor):
         stated = self.stated
         self._side = _number(stated, "scale_resolution", 448)
         self._patch = _number(stated, "patch_size", 14)
-        if part(config, "vision_config").get("patch_size", 14) != self._patch:
+        own = part(config, "vision_config").get("patch_size", config.get("patch_size", 14))
+        if own != self._patch:
             raise UnsupportedModel(
                 f"image processor: patch_size = {self._patch}: config.json says another for vision_config"
             )
@@ -172,7 +173,7 @@ class MiniCPMVProcessor(ImageProcessor):
 
 
 class OlderMiniCPMVProcessor(MiniCPMVProcessor):
-    """The same for version 2.5: slices are marked as images, and all of them together as slices; images have
+    """The same for 2.0 and 2.5: slices are marked as images, and all of them together as slices; images have
     no numbers."""
 
     names: ClassVar[Mapping[str, str]] = {

@@ -25,13 +25,13 @@ from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS, Frames, Vid
 
 
 def minicpmv_processor(config: Mapping[str, Any], path: Path) -> MiniCPMVProcessor:
-    """The processor of a checkpoint, by its version; a config that names none is of 2.5.
+    """The processor of a checkpoint, by its version; a config that names none is of 2.0 or 2.5.
 
     Args:
         config: ``config.json``, whole.
         path: its folder.
     """
-    older = config.get("version") is None or str(config["version"]) == "2.5"
+    older = config.get("version") is None or str(config["version"]) in ("2.0", "2.5")
     return (OlderMiniCPMVProcessor if older else MiniCPMVVideos)(config, path)
 
 

@@ -149,12 +149,13 @@ ROWS = (
     Wrapper(
         "MiniCPMV",
         {
+            "2.0": "MiniCPMForCausalLM",
             "2.5": "LlamaForCausalLM",
             "2.6": "Qwen2ForCausalLM",
             "4.0": "LlamaForCausalLM",
             "4.5": "Qwen3ForCausalLM",
         },
-        "MiniCPM-V 2.5, 2.6, 4.0 and 4.5",
+        "MiniCPM-V 2.0 to 4.5",
         ("vpm", "resampler"),
         renames=((r"^llm\.", ""),),
         text_key="version",
