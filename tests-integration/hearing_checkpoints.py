@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headrace_core.multimodal import ProcessedMedia
 from headrace_testing.model.decoders import randomise
-from headrace_testing.model.plain_midashenglm import PlainMiDashengLM
-from headrace_testing.model.plain_minicpmo import PlainMiniCPMO
-from headrace_testing.model.plain_mobilenet_v5 import gemma3n_sees, tame
-from headrace_testing.model.plain_ultravox import PlainUltravox, projector, tower
+from headrace_testing.model.plain.midashenglm import PlainMiDashengLM
+from headrace_testing.model.plain.minicpmo import PlainMiniCPMO
+from headrace_testing.model.plain.mobilenet_v5 import gemma3n_sees, tame
+from headrace_testing.model.plain.ultravox import PlainUltravox, projector, tower
 
 Oracle = Callable[[Sequence[int], Sequence[ProcessedMedia]], list[int]]
 """(tokens of a prompt, its items) -> eight tokens that follow."""

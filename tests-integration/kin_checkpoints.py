@@ -15,13 +15,13 @@ from speech_checkpoints import save_tokenizer
 
 from headrace_core.multimodal import MediaItem
 from headrace_multimodal import processor_for
-from headrace_testing.model.plain_bagel import PlainBagel
-from headrace_testing.model.plain_hcx_vision import PlainHCXVision
-from headrace_testing.model.plain_isaac import PlainIsaac
-from headrace_testing.model.plain_kanana_v import PlainKananaV
-from headrace_testing.model.plain_llava_kin import ENDS, PlainMiniMaxVL01, PlainTarsier
-from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
-from headrace_testing.model.plain_step import PlainStep3VL, PlainStepVL
+from headrace_testing.model.plain.bagel import PlainBagel
+from headrace_testing.model.plain.hcx_vision import PlainHCXVision
+from headrace_testing.model.plain.isaac import PlainIsaac
+from headrace_testing.model.plain.kanana_v import PlainKananaV
+from headrace_testing.model.plain.llava_kin import ENDS, PlainMiniMaxVL01, PlainTarsier
+from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain.step import PlainStep3VL, PlainStepVL
 from headrace_testing.model.published_molmo2 import published_molmo2
 
 CLIP: dict[str, Any] = {

@@ -16,7 +16,7 @@ from speech_checkpoints import save_tokenizer, token_ids
 from headrace import LLM, SamplingParams
 from headrace_models.layers.vision.towers import named_vit
 from headrace_models.layers.vision.towers.named_vit import VitSizes
-from headrace_testing.model.plain_minicpmv_2 import PlainMiniCPMV20
+from headrace_testing.model.plain.minicpmv_2 import PlainMiniCPMV20
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,

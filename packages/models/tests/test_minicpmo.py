@@ -15,7 +15,7 @@ from test_vision_minicpmv import MiniCPMV
 from torch import Tensor
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_minicpmo import PlainMiniCPMO
+from headrace_testing.model.plain.minicpmo import PlainMiniCPMO
 
 POSITIONS, BINS = 60, 10
 AUDIO: dict[str, Any] = {

@@ -17,8 +17,8 @@ from vision_conformance import IMAGE, VisionConformance
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.vision.towers import named_vit
 from headrace_models.layers.vision.towers.named_vit import VitSizes
-from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
-from headrace_testing.model.plain_minicpmv_2 import PlainMiniCPMV20
+from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain.minicpmv_2 import PlainMiniCPMV20
 
 SIZE, PATCH, QUERIES = 256, 4, 5
 VISION: dict[str, Any] = {
