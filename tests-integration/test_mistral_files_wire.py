@@ -49,7 +49,7 @@ def save_tekken(folder: Path) -> None:
         "default_vocab_size": len(pieces) + 20, "default_num_special_tokens": 20, "version": "v3",
     }  # fmt: skip
     (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab}))
-    (folder / "chat_template.jinja").write_text(CHAT.replace("MARK", "[IMG]"))
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + CHAT.replace("MARK", "[IMG]"))
 
 
 def save(folder: Path, merge: bool) -> Any:

@@ -53,9 +53,12 @@ class MiniCPMV(MediaDecoder):
         WeightRule(f"{_RESAMPLER}.pos_embed", "resampler.places.vector"),
     )
 
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """The version decides which modalities there are."""
+        self.version = _version(whole)
+
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         settings = Settings(whole)
-        self.version = _version(whole)
         self.in_a_row = self.version == _IN_A_ROW
         number = settings.integer("query_num", 64)
         if self.version == _NAMED:
@@ -139,18 +142,22 @@ class MiniCPMO(MiniCPMV):
         WeightRule(f"{_PROJECTION}.linear2", "hearing.projector.down"),
     )
 
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """The parts of the config decide which modalities there are."""
+        super().place_media(whole)
+        self.sees, self.hears = (f"{part}_config" in whole for part in ("vision", "audio"))
+
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
-        self.sees, self.hearing = "vision_config" in whole, None
         if self.sees:
             super().make_towers(context, whole)
-        if "audio_config" in whole:
+        if self.hears:
             self.hearing = _Hearing(context, whole, self.hidden_size())
 
     @property
     def modalities(self) -> Sequence[str]:  # type: ignore[override]
-        """Modalities of the towers that were made."""
+        """Modalities of the towers that the config has."""
         seen = ("image", "video") if self.sees else ()
-        return (*seen, *(() if self.hearing is None else ("audio",)))
+        return (*seen, "audio") if self.hears else seen
 
     def unread_weights(self) -> Mapping[str, str]:
         """Tensors of towers that were not made."""
@@ -173,7 +180,6 @@ class MiniCPMO(MiniCPMV):
         """
         if modality != "audio":
             return super().embed_media(modality, inputs)
-        assert self.hearing is not None
         return [self.hearing(item["input_features"]) for item in inputs]
 
 
