@@ -85,8 +85,8 @@ class ByModality:
         return expanded_by_kind(token_ids, kinds, tuple(self._placeholders.values()))
 
     def _kind(self, item: ProcessedMedia) -> int:
-        """The token that stands for an item in a prompt. One that comes as vectors has no input that tells, but
-        its tokens do."""
+        """The token that stands for an item in a prompt. One that comes as vectors has no input that tells,
+        but its tokens do."""
         for name, token in self._placeholders.items():
             if name in item.inputs:
                 return token
