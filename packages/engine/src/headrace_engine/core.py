@@ -206,11 +206,13 @@ class EngineCore:
             executor.call("load")
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
-            profile = executor.call("profile")[0]
+            profile = _tightest(executor.call("profile"))
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
-            log_block(logger, "memory plan", plan.describe())
+            ranks = config.parallel.tensor_parallel_size
+            title = "memory plan" if ranks == 1 else f"memory plan of each of {ranks} ranks"
+            log_block(logger, title, plan.describe())
             executor.call("allocate_cache", plan.config)
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
@@ -579,6 +581,17 @@ def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:
     return {"drafts": DraftLimits(speculative.num_drafts, speculative.disable_by_batch_size)}
 
 
+def _tightest(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """Memory of the rank that has the least, whose cache is every rank's: what any of them takes, and what
+    each of them has."""
+    return MemoryProfile(
+        max(one.weights for one in profiles),
+        max(one.activations for one in profiles),
+        min(one.available for one in profiles),
+        max(one.step_seconds for one in profiles),
+    )
+
+
 def _plan_memory(
     profile: MemoryProfile,
     specs: Mapping[str, CacheSpec],
@@ -588,9 +601,15 @@ def _plan_memory(
 ) -> CachePlan:
     """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
     from headrace_engine.execution.division import CacheLimits
-    from headrace_engine.execution.memory import CachePlan, fit_max_model_len, plan_cache
+    from headrace_engine.execution.memory import (
+        CachePlan,
+        fit_max_model_len,
+        of_one_rank,
+        plan_cache,
+    )
     from headrace_engine.kv.grouping import plan_groups
 
+    config = of_one_rank(config)
     if not specs:
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device

@@ -221,6 +221,8 @@ class EngineLoop:
                 self._handle_commands()
                 if self._stopping:
                     break
+                if self._core.executor.failure is not None:  # while nothing ran
+                    raise self._core.executor.failure
                 if self._core.swap.is_under_way:
                     self._advance_swap()
                 self._add(self._core.ready(), again=True)
@@ -283,8 +285,9 @@ class EngineLoop:
         try:
             result = self._wait_for(future)
         except Exception as error:
-            if self._core.executor.failure is not None:
-                raise
+            failure = self._core.executor.failure
+            if failure is not None:
+                raise failure from error
             logger.exception("step %d failed", step.step_id)
             if self._timer is not None:
                 self._timer.forget(step)

@@ -46,7 +46,7 @@ from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
 from headrace_models.loading.only_towers import layers_passed_over, with_one_layer
-from headrace_models.loading.packed_tensors import config_hint, left_over_hint
+from headrace_models.loading.packed_tensors import config_hint, decoded, left_over_hint
 from headrace_models.loading.pieces import piece_of
 from headrace_models.loading.returned_memory import freed_memory_returns
 from headrace_models.quantization import quantization_config
@@ -204,8 +204,10 @@ def checkpoint_tensors(
     companions = companion_tensors(
         built.info.whole_config, lambda path: choose_format(path, load).tensors(path, progress)
     )
-    stored = context.quant.decode(
-        itertools.chain(own, companions), context.dtype, built.passes_over
+    stored = decoded(
+        itertools.chain(own, companions),
+        lambda tensors: context.quant.decode(tensors, context.dtype, built.passes_over),
+        built.weights.is_transposed,
     )
     everything = itertools.chain(stored, _dense_tensors(built.info, load, progress))
     model = cast(object, built.model)

@@ -85,6 +85,23 @@ class ModuleNames:
         alike = [place for path, place in found.items() if path.split(".")[1:2] == numbers]
         return alike[0] if len(alike) == 1 else None
 
+    def has_interleaved(self, mixture: ExpertsPlace) -> bool:
+        """True if the parameter with all experts' gates and ups has them row by row."""
+        where = next(Where(path, key) for path, place in self.places.items() if place is mixture
+                     for key in self.map.slots[path])  # fmt: skip
+        return any(rule.stacked and rule.interleaved for _, rule in self.map.sources(where, 0))
+
+    def is_unread(self, module: str) -> bool:
+        """True if a module is one of a tower whose weights are not read, as nothing that the tower gives
+        depends on them: behind the layer whose states are read, say."""
+        unread = getattr(self.model, "unread_weights", dict)()
+        own = (name for spelled in self._spellings(module) for name in self._renamed(spelled))
+        return any(re.fullmatch(pattern, f"{name}.weight") for name in own for pattern in unread)
+
+    def _renamed(self, module: str) -> list[str]:
+        """The family's names of a module's weight, without their end."""
+        return [name for name, _ in self._own_names(module, (1, 1), Path())]
+
     def known(self) -> list[str]:
         """Names of modules that have places, in the checkpoint's usual spelling."""
         found = dict.fromkeys(self.by_name)
