@@ -15,7 +15,7 @@ from engine_fakes import (
     served_model,
 )
 
-from headrace_core.errors import CapacityError, RequestError, WeightsError
+from headrace_core.errors import CapacityError, RequestError, UnsupportedFeature, WeightsError
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.engine import Engine
@@ -167,7 +167,8 @@ async def test_what_a_refused_call_leaves(updating: Updating) -> None:
         holder.fails = {step: error}
         with pytest.raises((RequestError, CapacityError), match=str(error)):
             await updating.update(**GIVEN)
-        assert holder.calls.pop() == "refuse"
+        assert (holder.staged, "refuse" in holder.calls) == (0, step != "stage")
+        holder.calls.clear()
         holder.fails = {}
         await updating.update(**GIVEN, finish=False)
         holder.fails = {step: error}
@@ -192,6 +193,15 @@ async def test_what_is_open(updating: Updating) -> None:
     (await updating.beside(1)).set_exception(RequestError("path: not there", param="path"))
     with pytest.raises(RequestError, match="not there"):
         await swap
+
+
+async def test_workers_that_cannot_be_updated_are_asked_for_nothing_else(
+    updating: Updating,
+) -> None:
+    updating.holder.fails = {"stage": UnsupportedFeature("not with these workers")}
+    with pytest.raises(UnsupportedFeature, match="not with these"):
+        await updating.update(**GIVEN)
+    assert updating.holder.calls == ["stage"]
 
 
 async def test_preparing_packs_and_changes_nothing(updating: Updating) -> None:
