@@ -53,7 +53,7 @@ RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.8"
 STUBS = ("types-PyYAML", "types-tqdm")
 PACKAGES = (
     "core", "reference", "testing", "kernels", "attention", "quant", "models", "multimodal",
-    "engine", "server", "demo", "demo_vision", "headrace",
+    "distributed", "engine", "server", "demo", "demo_vision", "headrace",
 )  # fmt: skip
 LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
 """Packages that know core and nothing else of headrace; their tests may use reference and testing."""

@@ -28,6 +28,7 @@ from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headrace.lora.request import LoRARequest
 from headrace.weight_transfer import STREAMED, SharedWeights, TrainerGroup, WeightSender, described
 from headrace_core.errors import RequestError
+from headrace_engine.weights import broadcast
 from headrace_testing.waiting import wait_until
 
 SETTINGS: dict[str, Any] = {
@@ -312,8 +313,9 @@ def test_from_another_process(old: Path, new: Path, way: str, engine_process: bo
         assert answer(llm) == wanted
 
 
-def test_what_others_say_of_tensors(old: Path, new: Path) -> None:
+def test_what_others_say_of_tensors(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment and a broadcast: every number is looked at, and names before anything is received."""
+    monkeypatch.setattr(broadcast, "JOIN_SECONDS", 1.0)
     weights = weights_of(new)
     with SharedWeights() as shared, LLM(str(old), **SETTINGS) as llm:
         before = answer(llm)[:2]

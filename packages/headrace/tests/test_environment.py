@@ -20,7 +20,7 @@ from headrace_engine.config import EngineConfig
 
 PACKAGES = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
-    "headrace_models", "headrace_multimodal", "headrace_engine",
+    "headrace_models", "headrace_multimodal", "headrace_distributed", "headrace_engine",
     "headrace_server",
 )  # fmt: skip
 DOCS = Path(__file__).parents[3] / "docs"

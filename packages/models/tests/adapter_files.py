@@ -63,6 +63,7 @@ def with_adapters(
     max_lora_rank: int = 8,
     most: int = 64,
     towers: bool = False,
+    fully_sharded: bool = False,
 ) -> tuple[BuildContext, Adapters]:
     """A context in which layers get places, and the slots."""
     slots = Adapters(
@@ -74,6 +75,7 @@ def with_adapters(
         max_tokens=most,
         max_logits_rows=most,
         towers=towers,
+        fully_sharded=fully_sharded,
     )
     return dataclasses.replace(context, adapters=slots), slots
 

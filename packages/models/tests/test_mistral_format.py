@@ -43,6 +43,13 @@ LATENT_NAMES = {
 }  # fmt: skip
 
 
+ENCODER = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "patch_size": 4, "image_size": 16,
+}  # fmt: skip
+"""What sees, beside a language model; its tensors are not all there."""
+
+
 def params_of(config: Any) -> dict[str, Any]:
     return {
         "dim": config.hidden_size,
@@ -137,7 +144,10 @@ class Published:
 
     def logits(self, prompt: list[int], **settings: Any) -> Tensor:
         load = LoadConfig(**settings)
-        info = resolve(ModelConfig(model=str(self.folder), max_model_len=64), load, CpuPlatform())
+        config = ModelConfig(
+            model=str(self.folder), max_model_len=64, limit_mm_per_prompt={"image": 0}
+        )
+        info = resolve(config, load, CpuPlatform())
         model = load_model(info, build_context(info), load=load)
         return PagedDriver(model).step({"a": prompt})
 
@@ -159,7 +169,7 @@ class PublishedMixture:
         if not latent:
             count, chosen = config.num_local_experts, config.num_experts_per_tok
             params["moe"] = {"num_experts": count, "num_experts_per_tok": chosen}
-        (folder / "params.json").write_text(json.dumps({**params, "vision_encoder": {"dim": 8}}))
+        (folder / "params.json").write_text(json.dumps({**params, "vision_encoder": ENCODER}))
         tensors = load_file(folder / "transformers/model.safetensors")
         tensors = by_expert(tensors, "experts.gate_up_proj", "experts.down_proj")
         names = LATENT_NAMES if latent else {"block_sparse_moe": "feed_forward"}

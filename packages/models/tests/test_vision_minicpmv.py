@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from video_conformance import VALUES, VideoConformance
@@ -120,29 +119,6 @@ class TestMiniCPMV(MiniCPMV):
             self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
-
-
-class TestMiniCPMO(MiniCPMV):
-    """MiniCPM-o's files: a number that is a text, and tensors of what hears and speaks."""
-
-    version = 2.6
-    more: ClassVar = {
-        "architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": "2.6",
-        "audio_config": {"d_model": 8}, "tts_config": {"hidden_size": 8},
-    }  # fmt: skip
-
-    def save(self, reference: Any, folder: Path) -> None:
-        super().save(reference, folder)
-        tensors = load_file(folder / "model.safetensors")
-        for name in ("apm.conv1", "audio_projection_layer.linear1", "tts.model.norm"):
-            tensors[f"{name}.weight"] = torch.zeros(3)
-        save_file(tensors, folder / "model.safetensors")
-
-    def test_older_ones_and_others_are_refused(
-        self, reference: Any, folder: Path, tmp_path: Path
-    ) -> None:
-        with pytest.raises(UnsupportedModel, match="MiniCPMO"):
-            self.load(self.with_config(folder, tmp_path, version="4.5"))
 
 
 class TestMiniCPMV4(MiniCPMV):

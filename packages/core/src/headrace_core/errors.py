@@ -258,18 +258,8 @@ ERROR_CODES: tuple[ErrorCode, ...] = (
     ErrorCode("HR-ENG-003", 503, 70, ("EngineAsleep",)),
     ErrorCode("HR-CFG-001", None, 2, ("ConfigError",)),
     ErrorCode("HR-CFG-002", None, 2),
-    ErrorCode(
-        "HR-FIL-001",
-        None,
-        2,
-        (
-            "FileNotFoundError",
-            "IsADirectoryError",
-            "NotADirectoryError",
-            "FileExistsError",
-            "UnicodeDecodeError",
-        ),
-    ),
+    ErrorCode("HR-FIL-001", None, 2, ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError",
+                                      "FileExistsError", "UnicodeDecodeError")),
     ErrorCode("HR-FIL-002", None, 8, ("OSError",)),
     ErrorCode("HR-MOD-001", None, 3, ("UnsupportedModel",)),
     ErrorCode("HR-MOD-002", None, 3, ("WeightsError",)),
@@ -277,19 +267,15 @@ ERROR_CODES: tuple[ErrorCode, ...] = (
     ErrorCode("HR-MEM-001", None, 4, ("CapacityError",)),
     ErrorCode("HR-MEM-002", None, 4, ("MemoryError", "OutOfMemoryError")),
     ErrorCode("HR-DEV-001", None, 5, ("DeviceError", "AcceleratorError")),
-    ErrorCode(
-        "HR-NET-001",
-        None,
-        6,
-        ("NetworkError", "ConnectionError", "TimeoutError", "URLError", "gaierror", "SSLError"),
-    ),
+    ErrorCode("HR-NET-001", None, 6, ("NetworkError", "ConnectionError", "TimeoutError", "URLError",
+                                      "gaierror", "SSLError")),
     ErrorCode("HR-PLG-001", None, 7, ("PluginNotFound", "PluginError")),
     ErrorCode("HR-PLG-002", None, 7, ("PluginConflict",)),
     ErrorCode("HR-PLG-003", None, 7, ("PluginLoadError",)),
     ErrorCode("HR-PLG-004", None, 7, ("MissingDependency",)),
     ErrorCode("HR-NET-002", None, 8, ("AddressError",)),
     ErrorCode("HR-BUG-001", None, 70),
-)
+)  # fmt: skip
 """All of them."""
 
 BY_CODE: Mapping[str, ErrorCode] = {entry.code: entry for entry in ERROR_CODES}

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +38,17 @@ Step = Callable[["ForwardBatch"], "Tensor"]
 It prepares attention metadata, runs the model and computes logits, with ``logits_rows`` given. A step
 that ends with hidden states gives [R, H], or with :attr:`GraphNeed.all_rows` [T, H].
 """
+
+
+@runtime_checkable
+class RecordsCalls(Protocol):
+    """What makes native calls in a step without being a kernel provider: a communicator."""
+
+    def recording(self, record: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
+        """While this lasts its calls do not run: ``record(call, arguments)`` gets them. A call has a
+        ``name``, the ctypes of its ``arguments``, and ``packed``, the address of a function that takes them
+        from an array of 64-bit words, and returns 0 for success."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class GraphNeed:
     parts: bool = False
     """Steps may also be run in parts (:meth:`StepGraph.replay_parts`). Only of a model that caches
     nothing, so that no request reads what another one writes. Costs memory for two more results."""
+    recorders: tuple[RecordsCalls, ...] = ()
+    """Who else makes native calls in the step, to be recorded with the kernels'."""
 
 
 class StepGraph(ABC):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from headrace_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 class Communicator(ABC):
     """A group of ranks that hold shards of one model (tensor parallel axis).
 
-    Every rank calls the same methods in the same order with tensors of equal shape and dtype.
+    Every rank calls the same methods in the same order with tensors of equal shape and dtype. A plug-in is
+    called with ``(rank, world_size, rendezvous)``, the last an address where the ranks meet
+    (``tcp://127.0.0.1:40113/tp``), and returns once all have joined.
     """
 
     @property
@@ -27,7 +31,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks; may reuse the input's memory."""
+        """Sum over ranks, the same bits on each; may reuse the input's memory."""
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """This rank's part along ``dim`` of the sum over ranks; ``world_size`` divides that dimension."""
+        return self.all_reduce(tensor).chunk(self.world_size, dim)[self.rank].contiguous()
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -35,7 +43,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The source rank's tensor on every rank."""
+        """The source rank's tensor on every rank; may reuse the input's memory."""
 
     @abstractmethod
     def barrier(self) -> None:
@@ -51,6 +59,10 @@ class SingleProcess(Communicator):
     rank = 0
     world_size = 1
 
+    def __init__(self, rank: int = 0, world_size: int = 1, rendezvous: str = "") -> None:
+        if (rank, world_size) != (0, 1):
+            raise ConfigError(f"communicator 'single' has one rank, got {rank} of {world_size}")
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
@@ -62,17 +74,3 @@ class SingleProcess(Communicator):
 
     def barrier(self) -> None:
         return None
-
-
-def shard(size: int, communicator: Communicator, *, what: str) -> int:
-    """``size / world_size``.
-
-    Raises:
-        ValueError: it does not divide; names ``what``.
-    """
-    if size % communicator.world_size:
-        raise ValueError(
-            f"{what} = {size} cannot be divided over tensor_parallel_size = "
-            f"{communicator.world_size}"
-        )
-    return size // communicator.world_size

@@ -216,28 +216,52 @@ class SchedulerConfig:
                shared, f"at most max_num_batched_tokens = {most}")  # fmt: skip
 
 
+MOST_RANKS = 64
+"""Largest ``tensor_parallel_size``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Over how many processes the model is spread."""
 
     tensor_parallel_size: int = option(
-        1, "Ranks over which each layer is split. Only 1 for now.", other_flag="-tp"
-    )
+        1, "Ranks over which each layer is divided: processes of this machine, each with its share of the "
+        "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
+    )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
     data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
-    distributed_executor_backend: str = option(
-        "uni", "Executor of the workers: uni, or a plug-in's name."
-    )
+    distributed_executor_backend: str | None = option(
+        None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
+        "rank), or a plug-in's name. Default: uni for one rank, else mp.",
+    )  # fmt: skip
+    communicator: str = option(
+        "auto", "Way in which ranks exchange tensors: gloo, shm, or a plug-in's name. auto: shm where it is "
+        "installed and the ranks share memory, else gloo.",
+    )  # fmt: skip
     worker_extension_cls: str = option(
         "", "A class of your own, as 'package.module:Class': the workers get its methods, and collective_rpc "
         "may call them by name.",
         cost="its code runs in the engine's threads, between two steps: nothing else runs meanwhile",
     )  # fmt: skip
 
+    @property
+    def executor(self) -> str:
+        """The executor's name, chosen if it was left out."""
+        return self.distributed_executor_backend or (
+            "uni" if self.tensor_parallel_size == 1 else "mp"
+        )
+
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = self.tensor_parallel_size
+        require(
+            1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
+        )
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
-                   "1: running on several devices is not built yet")  # fmt: skip
+                   "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        executor = self.distributed_executor_backend
+        require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
+               f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ Choice = TypeVar("Choice")
 
 ROOTS = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
-    "headrace_models", "headrace_multimodal", "headrace_engine",
+    "headrace_models", "headrace_multimodal", "headrace_distributed", "headrace_engine",
     "headrace_server", "uvicorn",
 )  # fmt: skip
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

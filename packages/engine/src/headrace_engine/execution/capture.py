@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.errors import CaptureRefused
-from headrace_core.graph import GraphNeed, Step, StepGraph, StepGraphFactory
+from headrace_core.graph import GraphNeed, RecordsCalls, Step, StepGraph, StepGraphFactory
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ class Capture:
     sizes: tuple[int, ...]
     """See :attr:`headrace_core.graph.GraphNeed.capture_sizes`."""
     enforce_eager: bool = False
+    recorders: tuple[RecordsCalls, ...] = ()
+    """See :attr:`headrace_core.graph.GraphNeed.recorders`."""
 
     @property
     def largest(self) -> int:
@@ -49,7 +51,7 @@ def capture_steps(
     graph = factory()
     start = time.perf_counter()
     try:
-        graph.capture(step, GraphNeed(capture.sizes, **need))
+        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders, **need))
     except CaptureRefused as error:
         logger.info("%s run eagerly: %s", kind, error)
         return None

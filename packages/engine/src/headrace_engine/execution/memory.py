@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
-from headrace_engine.config import CacheConfig
+from headrace_engine.config import CacheConfig, EngineConfig
 from headrace_engine.execution.division import (
     CacheLimits,
     PoolNeed,
@@ -348,6 +348,15 @@ def gibibytes(num_bytes: int) -> str:
     """A number of bytes in GiB, with three significant digits where it is small."""
     size = num_bytes / (1 << 30)
     return f"{size:.2f} GiB" if size >= 1 else f"{size:.3g} GiB"
+
+
+def of_one_rank(config: EngineConfig) -> EngineConfig:
+    """The configuration as one rank's memory is planned by it: ``max_memory_bytes`` is of all of them."""
+    limit, size = config.cache.max_memory_bytes, config.parallel.tensor_parallel_size
+    if limit is None or size == 1:
+        return config
+    cache = dataclasses.replace(config.cache, max_memory_bytes=max(1, limit // size))
+    return dataclasses.replace(config, cache=cache)
 
 
 def readable(num_bytes: int) -> str:

@@ -126,6 +126,10 @@ class ServingWorker:
         make_adapters: makes the slots of a model's adapters; None: requests have none.
         adapter_store: has the adapters, and reads them for the model.
         memory_pool: holds weights and cache of an engine that may sleep, if the device has such memory.
+        rank: its place among the ranks over which the model's layers are divided.
+        memory_share: ranks that share the device's memory, this one included.
+        lead: makes the passes of a model that was built run on the other ranks, too; None: there are none,
+            or this rank follows.
     """
 
     def __init__(
@@ -163,8 +167,14 @@ class ServingWorker:
         make_adapters: Callable[[], AdapterSlots] | None = None,
         adapter_store: AdapterStore | None = None,
         memory_pool: MemoryPool | None = None,
+        rank: int = 0,
+        memory_share: int = 1,
+        lead: Callable[[CausalLM], None] | None = None,
     ) -> None:
         self._build_model = build_model
+        self._rank = rank
+        self._memory_share = memory_share
+        self._lead = lead
         self._device = torch.device(device)
         self._dtype = dtype
         self._vocab_size = vocab_size
@@ -225,12 +235,14 @@ class ServingWorker:
         self._binding.enter()
         if self._make_transfer is not None:  # what it refuses is known before weights are read
             self._transfer = self._make_transfer()
-        self._available = self._meter.available()
+        self._available = self._meter.available() // self._memory_share
         before = self._meter.used()
         with memory_errors("the model's weights"), self._memory.region(WEIGHTS):
             slots = self._make_slots()
             model = self._build_model(*slots)
             draft = None if self._build_draft is None else self._build_draft()
+        if self._lead is not None:
+            self._lead(model)
         self._hold(model, draft)
         if self._prompt_embeds and not _takes_prompt_embeds(model):
             raise ConfigError(
@@ -489,7 +501,7 @@ class ServingWorker:
     @property
     def rank(self) -> int:
         """Its place among the workers."""
-        return 0
+        return self._rank
 
     @property
     def device(self) -> torch.device:

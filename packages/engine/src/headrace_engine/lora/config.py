@@ -34,8 +34,10 @@ class LoRAConfig:
         cost="the adapters' files, in memory",
     )  # fmt: skip
     fully_sharded_loras: bool = option(
-        False, "Cut both factors of adapters over the ranks of tensor parallelism, not only one."
-    )
+        False, "Cut both factors of adapters over the ranks of tensor parallelism, not only one.",
+        cost="an exchange of as many numbers as an adapter's rank in each layer; pays with large ranks and "
+        "long sequences",
+    )  # fmt: skip
     enable_tower_connector_lora: bool = option(
         False, "Take adapters that change towers for images, audio and video, and their projectors; media "
         "are embedded once for each such adapter, in the step that reaches them.",

@@ -158,7 +158,8 @@ class NativeStepGraph(StepGraph):
         """A batch's values, and what the step does with it."""
         values = entries(batch, need, _num_rows(batch, None), batch.logits_rows)
         inputs = [x for x in values if isinstance(x, Tensor)]
-        recording = record(self._library, inputs, functools.partial(step, batch), constants)
+        run = functools.partial(step, batch)
+        recording = record(self._library, inputs, run, constants, need.recorders)
         _check_result(recording.result_shape, batch)
         return values, recording
 

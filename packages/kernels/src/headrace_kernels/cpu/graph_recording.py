@@ -11,6 +11,7 @@ import ctypes
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace_core.errors import CaptureRefused
+from headrace_core.graph import RecordsCalls
 from headrace_kernels.cpu.graph_torch import TorchOperations
 from headrace_kernels.cpu.library import Kernel, Library
 
@@ -67,6 +69,7 @@ def record(
     inputs: Sequence[Tensor],
     run: Callable[[], Tensor],
     constants: dict[Any, Tensor],
+    recorders: Sequence[RecordsCalls] = (),
 ) -> Recording:
     """Record ``run``, whose result is a contiguous floating tensor.
 
@@ -75,12 +78,16 @@ def record(
         inputs: tensors whose addresses differ from step to step.
         constants: tensors that the step makes of Python's numbers, filled here; one object for all
             recordings of a step, to be kept as long as they are.
+        recorders: others whose native calls ``run`` makes.
 
     Raises:
         CaptureRefused: it does what cannot be recorded.
     """
     pass_ = _Pass(library, inputs, constants)
-    with library.recording(pass_.call), pass_:
+    with ExitStack() as stack:
+        for recorder in (library, *recorders):
+            stack.enter_context(recorder.recording(pass_.call))
+        stack.enter_context(pass_)
         try:
             result = run()
         except CaptureRefused:

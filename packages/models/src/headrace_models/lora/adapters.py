@@ -17,7 +17,7 @@ from headrace_models.loading.mapping import listed
 from headrace_models.lora.files import AdapterFiles, Factors, read_folder
 from headrace_models.lora.find_places import find_places
 from headrace_models.lora.names import ModuleNames
-from headrace_models.lora.places import Memory, Place, TowerPlace
+from headrace_models.lora.places import Memory, Place
 from headrace_models.lora.rows import MediaSlot, RowSlots
 from headrace_models.lora.stacks import stack_pieces
 from headrace_models.lora.targets import Piece
@@ -50,6 +50,7 @@ class Adapters:
         max_tokens: tokens of a step.
         max_logits_rows: rows of hidden states that logits are computed of at once.
         towers: towers for media and their projectors have places, too.
+        fully_sharded: see :mod:`headrace_models.lora.sharded_place`.
 
     Raises:
         ConfigError: no kernel provider has the op ``low_rank``.
@@ -66,10 +67,12 @@ class Adapters:
         max_tokens: int,
         max_logits_rows: int,
         towers: bool = False,
+        fully_sharded: bool = False,
     ) -> None:
         like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
         self.ops, self.dtype = ops, dtype
-        self.memory = Memory(ops.optional(LOW_RANK), max_loras, max_lora_rank, like)
+        op = ops.optional(LOW_RANK)
+        self.memory = Memory(op, max_loras, max_lora_rank, like, fully_sharded)
         self.tokens = RowSlots("tokens", max_tokens, device)
         self.logits = RowSlots("rows of logits", max_logits_rows, device)
         self.media = MediaSlot(device) if towers else None
@@ -228,7 +231,7 @@ class Adapters:
 
 
 def _is_tower(place: Place) -> bool:
-    return isinstance(place, TowerPlace)
+    return isinstance(place.rows, MediaSlot)
 
 
 def _kind(name: str) -> str:

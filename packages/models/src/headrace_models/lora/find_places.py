@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from headrace_models.lora.places import (
     TowerPlace,
 )
 from headrace_models.lora.rows import MediaSlot, RowSlots
+from headrace_models.lora.sharded_place import ShardedPlace
 
 HEAD, TABLE = "head", "embed"
 """Attributes of a model beside ``layers`` below which layers run on a step's rows, in their order."""
@@ -96,15 +98,17 @@ def _names(leaf: Any) -> tuple[str, ...]:
 
 
 def _linear(layer: Linear, memory: Memory, rows: RowSlots) -> Place:
-    spec, made = layer.spec, TowerPlace if isinstance(rows, MediaSlot) else LinearPlace
+    made = partial(TowerPlace if isinstance(rows, MediaSlot) else LinearPlace, memory)
+    group = layer.communicator
+    if memory.fully_sharded and group.world_size > 1:
+        made = partial(ShardedPlace, memory, communicator=group)
     return made(
-        memory,
         layer.name,
         rows,
-        spec.in_features,
+        layer.spec.in_features,
         layer.parts,
         in_shard=layer.in_shard,
-        part_names=spec.part_names,
+        part_names=layer.spec.part_names,
     )
 
 

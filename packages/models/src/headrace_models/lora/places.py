@@ -27,12 +27,14 @@ class Memory:
 
     Args:
         like: an empty tensor of the factors' dtype, on the model's device.
+        fully_sharded: both factors of linear layers are cut over the ranks.
     """
 
     op: LowRankOp
     num_slots: int
     max_rank: int
     like: Tensor
+    fully_sharded: bool = False
 
     def allocate(self, in_features: int, out_parts: Sequence[int], copies: int = 1) -> Any:
         """Memory of one product, for so many of them in each slot."""
@@ -121,7 +123,11 @@ class LinearPlace(Place):
         sizes = [part.size for part in parts]
         shape = (sum(sizes), in_features)
         self.slot = Slot(shape, parts=parts, in_dim=1, in_shard=in_shard)
-        self.factors = memory.allocate(in_features, sizes)
+        self.allocate(in_features, sizes)
+
+    def allocate(self, in_features: int, out_parts: list[int]) -> None:
+        """Take the slots' memory."""
+        self.factors = self.memory.allocate(in_features, out_parts)
 
     def slots(self) -> Mapping[str, Slot]:
         return {"weight": self.slot}

@@ -53,13 +53,17 @@ class MiniCPMVVideos(VideoProcessor, MiniCPMVProcessor):
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Each image behind its number."""
+        return VideoProcessor.place(self, self.with_marks(token_ids, media), media)
+
+    def with_marks(
+        self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]
+    ) -> Sequence[int]:
+        """A prompt with a token for each image, behind its number, and for each video."""
         mark = self.video_placeholder_id
         films = [one for one in media if PIXEL_VALUES_VIDEOS in one.inputs]
         if films and mark is not None and mark not in token_ids:
             token_ids = self._words.replaced(token_ids, self.written_video, mark)
-        if len(films) < len(media):
-            token_ids = self._marked(token_ids)
-        return VideoProcessor.place(self, token_ids, media)
+        return self._marked(token_ids) if len(films) < len(media) else token_ids
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:
         return max(1, min(num_frames, num_tokens // (self._number + 2))), self._side, self._side

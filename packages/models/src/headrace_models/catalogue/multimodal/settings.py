@@ -9,7 +9,7 @@ from headrace_models.catalogue.multimodal.left_out import LEFT_OUT
 from headrace_models.catalogue.multimodal.rows import WRAPPERS
 from headrace_models.catalogue.multimodal.wrapper import PREFIXES, nested_settings
 
-_HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
+_HEADS = ("lm_head.", "output.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
           "transformer.output_layer.",
           "thinker.lm_head.", "llm.lm_head.", "language.lm_head.", "decoder.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""

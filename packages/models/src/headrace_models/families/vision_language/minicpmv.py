@@ -1,5 +1,5 @@
-"""MiniCPM-V 2.6, 4.0 and 4.5: SigLIP's tower on slices of any shape, and a resampler that makes as
-many vectors of each.
+"""MiniCPM-V: SigLIP's tower on slices of any shape, and a resampler that makes as many vectors of each; and
+MiniCPM-o 2.6, which hears as well, by Whisper's encoder.
 
 Yao et al. 2024, arXiv:2408.01800.
 """
@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
+from headrace_models.layers.audio.whisper import AudioEncoder, encoder_rules
+from headrace_models.layers.base import Layer
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.resampler import Resampler, resampler_rules
 from headrace_models.layers.vision.towers.clip import tower_rules
 from headrace_models.layers.vision.towers.fractional import FractionalTower
@@ -29,8 +33,6 @@ _VISION: Mapping[str, Any] = {
     "image_size": 980, "patch_size": 14,
 }  # fmt: skip
 """Values that configs may leave out."""
-
-
 _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Modality -> name of the model's input."""
 
@@ -71,3 +73,108 @@ class MiniCPMV(MediaDecoder):
         states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), grids)
         vectors = self.resampler(states, grids)
         return torch.split(vectors, [len(own) * self.resampler.number for own in sizes])
+
+
+_EAR, _PROJECTION = "apm", "audio_projection_layer"
+_AUDIO: Mapping[str, Any] = {
+    "d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536,
+    "num_mel_bins": 80, "max_source_positions": 1500, "activation_function": "gelu",
+}  # fmt: skip
+"""Values that the part for recordings may leave out: those of Whisper's class."""
+_STATES_PER_SECOND = 50
+
+
+class MiniCPMO(MiniCPMV):
+    """A recording is as many vectors as its length makes, in pieces of 30 s that do not hear each other.
+
+    A tower whose part of the config is left out, as when its modalities are limited to 0, is neither made nor
+    loaded.
+    """
+
+    media_rules: ClassVar[Sequence[WeightRule]] = (
+        *MiniCPMV.media_rules,
+        *encoder_rules(_EAR, "hearing.encoder"),
+        WeightRule(f"{_PROJECTION}.linear1", "hearing.projector.up"),
+        WeightRule(f"{_PROJECTION}.linear2", "hearing.projector.down"),
+    )
+
+    def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        self.sees, self.hearing = "vision_config" in whole, None
+        if self.sees:
+            super().make_towers(context, whole)
+        if "audio_config" in whole:
+            self.hearing = _Hearing(context, whole, self.hidden_size())
+
+    @property
+    def modalities(self) -> Sequence[str]:  # type: ignore[override]
+        """Modalities of the towers that were made."""
+        seen = MiniCPMV.modalities if self.sees else ()
+        return (*seen, *(() if self.hearing is None else ("audio",)))
+
+    def unread_weights(self) -> Mapping[str, str]:
+        """Tensors of towers that were not made."""
+        names = {"image": (_TOWER, _RESAMPLER), "audio": (_EAR, _PROJECTION)}
+        return {
+            rf"{name}\..*": f"{modality} is limited to 0"
+            for modality, own in names.items()
+            if modality not in self.modalities
+            for name in own
+        }
+
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """See :class:`headrace_core.model.SupportsMultiModal`.
+
+        Args:
+            inputs: of recordings ``input_features`` [frames, bins] each; of images and videos as
+                :class:`MiniCPMV` takes them.
+        """
+        if modality != "audio":
+            return super().embed_media(modality, inputs)
+        assert self.hearing is not None
+        return [self.hearing(item["input_features"]) for item in inputs]
+
+
+class _Hearing(Layer):
+    """Whisper's encoder, an MLP, and the mean of neighbouring vectors.
+
+    A state hears those of its own second and of the seconds before (``audio_chunk_length``).
+
+    Args:
+        whole: ``config.json``.
+        size: of the vectors.
+    """
+
+    def __init__(self, context: BuildContext, whole: Mapping[str, Any], size: int) -> None:
+        settings = Settings(whole)
+        settings.refuse("init_audio", True)
+        stated = Settings({**_AUDIO, **part_of(whole, "audio_config")})
+        states, wide = stated.integer("d_model"), stated.integer("encoder_ffn_dim")
+        if wide // 4 != states:
+            raise UnsupportedModel(
+                f"config.json: audio_config.encoder_ffn_dim = {wide}: must be four times d_model = {states}"
+            )
+        self.encoder = AudioEncoder(context, stated, _EAR)
+        self.window = 2 * self.encoder.num_positions
+        self.group = settings.integer("audio_pool_step", 2)
+        self.block = max(0, int(settings.number("audio_chunk_length", 1.0) * _STATES_PER_SECOND))
+        self.projector = Projector(
+            context,
+            f"{_PROJECTION}.linear1",
+            f"{_PROJECTION}.linear2",
+            (states, size, size),
+            "relu",
+            bias=True,
+        )
+
+    def __call__(self, frames: Tensor) -> Tensor:
+        """frames [F, bins] of a recording -> [vectors, size]."""
+        return torch.cat([self._piece(own) for own in torch.split(frames, self.window)])
+
+    def _piece(self, frames: Tensor) -> Tensor:
+        """Of up to as many frames as the encoder has places for; states that fill no group are dropped."""
+        x = self.projector(self.encoder.in_blocks(frames, self.block))
+        number = len(x) // self.group
+        groups = x[: number * self.group].view(number, self.group, x.shape[1])
+        return groups.mean(1, dtype=torch.float32).to(x.dtype)

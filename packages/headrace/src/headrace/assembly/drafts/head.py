@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.draft_model import naming_the_setting, speculators_config
+from headrace.assembly.drafts.model import naming_the_setting, speculators_config
 from headrace_core.errors import ConfigError, UnsupportedFeature, UnsupportedModel
 from headrace_engine.speculation.config import DRAFT_MODEL, HEADS, WITHIN
 

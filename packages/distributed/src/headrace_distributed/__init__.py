@@ -1,0 +1,1 @@
+"""Groups of ranks and how they talk; entry points of the group ``headrace.communicators``."""
