@@ -116,6 +116,26 @@ def test_messages_of_every_size_pass_a_ring_of_every_size(
         assert all(found.result() == sent for found in received)
 
 
+@pytest.mark.timeout(120)
+def test_a_sleeper_is_woken() -> None:
+    """Nobody spins, so each message wakes its reader: by themselves they look ten times a second."""
+    forth, back = RingWriter(1, 64, spin_seconds=0), RingWriter(1, 64, spin_seconds=0)
+    there, here = (RingReader(str(end.handle), 0, spin_seconds=0) for end in (forth, back))
+
+    def echo() -> None:
+        while data := there.receive():
+            back.send(data)
+
+    with ThreadPoolExecutor(1) as pool:
+        echoing = pool.submit(echo)
+        for number in range(3000):
+            data = number.to_bytes(4, "big")
+            forth.send(data)
+            assert here.receive() == data
+        forth.send(b"")
+        echoing.result()
+
+
 READER = """
 import hashlib, random, sys
 from headrace_distributed.shm.ring import RingReader
