@@ -27,6 +27,7 @@ from mutated import SERVER as WITH_TOOLS
 from mutated import mutants
 from schemathesis.generation import GenerationMode
 from servers import serving
+from tqdm import tqdm
 
 SERVER = (
     "--device", "sim", "--sim-step-ms", "0", "--sim-token-us", "0", "--max-model-len", "128",
@@ -102,7 +103,7 @@ class Fuzz:
 
     def run_mutants(self, count: int, number: int = 0) -> None:
         """Send bodies that are nearly right."""
-        for path, body in mutants(count, number):
+        for path, body in tqdm(mutants(count, number), "nearly right", count, mininterval=10):
             answer = self._client.post(path, body)
             if answer.seconds > 1.0:
                 answer = self._client.post(path, body)
@@ -110,7 +111,7 @@ class Fuzz:
 
     def run_raw(self, url: str, count: int, number: int = 0) -> None:
         """Send connections that are not, or hardly, HTTP."""
-        for data in mutations(count, number):
+        for data in tqdm(mutations(count, number), "damaged", count, mininterval=10):
             answer = exchange(url, data)
             if answer.seconds > 1.0:
                 answer = exchange(url, data)

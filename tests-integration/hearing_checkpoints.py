@@ -16,9 +16,10 @@ from torch import Tensor
 
 from headrace_core.multimodal import ProcessedMedia
 from headrace_testing.model.decoders import randomise
-from headrace_testing.model.plain_midashenglm import PlainMiDashengLM
-from headrace_testing.model.plain_mobilenet_v5 import gemma3n_sees, tame
-from headrace_testing.model.plain_ultravox import PlainUltravox, projector, tower
+from headrace_testing.model.plain.midashenglm import PlainMiDashengLM
+from headrace_testing.model.plain.minicpmo import PlainMiniCPMO
+from headrace_testing.model.plain.mobilenet_v5 import gemma3n_sees, tame
+from headrace_testing.model.plain.ultravox import PlainUltravox, projector, tower
 
 Oracle = Callable[[Sequence[int], Sequence[ProcessedMedia]], list[int]]
 """(tokens of a prompt, its items) -> eight tokens that follow."""
@@ -181,6 +182,49 @@ def save_midashenglm(folder: Path) -> Oracle:
         names = ("input_features", "num_heard")
         return _goes_on(
             model, ids_, images=[{name: tensor(item, name) for name in names} for item in media]
+        )
+
+    return goes_on
+
+
+MINICPMO_TOKENS = (
+    "<unk>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|audio_start|>",
+    "<|audio_end|>",
+)  # fmt: skip
+
+
+def save_minicpmo(folder: Path) -> Oracle:
+    """Pieces of 2 s, 25 vectors a second between two tokens; slices of about 32 x 32 pixels, 5 tokens
+    each."""
+    ids = save_tokenizer(folder, (_SILENT, *MINICPMO_TOKENS))
+    vision = {
+        "model_type": "siglip", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "image_size": 56, "patch_size": 8,
+    }  # fmt: skip
+    audio = {
+        "num_mel_bins": 16, "d_model": 24, "encoder_layers": 2, "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 96, "max_source_positions": SECONDS * 50,
+    }  # fmt: skip
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
+    config = {
+        **text, "hidden_size": 128, "architectures": ["MiniCPMO"], "model_type": "minicpmo", "version": "2.6",
+        "vision_config": vision, "query_num": 5, "drop_vision_last_layer": False, "audio_config": audio,
+        "audio_pool_step": 2, "audio_chunk_length": 1.0, "image_token": ids["<unk>"],
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    settings = {
+        "patch_size": 8, "scale_resolution": 32, "max_slice_nums": 4, "image_feature_size": 5,
+        "feature_size": 16, "chunk_length": SECONDS, "sampling_rate": RATE,
+    }  # fmt: skip
+    _written(folder, "preprocessor_config.json", settings)
+    torch.manual_seed(0)
+    model = _made(PlainMiniCPMO(config).eval(), folder)
+
+    def goes_on(ids_: Sequence[int], media: Sequence[ProcessedMedia]) -> list[int]:
+        return _goes_on(
+            model,
+            ids_,
+            images=[{name: tensor(item, name) for name in item.inputs} for item in media],
         )
 
     return goes_on

@@ -15,8 +15,8 @@ from PIL import Image
 from speech_checkpoints import save_tokenizer
 
 from headrace_testing.model.decoders import randomise
-from headrace_testing.model.plain_minicpmv import PlainMiniCPMV
-from headrace_testing.model.plain_phi3v import PlainPhi3V
+from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain.phi3v import PlainPhi3V
 from headrace_testing.model.published_internvl import publish
 
 CHAT = (

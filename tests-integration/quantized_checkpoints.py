@@ -51,6 +51,19 @@ def fp4(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return (codes[:, ::2] | codes[:, 1::2] << 4).byte(), E2M1[codes] * wide
 
 
+def check_whole(suite: ModelConformance, folder: Path) -> Checkpoint:
+    """The numbers of one whole model, without the rest of the suite: batched, in chunks, after a preemption
+    and over two ranks."""
+    made = suite.make_checkpoint(folder)
+    model = suite.open(made.path)
+    suite.test_requests_of_different_lengths(made, model)
+    suite.test_prefill_in_chunks(made, model)
+    suite.test_preemption(made, model)
+    if suite.tensor_parallel > 1:
+        suite.test_tensor_parallel(made, model)
+    return made
+
+
 def divide(path: Path, into: Path) -> None:
     """Write a checkpoint of one file again, as three."""
     tensors = load_file(path / "model.safetensors")
@@ -81,8 +94,12 @@ class IntegerConformance(ModelConformance):
         """A layer's tensors by suffix, and the weight that they mean."""
         raise NotImplementedError
 
+    adds_tensors: ClassVar[bool] = True
+    """A packed layer has more tensors than one in floats."""
     layers: ClassVar[str] = r".*_proj"
     """Pattern of the names of linear layers."""
+    refusal: ClassVar[str] = ""
+    """Words of the message that refuses two ranks, where ``tensor_parallel`` is 1."""
     is_transposed: ClassVar[bool] = False
     """The plain checkpoint stores them [in, out]; quantizers turn them first."""
 
@@ -104,7 +121,7 @@ class IntegerConformance(ModelConformance):
                 tensors, floats[name] = self.coded(name.removesuffix(".weight"), tensor)
                 del stored[name]
                 stored |= {name.removesuffix("weight") + key: t for key, t in tensors.items()}
-        assert len(stored) > len(floats)
+        assert len(stored) > len(floats) or not self.adds_tensors
         save_file(floats, folder / "model.safetensors", metadata={"format": "pt"})
         reference = self.hf_class().from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32

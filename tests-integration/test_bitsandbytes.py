@@ -18,17 +18,19 @@ from headrace_core.errors import ConfigError
 from headrace_core.parallel import Communicator
 from headrace_models.loading.loader import load_model
 from headrace_models.quantization import quant_method
-from headrace_quant.code_books import NF4
+from headrace_quant.code_books import FP4, NF4
 from headrace_testing.model.decoders import Checkpoint, PagedDriver, build_context, run_ranks
 
 
-def four_bits(weight: Tensor, *, twice: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """As bitsandbytes packs NF4 in blocks of 64 along the flattened weight."""
-    book = torch.tensor(NF4)
+def four_bits(
+    weight: Tensor, *, twice: bool, kind: str = "nf4"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """As bitsandbytes packs NF4, or FP4, in blocks of 64 along the flattened weight."""
+    book = torch.tensor({"nf4": NF4, "fp4": FP4}[kind])
     blocks = weight.reshape(-1, 64)
     largest = blocks.abs().amax(1)
     state: dict[str, Any] = {
-        "quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(weight.shape),
+        "quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": list(weight.shape),
     }  # fmt: skip
     tensors = {"weight.absmax": largest, "weight.quant_map": book}
     if twice:
@@ -46,7 +48,7 @@ def four_bits(weight: Tensor, *, twice: bool) -> tuple[dict[str, Tensor], Tensor
     pairs = codes.view(-1, 2).byte()
     tensors |= {
         "weight": (pairs[:, 0] << 4 | pairs[:, 1])[:, None],
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+        f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(
             list(json.dumps(state).encode())
         ).byte(),
     }

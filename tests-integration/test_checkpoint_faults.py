@@ -95,11 +95,15 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read(words: tuple[str, 
     assert "download it again" not in output
 
 
-def test_stored_weights_beyond_a_budget_are_refused_before_they_are_read(folder: Path) -> None:
-    """The file's contents are spoiled: whoever read them would say so."""
+def _spoil(folder: Path) -> None:
+    """Fill the file with NaN: whoever reads a weight refuses it."""
     [file] = folder.glob("*.safetensors")
     tensors = load_file(file)
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}, file)
+
+
+def test_stored_weights_beyond_a_budget_are_refused_before_they_are_read(folder: Path) -> None:
+    _spoil(folder)
     limit = str(5 << 20)
     status, output = refused("serve", str(folder), "--port", "0", "--max-memory-bytes", limit)
     assert status == 4, output[-2000:]
@@ -107,14 +111,46 @@ def test_stored_weights_beyond_a_budget_are_refused_before_they_are_read(folder:
 
 
 def test_a_context_that_cannot_fit_is_refused_before_weights_are_read(folder: Path) -> None:
-    [file] = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}, file)
+    _spoil(folder)
     words = ("--kv-cache-memory-bytes", str(1 << 20))
     status, output = refused("serve", str(folder), "--port", "0", *words)
     assert status == 4, output[-2000:]
     assert "max_model_len of at most" in output
     assert re.search(r"needs [0-9.]+ MiB, [0-9.]+ MiB more than there are", output)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(("serve", "--port", "0"), ("--num-gpu-blocks-override", "400000000")),
+     (("serve", "--port", "0", "--engine-process"), ("--kv-cache-memory-bytes", "900T")),
+     (("generate", "--prompt", "x", "--model"), ("--kv-cache-memory-bytes", "900T"))],
+)  # fmt: skip
+def test_a_cache_beyond_the_memory_is_refused_before_weights_are_read(
+    command: tuple[str, ...], words: tuple[str, str], folder: Path
+) -> None:
+    """The system would promise it, and end the process once it is filled."""
+    _spoil(folder)
+    status, output = refused(*command, str(folder), *words)
+    assert status == 4, output[-2000:]
+    assert "HR-MEM-001" in output
+    assert re.search(
+        rf"{words[0]} = \d+: the KV cache takes [0-9.]+ GiB, and [0-9.]+ GiB of memory are left for it",
+        output,
+    )
+    assert "Give a smaller" in output
+
+
+def test_a_context_beyond_the_memory_is_refused_before_weights_are_read(folder: Path) -> None:
+    """No size is chosen: one request of the longest context needs more than the model leaves."""
+    _spoil(folder)
+    config, length = folder / "config.json", 1 << 18
+    told = {**json.loads(config.read_text()), "max_position_embeddings": length}
+    config.write_text(json.dumps(told))
+    words = ("--max-model-len", str(length), "--max-memory-bytes", "128M")
+    status, output = refused("serve", str(folder), "--port", "0", *words)
+    assert status == 4, output[-2000:]
+    assert re.search(rf"max_model_len = {length}: it needs [0-9.]+ MiB, [0-9.]+ MiB more", output)
+    assert re.search(r"max_model_len of at most \d+ would fit", output)
 
 
 _SECOND = """

@@ -62,11 +62,12 @@ class TestGPTQOfThreeBits(Dense, GPTQCheckpoint):
 class TestGPTQSorted(Dense, GPTQCheckpoint):
     sorts = True
     quantization = gptq(desc_act=True)
-    tensor_parallel = 1  # refused, see below
+    tensor_parallel = 1
+    refusal = "tensor_parallel_size = 2: set 1"
 
     def test_two_ranks_are_refused(self, checkpoint: Checkpoint) -> None:
         info = self.resolve(checkpoint.path, max_model_len=64)
-        with pytest.raises(UnsupportedModel, match="tensor_parallel_size = 2: set 1"):
+        with pytest.raises(UnsupportedModel, match=self.refusal):
             run_ranks(2, lambda group: self.load(info, build_context(info, communicator=group)))
 
 

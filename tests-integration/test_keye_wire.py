@@ -21,7 +21,7 @@ from headrace import LLM, SamplingParams
 from headrace_core.multimodal import MediaItem
 from headrace_multimodal import processor_for
 from headrace_testing.model.decoders import randomise
-from headrace_testing.model.plain_keye import PlainKeye
+from headrace_testing.model.plain.keye import PlainKeye
 
 NAME = "KeyeForConditionalGeneration"
 MARKS = ("<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
+from headrace_models.lora.adapters import Adapters
 from headrace_models.quantization import quant_method
 from headrace_models.resolve import resolve
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise, run_ranks
@@ -78,3 +81,55 @@ def test_blocks_load_as_the_floats(tmp_path: Path, ranks: int) -> None:
     expected = logits(plain)
     for found in run_ranks(ranks, lambda communicator: logits(packed, communicator)):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT, about what it stores
+@pytest.mark.parametrize("kernels", ["reference", "native"])
+def test_an_adapter_of_experts_in_blocks(tmp_path: Path, kernels: str) -> None:
+    """As PEFT's on the floats that the blocks stand for; a request without an adapter is the base's."""
+    import peft
+    from transformers import GptOssForCausalLM
+
+    plain, packed = make_checkpoints(tmp_path)
+    model = GptOssForCausalLM.from_pretrained(
+        plain, attn_implementation="eager", dtype=torch.float32
+    )
+    base = log_probabilities(model.eval())
+    config = peft.LoraConfig(
+        init_lora_weights=False, r=4, target_modules=["q_proj", "o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )  # fmt: skip
+    tuned = peft.get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, factor in tuned.named_parameters():
+            if ".lora_" in name:
+                factor.copy_(torch.randn(factor.shape, generator=generator) / 8)
+    tuned.save_pretrained(tmp_path / "adapter")
+    expected = log_probabilities(tuned)
+
+    info = resolve(
+        ModelConfig(model=str(packed), dtype="float32", max_model_len=64),
+        LoadConfig(),
+        CpuPlatform(),
+    )
+    choose = {"*": "reference"} if kernels == "reference" else {}
+    ops = bind_ops(KernelNeed("cpu", "float32"), choose=choose)
+    quant = quant_method(info, None, ops, device="cpu", activations="float")
+    slots = Adapters(ops, max_loras=1, max_lora_rank=8, dtype="float32", device="cpu", max_tokens=64,
+                     max_logits_rows=64)  # fmt: skip
+    context = dataclasses.replace(build_context(info, ops=ops, quant=quant), adapters=slots)
+    own = load_model(info, context)
+    slots.place(0, slots.read(str(tmp_path / "adapter")))
+    rows = torch.tensor([0] * len(PROMPT) + [-1] * len(PROMPT), dtype=torch.int32)
+    slots.choose(rows, rows)
+    found = PagedDriver(own).step({"a": PROMPT, "b": PROMPT}).log_softmax(-1)
+    assert float((expected - base).abs().max()) > 0.1
+    torch.testing.assert_close(found[: len(PROMPT)], expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[len(PROMPT) :], base, atol=1e-4, rtol=0)
+
+
+def log_probabilities(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return found

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_variants as V
 import torch
 from forks import run_command
 from quantized_checkpoints import IntegerConformance
 from safetensors.torch import load_file, save_file
 from test_bitsandbytes import TestNF4 as NF4
 from test_compressed_tensors import TestMxfp4 as Mxfp4
+from test_compressed_tensors import TestMxfp8 as Mxfp8
 from test_integer_checkpoints import TestAWQ as AWQ
 from test_integer_checkpoints import TestGPTQ as GPTQ
 from test_modelopt import TestNvfp4 as Nvfp4
@@ -89,20 +92,61 @@ def test_a_plain_checkpoint_is_told_nothing_of_packing(tmp_path: Path) -> None:
     assert "packed" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suite", FORMATS)
+GROUPED = (
+    *FORMATS, V.AutoRoundAWQ, V.GPTQOf2Bits, V.W4A16Zeros, V.Mxfp6, Mxfp8, V.FP4, V.ModelOptFp4,
+    V.ModelOptMxfp8, V.QuarkE2M3, V.QuarkUint4, V.TorchAOInt4,
+)  # fmt: skip
+"""Formats whose scales are of groups of inputs, or whose codes are in words along them."""
+OF_EXPERTS = (
+    V.W4A16Mixture, V.Mxfp4Mixture, V.ModelOptFp4Mixture, V.QuarkE3M2, V.TorchAOMixture, V.AutoRoundMixture,
+    V.GptOss,
+)  # fmt: skip
+IN_WORDS = {
+    GPTQ: "k_proj.qzeros", AWQ: "k_proj.qweight", V.W4A16Zeros: "k_proj.weight_zero_point",
+    V.QuarkUint4: "k_proj.weight", V.AutoRoundAWQ: "k_proj.qweight",
+}  # fmt: skip
+"""Formats with eight outputs in a word, and the tensor of which a rank has 20."""
+
+
+@pytest.mark.keep(7, every_value=False)
+@pytest.mark.parametrize("suite", GROUPED)
 def test_groups_that_end_within_a_ranks_share(
     suite: type[IntegerConformance], tmp_path: Path
 ) -> None:
     """Refused before weights are read, naming tensor and remedy; one rank may have them."""
-    made = suite()
-    size = 16 if suite in (Nvfp4, NF4) else 32
-    made.make_checkpoint(tmp_path, intermediate_size=9 * size)
-    info = made.resolve(tmp_path, max_model_len=64)
-    made.open(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    tensor = r"'model\.layers\.0\.mlp\.down_proj\.\w+'"
-    words = rf"{tensor}.*in_features = {9 * size // 2}.*multiple.*tensor_parallel_size"
-    with pytest.raises(ConfigError, match=words):
+    size = 16 if suite in (Nvfp4, NF4, V.FP4, V.ModelOptFp4) else 32
+    words = rf"'model\.layers\.0\.mlp\.down_proj\.\w+'.*in_features = {9 * size // 2}.*multiple"
+    assert_one_rank_only(suite(), tmp_path, words, intermediate_size=9 * size)
+
+
+@pytest.mark.keep(3, every_value=False)
+@pytest.mark.parametrize("suite", OF_EXPERTS)
+def test_groups_of_experts_that_end_within_a_ranks_share(
+    suite: type[IntegerConformance], tmp_path: Path
+) -> None:
+    size = 16 if suite is V.ModelOptFp4Mixture else 32
+    key = "intermediate_size" if suite is V.GptOss else "moe_intermediate_size"
+    words = rf"'model\.layers\.0\.mlp\.experts\.0\.down_proj\.\w+'.*in_features = {3 * size // 2}.*multiple"
+    assert_one_rank_only(suite(), tmp_path, words, **{key: 3 * size})
+
+
+@pytest.mark.keep(2, every_value=False)
+@pytest.mark.parametrize("suite", IN_WORDS)
+def test_words_that_end_within_a_ranks_share(
+    suite: type[IntegerConformance], tmp_path: Path
+) -> None:
+    """Outputs of the part that is named, query's being whole words."""
+    words = rf"'model\.layers\.\d\.self_attn\.{re.escape(IN_WORDS[suite])}'.*outputs = 20.*multiple of 8"
+    sizes = {"head_dim": 20, "num_attention_heads": 16, "num_key_value_heads": 2}
+    assert_one_rank_only(suite(), tmp_path, words, **sizes)
+
+
+def assert_one_rank_only(made: IntegerConformance, folder: Path, words: str, **sizes: int) -> None:
+    made.make_checkpoint(folder, **sizes)
+    info = made.resolve(folder, max_model_len=64)
+    made.open(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"tensor {words}.*tensor_parallel_size"):
         run_ranks(2, lambda group: made.load(info, build_context(info, communicator=group)))
 
 

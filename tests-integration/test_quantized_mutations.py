@@ -8,6 +8,19 @@ import pytest
 import torch
 from quantized_checkpoints import IntegerConformance
 from safetensors.torch import load_file, save_file
+from stored_variants import (
+    FP4,
+    BitNet,
+    GptOss,
+    ModelOptMxfp8,
+    Mxfp6,
+    NaiveFp8,
+    OwnInt8Dense,
+    QuarkE2M3,
+    QuarkUint4,
+    TorchAOInt4,
+    W4A16Zeros,
+)
 from test_bitsandbytes import TestInt8 as LlmInt8
 from test_bitsandbytes import TestNF4 as NF4
 from test_bitsandbytes import TestNF4Twice as NF4Twice
@@ -29,11 +42,11 @@ from torch import Tensor
 
 from headrace_testing.model.decoders import PagedDriver
 
-CODES = ("qweight", "weight_packed", "_weight_qdata", "weight")
+CODES = ("qweight", "weight_packed", "_weight_qdata", "weight", "_blocks")
 ZEROS = ("qzeros", "weight_zero_point", "_weight_zero_point")
 SCALES = (
     "scales", "weight_scale", "_weight_scale", "weight.absmax", "weight.nested_absmax", "SCB",
-    "weight_scale_2",
+    "weight_scale_2", "_scales",
 )  # fmt: skip
 FORMATS = {
     GPTQ: {"codes", "zeros", "scales"}, GPTQSorted: {"codes", "zeros", "scales"},
@@ -41,7 +54,11 @@ FORMATS = {
     AWQ: {"codes", "zeros", "scales"}, NF4: {"codes", "scales"}, NF4Twice: {"codes", "scales"},
     LlmInt8: {"codes", "scales"}, Int8Zeros: {"codes", "zeros", "scales"}, Nvfp4: {"codes", "scales"},
     Mxfp4: {"codes", "scales"}, Mxfp8: {"scales"}, ModelOptNvfp4: {"codes", "scales"},
-    Fp8Blocks: {"scales"}, Quark: {"codes", "scales"}, TorchAO: {"zeros", "scales"}, TorchAOFp8: {"scales"},
+    FP4: {"codes", "scales"}, W4A16Zeros: {"codes", "zeros", "scales"}, Mxfp6: {"codes", "scales"},
+    NaiveFp8: {"scales"}, ModelOptMxfp8: {"scales"}, QuarkUint4: {"codes", "zeros", "scales"},
+    QuarkE2M3: {"codes", "scales"}, TorchAOInt4: {"codes", "scales"}, OwnInt8Dense: {"codes", "scales"},
+    BitNet: {"codes"}, GptOss: {"codes", "scales"}, Fp8Blocks: {"scales"}, Quark: {"codes", "scales"},
+    TorchAO: {"zeros", "scales"}, TorchAOFp8: {"scales"},
 }  # fmt: skip
 """Suite -> what can be misread in its tensors; codes of a byte each in their own dtype have no halves."""
 
@@ -50,7 +67,9 @@ def misread(name: str, tensor: Tensor, what: str) -> Tensor | None:
     """A tensor with halves of bytes swapped, zero points one more, or scales in another order; None: it is
     nothing of the kind."""
     ends = {"codes": CODES, "zeros": ZEROS, "scales": SCALES}[what]
-    if not any(name.endswith(f".{end}") for end in ends):
+    if not name.endswith(
+        tuple(end if end in ("_blocks", "_scales") else f".{end}" for end in ends)
+    ):
         return None
     whole = not tensor.is_floating_point()
     if what == "codes" and whole:

@@ -57,7 +57,13 @@ def _turned(slots: Adapters, module: str) -> bool:
 
 
 def with_adapters(
-    context: BuildContext, *, max_loras: int = 2, max_lora_rank: int = 8, most: int = 64
+    context: BuildContext,
+    *,
+    max_loras: int = 2,
+    max_lora_rank: int = 8,
+    most: int = 64,
+    towers: bool = False,
+    fully_sharded: bool = False,
 ) -> tuple[BuildContext, Adapters]:
     """A context in which layers get places, and the slots."""
     slots = Adapters(
@@ -68,6 +74,8 @@ def with_adapters(
         device=context.device,
         max_tokens=most,
         max_logits_rows=most,
+        towers=towers,
+        fully_sharded=fully_sharded,
     )
     return dataclasses.replace(context, adapters=slots), slots
 

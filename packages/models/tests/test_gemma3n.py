@@ -22,7 +22,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_models.families.omni import gemma3n
 from headrace_models.layers.convolutional import mobilenet_v5
 from headrace_models.layers.convolutional.mobilenet_v5 import Edge, Inverted, Query, Table
-from headrace_testing.model.plain_mobilenet_v5 import gemma3n_sees, tame
+from headrace_testing.model.plain.mobilenet_v5 import gemma3n_sees, tame
 
 BINS, PLACES = 10, 6
 PIXELS = "pixel_values"

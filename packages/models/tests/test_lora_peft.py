@@ -187,3 +187,44 @@ def test_files_as_pickles_are_read(tmp_path: Path) -> None:
     assert second.digest == first.digest
     assert second.num_bytes == first.num_bytes == 2 * 4 * 2 * (2 * 64 + 64 + 32)
     assert dataclasses.is_dataclass(second)
+
+
+GPT_OSS: dict[str, Any] = {
+    **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
+LONGCAT: dict[str, Any] = {
+    **SIZES, "num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "num_attention_heads": 4, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3,
+    "head_dim": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+STACKED: dict[str, dict[str, Any]] = {"GptOss": GPT_OSS, "LongcatFlash": LONGCAT}
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "LongcatFlash"])
+def test_experts_that_are_one_parameter(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases of experts stay as they are; tokens of experts that give back what they get keep it."""
+    if family in STACKED:
+        monkeypatch.setitem(OWN, family, STACKED[family])
+    model = reference(family)
+    model.save_pretrained(tmp_path / "base")
+    with torch.inference_mode():
+        base = model(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    expected = add(
+        model, tmp_path / "adapter", 0, r=4, target_modules=["o_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )  # fmt: skip
+    only = add(
+        model, tmp_path / "only", 1, r=3, lora_alpha=5, target_modules=[],
+        target_parameters=["experts.down_proj"],
+    )  # fmt: skip
+    own, slots = opened(tmp_path / "base", max_loras=2, max_lora_rank=8)
+    for slot, name in enumerate(("adapter", "only")):
+        slots.place(slot, slots.read(str(tmp_path / name)))
+    found = run(own, slots, [0, -1, 1, 0])
+    assert float((expected - base).abs().max()) > 0.1
+    assert float((only - base).abs().max()) > 0.1
+    for one, wanted in zip(found, (expected, base, only, expected), strict=True):
+        assert_close(one, wanted)

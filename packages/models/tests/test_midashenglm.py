@@ -14,7 +14,7 @@ from torch import Tensor
 from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_midashenglm import PlainMiDashengLM
+from headrace_testing.model.plain.midashenglm import PlainMiDashengLM
 
 BINS, STEP = 10, 4
 ENCODER: dict[str, Any] = {

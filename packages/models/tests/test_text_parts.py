@@ -112,7 +112,6 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Llama4ForConditionalGeneration": {"intermediate_size": 128, "vision_output_dim": 32},
     "Ovis2ForConditionalGeneration": {"vocab_size": 64, "num_visual_indicator_tokens": 5},
     "PerceptionLMForConditionalGeneration": {"model_args": {"embed_dim": 32}},
-    "Molmo2ForConditionalGeneration": {"image_size": [28, 28]},
     "Qwen2VLForConditionalGeneration": {"hidden_size": 64},
     "NemotronH_Omni_Reasoning_V3": {"video_temporal_patch_size": 2},
 }
@@ -144,6 +143,7 @@ BY_HAND = {
     "DeepseekOCRForCausalLM",
     "DeepseekVLV2ForCausalLM", "TarsierForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration",
     "MiDashengLMModel", "HCXVisionForCausalLM", "KananaVForConditionalGeneration",
+    "Molmo2ForConditionalGeneration", "PixtralForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, WhisperConfig
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_ultravox import PlainUltravox, projector, tower
+from headrace_testing.model.plain.ultravox import PlainUltravox, projector, tower
 
 WINDOW, GROUP, BINS = 48, 3, 10
 AUDIO: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_bagel import PlainBagel
+from headrace_testing.model.plain.bagel import PlainBagel
 
 VISION: dict[str, Any] = {
     "model_type": "siglip_vision_model", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_media import PlainMedia
+from headrace_testing.model.plain.media import PlainMedia
 
 PATCH, SIZE, HEADS, EPS = 4, 32, 2, 1e-5
 VISION: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_eagle import PlainEagle
+from headrace_testing.model.plain.eagle import PlainEagle
 
 SIDE, PATCH = 16, 4
 TOWER: dict[str, Any] = {

@@ -16,7 +16,7 @@ from vision_conformance import IMAGE, VisionConformance
 from headrace_core.errors import UnsupportedModel
 from headrace_models.config.settings import Settings
 from headrace_models.families.vision_language.hcx_vision import _canvases
-from headrace_testing.model.plain_hcx_vision import PlainHCXVision
+from headrace_testing.model.plain.hcx_vision import PlainHCXVision
 
 VISION: dict[str, Any] = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 SIZES = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]

@@ -13,7 +13,7 @@ from test_vision_language import TEXT, drawn
 from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
-from headrace_testing.model.plain_isaac import PlainIsaac
+from headrace_testing.model.plain.isaac import PlainIsaac
 
 VISION: dict[str, Any] = {
     "model_type": "pixel_shuffle_siglip2", "hidden_size": 24, "intermediate_size": 40,

@@ -13,7 +13,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_kanana_v import PlainKananaV
+from headrace_testing.model.plain.kanana_v import PlainKananaV
 
 VISION: dict[str, Any] = {
     "model_type": "kanana-1.5-v-visual-encoder", "depth": 2, "embed_dim": 32, "hidden_size": 32,

@@ -13,7 +13,7 @@ from torch import Tensor
 from video_conformance import VALUES, VideoConformance
 from vision_conformance import IMAGE
 
-from headrace_testing.model.plain_keye import PlainKeye
+from headrace_testing.model.plain.keye import PlainKeye
 
 PATCH = 4
 VISION: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_llava_kin import PlainMiniMaxVL01, PlainTarsier
+from headrace_testing.model.plain.llava_kin import PlainMiniMaxVL01, PlainTarsier
 
 SIDE, NEWLINE, END = 4, 125, 126
 CLIP: dict[str, Any] = {**TOWER, "model_type": "clip_vision_model"}

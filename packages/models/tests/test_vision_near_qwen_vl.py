@@ -13,7 +13,7 @@ from test_vision_language import TEXT, QwenVL
 from torch import Tensor
 from vision_conformance import IMAGE
 
-from headrace_testing.model.plain_media import PlainMedia
+from headrace_testing.model.plain.media import PlainMedia
 
 VISION: dict[str, Any] = {
     "depth": 3, "hidden_size": 32, "out_hidden_size": 48, "num_heads": 2, "intermediate_size": 40,

@@ -15,7 +15,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_nemotron_vl import PlainNemotronVL, PlainNemotronVL2
+from headrace_testing.model.plain.nemotron_vl import PlainNemotronVL, PlainNemotronVL2
 
 SIDE, PATCH = 16, 4
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -17,7 +17,7 @@ from video_conformance import VALUES, VideoConformance
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_media import PlainMedia
+from headrace_testing.model.plain.media import PlainMedia
 
 MARKS = (121, 122, 123, 124, 125)
 TOWER: dict[str, Any] = {

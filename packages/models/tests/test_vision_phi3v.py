@@ -15,7 +15,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_phi3v import PlainPhi3V
+from headrace_testing.model.plain.phi3v import PlainPhi3V
 
 TABLE = "model.embed_tokens.weight"
 

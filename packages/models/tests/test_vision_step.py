@@ -13,7 +13,7 @@ from torch import Tensor
 from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
-from headrace_testing.model.plain_step import PlainStep3VL, PlainStepVL
+from headrace_testing.model.plain.step import PlainStep3VL, PlainStepVL
 
 
 class Step(VisionConformance):

@@ -62,8 +62,8 @@ class CacheConfig:
         human_int=True,
     )  # fmt: skip
     kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache, independent of the share; must fit into what max_memory_bytes "
-        "leaves.", human_int=True,
+        None, "Size of the KV cache, independent of the share; must fit into what the model leaves of "
+        "max_memory_bytes and of the free memory.", human_int=True,
     )  # fmt: skip
     kv_cache_ahead_bytes: int = option(
         512 << 20, "CPU: bytes of the KV cache that a low-priority thread makes resident before they "
@@ -72,7 +72,9 @@ class CacheConfig:
         "start-up per gigabyte; with 0 prompts wait for memory from the system",
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(
-        None, "Number of blocks; replaces the two settings above. For tests of preemption."
+        None,
+        "Number of blocks; replaces the two settings above, and must fit into the memory, too. For tests of "
+        "preemption.",
     )
     prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
 
@@ -214,28 +216,52 @@ class SchedulerConfig:
                shared, f"at most max_num_batched_tokens = {most}")  # fmt: skip
 
 
+MOST_RANKS = 64
+"""Largest ``tensor_parallel_size``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Over how many processes the model is spread."""
 
     tensor_parallel_size: int = option(
-        1, "Ranks over which each layer is split. Only 1 for now.", other_flag="-tp"
-    )
+        1, "Ranks over which each layer is divided: processes of this machine, each with its share of the "
+        "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
+    )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
     data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
-    distributed_executor_backend: str = option(
-        "uni", "Executor of the workers: uni, or a plug-in's name."
-    )
+    distributed_executor_backend: str | None = option(
+        None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
+        "rank), or a plug-in's name. Default: uni for one rank, else mp.",
+    )  # fmt: skip
+    communicator: str = option(
+        "auto", "Way in which ranks exchange tensors: gloo, shm, or a plug-in's name. auto: shm where it is "
+        "installed and the ranks share memory, else gloo.",
+    )  # fmt: skip
     worker_extension_cls: str = option(
         "", "A class of your own, as 'package.module:Class': the workers get its methods, and collective_rpc "
         "may call them by name.",
         cost="its code runs in the engine's threads, between two steps: nothing else runs meanwhile",
     )  # fmt: skip
 
+    @property
+    def executor(self) -> str:
+        """The executor's name, chosen if it was left out."""
+        return self.distributed_executor_backend or (
+            "uni" if self.tensor_parallel_size == 1 else "mp"
+        )
+
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = self.tensor_parallel_size
+        require(
+            1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
+        )
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
             require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
-                   "1: running on several devices is not built yet")  # fmt: skip
+                   "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        executor = self.distributed_executor_backend
+        require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
+               f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -702,6 +728,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiler  # checked before anything is loaded
+        require(
+            not (self.lora.enable_tower_connector_lora and self.multimodal.ec_transfer_config),
+            "lora.enable_tower_connector_lora", True,
+            "False together with multimodal.ec_transfer_config: the other engine makes vectors of media, "
+            "and has no adapters",
+        )  # fmt: skip
 
     @property
     def profiler(self) -> ProfilerConfig:

@@ -206,11 +206,13 @@ class EngineCore:
             executor.call("load")
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
-            profile = executor.call("profile")[0]
+            profile = _tightest(executor.call("profile"))
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
-            log_block(logger, "memory plan", plan.describe())
+            ranks = config.parallel.tensor_parallel_size
+            title = "memory plan" if ranks == 1 else f"memory plan of each of {ranks} ranks"
+            log_block(logger, title, plan.describe())
             executor.call("allocate_cache", plan.config)
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
@@ -442,7 +444,18 @@ class EngineCore:
             UnsupportedFeature: the workers cannot.
         """
         self._sleep.check_awake()
+        self._updates.check_none_open("swap_weights")
         return self.swap.begin(SwapOrder.of(options))
+
+    def call_beside(self, method: str, args: Sequence[Any]) -> Future[list[Any]]:
+        """See :meth:`EngineUpdates.call_beside`.
+
+        Raises:
+            RequestError: it cannot be done now, or takes another number of arguments.
+        """
+        _check_arguments(method, args)
+        self.swap.check_none(method)
+        return self._updates.call_beside(method, args)
 
     def drain(self) -> bool:
         """See :class:`headrace_engine.weights.swap.SwapTarget`."""
@@ -480,11 +493,7 @@ class EngineCore:
         if method not in WORKER_CALLS:
             known = ", ".join((*WORKER_CALLS, *sorted(self.extension_calls)))
             raise RequestError(f"method = {method[:64]!r}: must be one of {known}", param="method")
-        if len(args) != WORKER_CALLS[method]:
-            raise RequestError(
-                f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
-                param="args",
-            )
+        _check_arguments(method, args)
         try:
             if method == "is_sleeping":
                 return [self._sleep.is_sleeping]
@@ -505,7 +514,9 @@ class EngineCore:
 
     def _call_extension(self, method: str, args: Sequence[Any]) -> list[Any]:
         try:
-            return self.executor.call(method, *args)
+            results = self.executor.call(method, *args)
+            self._updates.may_hold = True  # by load_weights
+            return results
         except (SystemExit, KeyboardInterrupt) as error:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
@@ -513,6 +524,7 @@ class EngineCore:
         """Free memory, or take it, if no request runs. Blocks that other weights computed are forgotten."""
         if method == "wake_up":
             self._sleep.wake_up(argument)
+            self._updates.woke()
             return []
         level = self._sleep.check_sleep(argument) if method == "sleep" else 0
         self._updates.check_sleep(level)
@@ -520,10 +532,10 @@ class EngineCore:
             raise RequestError(
                 f"method = {method!r}: must wait until no request runs: pause first", param="method"
             )
+        self._updates.check_none_open(method)
         self.reset_prefix_cache()
         if self.adapters is not None:
             self.scheduler.forget_adapters()
-        self._updates.forget()
         if method == "reload_weights":
             results = self._sleep.reload_weights()
             self._updates.reloaded()
@@ -553,12 +565,32 @@ class EngineCore:
             self.adapters.close()
 
 
+def _check_arguments(method: str, args: Sequence[Any]) -> None:
+    """Raises: RequestError, the call takes another number of them."""
+    if len(args) != WORKER_CALLS[method]:
+        raise RequestError(
+            f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
+            param="args",
+        )
+
+
 def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:
     """The scheduler's keyword for guesses, where there are any."""
     speculative = config.speculative
     if not speculative.num_drafts:
         return {}
     return {"drafts": DraftLimits(speculative.num_drafts, speculative.disable_by_batch_size)}
+
+
+def _tightest(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
+    """Memory of the rank that has the least, whose cache is every rank's: what any of them takes, and what
+    each of them has."""
+    return MemoryProfile(
+        max(one.weights for one in profiles),
+        max(one.activations for one in profiles),
+        min(one.available for one in profiles),
+        max(one.step_seconds for one in profiles),
+    )
 
 
 def _plan_memory(
@@ -570,9 +602,15 @@ def _plan_memory(
 ) -> CachePlan:
     """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
     from headrace_engine.execution.division import CacheLimits
-    from headrace_engine.execution.memory import CachePlan, fit_max_model_len, plan_cache
+    from headrace_engine.execution.memory import (
+        CachePlan,
+        fit_max_model_len,
+        of_one_rank,
+        plan_cache,
+    )
     from headrace_engine.kv.grouping import plan_groups
 
+    config = of_one_rank(config)
     if not specs:
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device

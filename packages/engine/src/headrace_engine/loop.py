@@ -30,6 +30,7 @@ from headrace_engine.core import BETWEEN_STEPS, EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
 from headrace_engine.threads import in_this_context
+from headrace_engine.weights.updates import JOIN, UPDATE, comes_by_broadcast
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,11 @@ class EngineLoop:
         """Run a listed method of every worker at the next pause between steps."""
         if method == "swap_weights" and len(args) == 1:
             return self._call_through(lambda: self._core.swap_weights(args[0]))
+        if method == JOIN:
+            return self._call_through(lambda: self._core.call_beside(method, args))
+        if method == UPDATE and comes_by_broadcast(args):
+            received = self._call_through(lambda: self._core.call_beside(method, args))
+            return _followed(received, lambda: self._call(lambda: self._call_workers(method, args)))
         return self._call(lambda: self._call_workers(method, args))
 
     def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
@@ -215,6 +221,8 @@ class EngineLoop:
                 self._handle_commands()
                 if self._stopping:
                     break
+                if self._core.executor.failure is not None:  # while nothing ran
+                    raise self._core.executor.failure
                 if self._core.swap.is_under_way:
                     self._advance_swap()
                 self._add(self._core.ready(), again=True)
@@ -277,8 +285,9 @@ class EngineLoop:
         try:
             result = self._wait_for(future)
         except Exception as error:
-            if self._core.executor.failure is not None:
-                raise
+            failure = self._core.executor.failure
+            if failure is not None:
+                raise failure from error
             logger.exception("step %d failed", step.step_id)
             if self._timer is not None:
                 self._timer.forget(step)
@@ -448,6 +457,27 @@ def describe_stats(before: EngineStats, now: EngineStats, seconds: float) -> str
         f"KV cache {now.kv_cache_usage:.1%}, "
         f"prefix hits {hits / queries if queries else 0.0:.1%}"
     )
+
+
+def _followed(first: Future[Any], then: Callable[[], Future[Result]]) -> Future[Result]:
+    """The result of a second call, which is made once the first has its result."""
+    reply: Future[Result] = Future()
+    reply.set_running_or_notify_cancel()
+
+    def end(second: Future[Result]) -> None:
+        if (error := second.exception()) is not None:
+            reply.set_exception(error)
+        else:
+            reply.set_result(second.result(0))
+
+    def go_on(ended: Future[Any]) -> None:
+        if (error := ended.exception()) is not None:
+            reply.set_exception(error)
+        else:
+            then().add_done_callback(end)
+
+    first.add_done_callback(go_on)
+    return reply
 
 
 def _error_output(request_id: str, error: Exception) -> CoreOutput:

@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -134,7 +134,11 @@ class UniProcExecutor(Executor):
                 self._tasks.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(self._join_seconds())
+
+    def _join_seconds(self) -> float | None:
+        """Longest wait for the thread at the end; None: as long as it takes."""
+        return None
 
     def _queue(self, run: Callable[[Worker], Any], *, is_step: bool) -> Future[Any]:
         future: Future[Any] = Future()
@@ -184,12 +188,12 @@ class UniProcExecutor(Executor):
             result = task.run(worker)
         except Exception as error:
             self._pass_on()
-            task.future.set_exception(error)
+            _settle(task.future.set_exception, error)
         except BaseException as error:  # SystemExit and the like
             if task.is_step:
                 self._end(error)
             self._pass_on()
-            task.future.set_exception(error)
+            _settle(task.future.set_exception, error)
         else:
             self._pass_on()
             self._held = (task.future, result)
@@ -208,9 +212,9 @@ class UniProcExecutor(Executor):
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._end(error)
-            future.set_exception(error)
+            _settle(future.set_exception, error)
         else:
-            future.set_result(result)
+            _settle(future.set_result, result)
 
     def _end(self, error: BaseException) -> None:
         """This worker is finished: it runs nothing more, and is closed."""
@@ -219,6 +223,12 @@ class UniProcExecutor(Executor):
             self._closed = True
             self._cancel_pending()
             self._tasks.put(None)
+
+
+def _settle(settle: Callable[[Any], None], outcome: Any) -> None:
+    """Give a future its outcome, unless it was failed already: of an executor that has ended."""
+    with suppress(InvalidStateError):
+        settle(outcome)
 
 
 def _lower_priority() -> None:

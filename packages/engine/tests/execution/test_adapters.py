@@ -33,10 +33,14 @@ class ShiftSlots:
         self.logits: list[int] | None = None
 
     def read(self, path: str) -> Any:
-        return SimpleNamespace(digest=path, number=-1000.0 if int(path) % 2 else 1000.0)
+        number = -1000.0 if int(path) % 2 else 1000.0
+        return SimpleNamespace(digest=path, changes_media=False, number=number)
 
     def place(self, slot: int, adapter: Any) -> None:
         self.held[slot] = adapter.number
+
+    def choose_media(self, slot: int | None) -> None:
+        raise AssertionError("there are no media")
 
     def choose(self, tokens: Tensor | None, logits: Tensor | None = None) -> None:
         self.tokens = None if tokens is None else tokens.tolist()

@@ -75,6 +75,32 @@ def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
     assert got.config.groups == GROUPS
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_chosen_size_beyond_the_memory_is_refused_by_its_flag(device: str) -> None:
+    """8 GiB, of which weights and activations take 1.5: a byte more than the rest is too much."""
+    whole = plan(CacheConfig(kv_cache_memory_bytes=6 * GIB + GIB // 2), device=device)
+    assert whole.cache <= 6 * GIB + GIB // 2
+    for flag, cache in (
+        ("--kv-cache-memory-bytes", CacheConfig(kv_cache_memory_bytes=6 * GIB + GIB // 2 + BLOCK)),
+        ("--num-gpu-blocks-override", CacheConfig(num_gpu_blocks_override=10 * GIB // BLOCK)),
+        # The override wins, so it is what is told.
+        ("--num-gpu-blocks-override", CacheConfig(num_gpu_blocks_override=10 * GIB // BLOCK,
+                                                  kv_cache_memory_bytes=GIB)),
+    ):  # fmt: skip
+        with pytest.raises(CapacityError, match=f"^{flag} = ") as caught:
+            plan(cache, device=device)
+        assert "6.50 GiB of memory are left for it (8.00 GiB free at start" in str(caught.value)
+        assert re.search(r"takes (6\.50|10\.00) GiB", str(caught.value))
+
+
+def test_a_chosen_size_beyond_a_small_machine_is_told_in_gibibytes() -> None:
+    memory = profile(available=300 << 20, weights=200 << 20, activations=0)
+    with pytest.raises(
+        CapacityError, match=r"takes 0\.195 GiB, and 0\.0977 GiB of memory are left"
+    ):
+        plan(CacheConfig(kv_cache_memory_bytes=200 << 20), profile=memory)
+
+
 def test_the_share_is_what_weights_and_activations_leave() -> None:
     got = plan(CacheConfig(gpu_memory_utilization=0.5), device="cuda:1")
     assert got.config.pools == ((4 * GIB - GIB - GIB // 2) // BLOCK,)

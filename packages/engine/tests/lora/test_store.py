@@ -31,7 +31,7 @@ class Reader:
         assert self.go.wait(60)
         if path == "/bad":
             raise WeightsError("/bad: no adapter_config.json")
-        return SimpleNamespace(digest=path)
+        return SimpleNamespace(digest=path, changes_media=False)
 
 
 @pytest.fixture

@@ -15,10 +15,14 @@ class StepwiseStore(AdapterStore):
 
     Args:
         at_once: read without being told.
+        changes_media: whether its adapters change towers.
     """
 
-    def __init__(self, num_kept: int, *, at_once: bool = False) -> None:
+    def __init__(
+        self, num_kept: int, *, at_once: bool = False, changes_media: bool = False
+    ) -> None:
         super().__init__(num_kept)
+        self._changes_media = changes_media
         self.pending: deque[tuple[KnownAdapter, Future[Any]]] = deque()
         self.num_read = 0
         self._at_once = at_once
@@ -37,7 +41,8 @@ class StepwiseStore(AdapterStore):
         self.num_read += 1
         adapter, reading = self.pending.popleft()
         if error is None:
-            reading.set_result(SimpleNamespace(digest=adapter.request.lora_path))
+            path = adapter.request.lora_path
+            reading.set_result(SimpleNamespace(digest=path, changes_media=self._changes_media))
         else:
             reading.set_exception(error)
         self._take(adapter, None, reading)

@@ -135,3 +135,19 @@ def test_statistics_count_by_name(make_world):
 def test_an_engine_without_slots_refuses_adapters(make_world):
     with pytest.raises(UnsupportedFeature, match="enable_lora=True"):
         make_world().add("a", 3, lora_request=adapter(1))
+
+
+@pytest.mark.parametrize(("changes_media", "first"), [(False, ["a"]), (True, ["a", "b"])])
+def test_media_of_an_adapter_that_changes_towers_do_not_wait_for_slices(
+    make_world: Callable[..., Any], changes_media: bool, first: list[str]
+) -> None:
+    """What is embedded beside steps is embedded without adapters: such a request would wait for nothing."""
+    store = StepwiseStore(5, at_once=True, changes_media=changes_media)
+    world = make_world(adapters=SlotPlanner(1, store), budget=20, encoder_share=0.4)
+    world.add("a", 3, max_tokens=9)
+    world.step()
+    store.add(adapter(1))
+    world.add("b", 8, items=[(1, 6)], lora_request=adapter(1))
+    step = world.schedule()
+    assert (sorted(step.num_scheduled_tokens), len(step.media_ahead)) == (first, 2 - len(first))
+    world.land()

@@ -167,10 +167,10 @@ CATALOGUE: tuple[ErrorEntry, ...] = (
     ),
     ErrorEntry(
         "HR-MEM-001", "The model does not fit into memory",
-        "Weights, activations and the cache of one request with the longest context need more memory "
-        "than the device has.",
-        "The message says what would fit: a smaller --max-model-len, more --gpu-memory-utilization "
-        "or --kv-cache-memory-bytes, or a smaller model.",
+        "Weights, activations and the cache of one request with the longest context, or a cache of the size "
+        "that was chosen for it, need more memory than the device has.",
+        "The message says what would fit: a smaller --max-model-len, more --gpu-memory-utilization, a "
+        "--kv-cache-memory-bytes between what a request needs and what is free, or a smaller model.",
     ),
     ErrorEntry(
         "HR-MEM-002", "The system has no memory left",

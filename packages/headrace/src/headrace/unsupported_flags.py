@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 UNBUILT: Mapping[str, tuple[str, ...]] = {
     "LoRA adapters": (
-        "lora_extra_vocab_size", "lora_config", "enable_tower_connector_lora",
-        "lora_target_modules",
+        "lora_extra_vocab_size", "lora_config", "lora_target_modules",
     ),
     "speculative decoding by flags of its own (write --speculative-config)": (
         "speculative_model", "num_speculative_tokens",

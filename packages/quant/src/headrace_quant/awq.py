@@ -53,20 +53,20 @@ class AWQWeight(IntegerMethod):
 
     Args:
         group_size: None: one group.
+        stored_as: the checkpoint's name of the codes, for messages.
     """
 
-    def __init__(self, ops: OpTable, group_size: int | None) -> None:
+    def __init__(self, ops: OpTable, group_size: int | None, *, stored_as: str = "qweight") -> None:
         super().__init__(ops, activations="float")
-        self.group_size = group_size
+        self.group_size, self.stored_as = group_size, stored_as
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         inputs, outputs = spec.in_features, spec.out_features
         size = self.group_size or inputs
         if inputs % size:
-            raise uneven_inputs(spec, "qweight", size, "group_size")
-        for part in spec.out_parts:
-            if part % PER_WORD:
-                raise uneven_outputs(spec, "qweight", part, PER_WORD, "values of a word")
+            raise uneven_inputs(spec, self.stored_as, size, "group_size")
+        if any(part % PER_WORD for part in spec.out_parts):
+            raise uneven_outputs(spec, self.stored_as, PER_WORD, "values of a word")
         in_dim = None if self.group_size is None else 0
         words = outputs // PER_WORD
         return {

@@ -125,6 +125,8 @@ _FP8: Mapping[str, tuple[object, ...]] = {
 }
 """The same in the formats of :data:`_FP8_FORMATS`."""
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
+FORMATS = (*_WEIGHTS, *_FP8_FORMATS, *_FLOATS)
+"""``format`` that is served."""
 _ANY_COLUMNS = 1 << 62
 """Columns of a scale that is a whole row's."""
 
@@ -318,9 +320,8 @@ def _group(name: str, group: object, default_format: object) -> tuple[tuple[str,
     if not isinstance(group, Mapping):
         raise refusal(path, group, "an object")
     form = group.get("format") or default_format
-    served = (*_WEIGHTS, *_FP8_FORMATS, *_FLOATS)
-    if not isinstance(form, str) or form not in served:
-        raise refusal(f"{path}.format", form, " or ".join(map(repr, served)))
+    if not isinstance(form, str) or form not in FORMATS:
+        raise refusal(f"{path}.format", form, " or ".join(map(repr, FORMATS)))
     if group.get("output_activations"):
         raise refusal(f"{path}.output_activations", group["output_activations"], "null")
     inputs = group.get("input_activations")

@@ -32,11 +32,14 @@ def uneven_inputs(spec: LinearSpec, tensor: str, size: int, what: str) -> Config
     )
 
 
-def uneven_outputs(spec: LinearSpec, tensor: str, part: int, size: int, what: str) -> ConfigError:
-    """As :func:`uneven_inputs`, for the outputs of one fused part."""
+def uneven_outputs(spec: LinearSpec, tensor: str, size: int, what: str) -> ConfigError:
+    """As :func:`uneven_inputs`, for the first fused part whose outputs are no multiple of ``size``."""
+    index, part = next((i, part) for i, part in enumerate(spec.out_parts) if part % size)
+    names = module_names(spec)
+    name = names[index] if len(names) == len(spec.out_parts) else names[0]
     return ConfigError(
-        f"tensor '{module_names(spec)[0]}.{tensor}': a rank's outputs = {part}: must be a multiple of {size} "
-        f"({what}). Fewer ranks (tensor_parallel_size) may have whole ones"
+        f"tensor '{name}.{tensor}': a rank's outputs = {part}: must be a multiple of {size} ({what}). Fewer "
+        "ranks (tensor_parallel_size) may have whole ones"
     )
 
 

@@ -79,9 +79,8 @@ class GPTQWeight(SortedMethod):
         by, words = 32 // math.gcd(32, bits), f"words of 32 bits, values of {bits}"
         if words_for(inputs, bits) < 0:
             raise uneven_inputs(spec, "qweight", by, words)
-        for part in spec.out_parts:
-            if words_for(part, bits) < 0:
-                raise uneven_outputs(spec, "qzeros", part, by, words)
+        if any(words_for(part, bits) < 0 for part in spec.out_parts):
+            raise uneven_outputs(spec, "qzeros", by, words)
         groups = inputs // size
         in_dim = None if self.form.group_size is None else 0
         return {

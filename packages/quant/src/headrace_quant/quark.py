@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 _ANY_COLUMNS = 1 << 62
 _SMALL_FLOATS = {"fp4": "e2m1", "fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2"}
-_DTYPES = ("fp8_e4m3", "int8", "int4", "uint4", *_SMALL_FLOATS)
+DTYPES = ("fp8_e4m3", "int8", "int4", "uint4", *_SMALL_FLOATS)
+"""``dtype`` of weights that are served."""
 _FLOAT_DTYPES = ("fp8_e4m3", *_SMALL_FLOATS)
 _KNOWN = (
     "quant_method", "quant_mode", "version", "global_quant_config", "layer_quant_config",
@@ -164,7 +165,7 @@ class Quark(QuantMethod):
                 case FloatLayout():
                     return SmallFloatWeight(self.ops, scheme.storage)
                 case Words():
-                    return AWQWeight(self.ops, scheme.storage.group_size)
+                    return AWQWeight(self.ops, scheme.storage.group_size, stored_as="weight")
             ours = [name for name in names if self._scheme_of(name) == scheme]
             parts = ours if len(ours) < len(names) else None
             return self.layers.method(spec, parts, scheme.storage)
@@ -283,8 +284,8 @@ def _scheme(path: str, fields: object, *, reordered: bool) -> Scheme | None:
     if not isinstance(weight, Mapping):
         raise refusal(f"{path}.weight", weight, "an object")
     dtype = weight.get("dtype")
-    if dtype not in _DTYPES:
-        raise refusal(f"{path}.weight.dtype", dtype, " or ".join(map(repr, _DTYPES)))
+    if dtype not in DTYPES:
+        raise refusal(f"{path}.weight.dtype", dtype, " or ".join(map(repr, DTYPES)))
     storage = _storage(f"{path}.weight", weight, reordered=reordered)
     activations = _activations(f"{path}.input_tensors", fields.get("input_tensors"), str(dtype))
     return Scheme(storage, activations)

@@ -186,7 +186,7 @@ def _check_outputs(spec: LinearSpec, part: int, bits: int) -> int:
     """Words that the zero points of so many outputs fill."""
     words = words_for(part, bits)
     if words < 0:
-        raise uneven_outputs(spec, "weight_zero_point", part, *_in_words(bits))
+        raise uneven_outputs(spec, "weight_zero_point", *_in_words(bits))
     return words
 
 

@@ -285,15 +285,15 @@ def _scheme(path: str, found: object) -> Scheme | None:
     if found is None:
         return None
     kind = found.get("_type") if isinstance(found, Mapping) else found
-    if not isinstance(found, Mapping) or not isinstance(kind, str) or kind not in _SCHEMES:
-        raise refusal(f"{path}._type", kind, " or ".join(map(repr, (*_SCHEMES, *_MAPS))))
+    if not isinstance(found, Mapping) or not isinstance(kind, str) or kind not in SCHEMES:
+        raise refusal(f"{path}._type", kind, " or ".join(map(repr, (*SCHEMES, *_MAPS))))
     version = found.get("_version", _LAST_VERSION)
     if type(version) is not int or version > _LAST_VERSION:
         logger.warning(
             "quantization_config: %s._version = %r: versions up to %d are known, and a newer one may mean "
             "other numbers; check the answers", path, version, _LAST_VERSION,
         )  # fmt: skip
-    return _SCHEMES[kind](f"{path}._data", _data(found))
+    return SCHEMES[kind](f"{path}._data", _data(found))
 
 
 def _int8(path: str, data: Mapping[str, Any]) -> Scheme:
@@ -334,7 +334,7 @@ def _fp8(path: str, data: Mapping[str, Any]) -> Scheme:
     return Scheme(_float8(path, data))
 
 
-_SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
+SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], Scheme]] = {
     "Int8WeightOnlyConfig": _int8,
     "Int8DynamicActivationInt8WeightConfig": _int8_activations,
     "IntxWeightOnlyConfig": _intx,

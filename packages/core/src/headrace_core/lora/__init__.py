@@ -69,27 +69,27 @@ class AdapterSlots(Protocol):
     @property
     def num_bytes(self) -> int:
         """Memory of the slots."""
-        ...
 
     @property
     def runs_eagerly(self) -> bool:
         """True while what a slot holds is nothing that recorded steps with adapters compute."""
-        ...
 
     def read(self, path: str) -> Any:
         """Read an adapter into the host's memory and check that all of it has a place. Any thread.
 
         Returns:
-            Something with ``num_bytes``, and ``digest``: a text that names its content.
+            Something with ``num_bytes``, ``digest``, a text that names its content, and ``changes_media``:
+            True if it changes towers for media or their projectors.
 
         Raises:
             WeightsError, UnsupportedModel: a file, setting, rank or tensor that cannot be used; says why.
         """
-        ...
 
     def place(self, slot: int, adapter: Any) -> None:
         """Make a slot hold what :meth:`read` returned, in place of what it held. No step may run."""
-        ...
+
+    def choose_media(self, slot: int | None) -> None:
+        """Say which slot the media have that are embedded next; None: none, as at the beginning."""
 
     def choose(self, tokens: Tensor | None, logits: Tensor | None = None) -> None:
         """Say which slots the rows of the coming forward pass have: -1 none.
@@ -101,4 +101,3 @@ class AdapterSlots(Protocol):
             tokens: [T] int32; of the batch's tokens. None: no row of the pass has an adapter.
             logits: [R] int32; of the hidden states that logits are computed of.
         """
-        ...

@@ -190,7 +190,7 @@ def group_backends(
     layers: Mapping[str, AttentionLayer], config: KVCacheConfig
 ) -> list[AttentionBackend | None]:
     """The backend of each group's layers, those that share their caches included; None of recurrent
-    ones.
+    ones, and of a group without layers.
 
     Raises:
         ConfigError: layers of one group have different ones; they could not share metadata.
@@ -198,7 +198,8 @@ def group_backends(
     owners = cache_owners(layers)
     backends: list[AttentionBackend | None] = []
     for group in config.groups:
-        if isinstance(group.spec, RecurrentSpec):
+        # A rank may have no layer of a group: one of layers that guess tokens for rank 0.
+        if isinstance(group.spec, RecurrentSpec) or not group.layer_names:
             backends.append(None)
             continue
         names = [name for name, owner in owners.items() if owner in group.layer_names]

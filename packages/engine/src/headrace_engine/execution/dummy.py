@@ -92,6 +92,15 @@ class DummySteps:
 
     def run_media(self, item: MediaInput) -> None:
         """Encode or embed one item, as the model takes it."""
+        if self._adapters is not None:
+            self._adapters.choose_media(0)
+        try:
+            self._compute_media(item)
+        finally:
+            if self._adapters is not None:
+                self._adapters.choose_media(None)
+
+    def _compute_media(self, item: MediaInput) -> None:
         if isinstance(self._model, SupportsEncoderDecoder):
             batch = dummy_batch(1, 1, self._cache, self._device)
             states = encode(self._model, [item], self._device)

@@ -115,14 +115,14 @@ class PendingMedia:
     def embed_due(
         self,
         scheduled: Mapping[str, int],
-        run: Callable[[Sequence[MediaInput]], Sequence[Tensor]],
+        run: Callable[[Sequence[tuple[int, MediaInput]]], Sequence[Tensor]],
         into: PromptTable,
     ) -> None:
         """Have the items embedded that a step reaches.
 
         Args:
             scheduled: number of tokens by request id.
-            run: embeds items.
+            run: embeds items of rows.
             into: gets their vectors.
         """
         due: list[tuple[int, MediaInput]] = []
@@ -138,5 +138,5 @@ class PendingMedia:
             if not self.to_embed[row]:
                 del self.to_embed[row]
         if due:
-            for (row, item), vectors in zip(due, run([item for _, item in due]), strict=True):
+            for (row, item), vectors in zip(due, run(due), strict=True):
                 into.add_item(row, item, vectors)

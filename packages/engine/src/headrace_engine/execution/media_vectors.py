@@ -1,6 +1,7 @@
 """Vectors of media items that were embedded, kept for whoever brings an item again.
 
-An item that a prompt repeats, that waits after a preemption, or that another request brings is embedded once.
+An item that a prompt repeats, that waits after a preemption, or that another request brings is embedded once;
+and once for each adapter that changes the towers.
 """
 
 from __future__ import annotations
@@ -41,23 +42,29 @@ class MediaVectors:
         self._embed, self._max_vectors, self._given = embed, max_vectors, given
         self._transfer = transfer
         self._ahead = None if make_ahead is None else make_ahead(self._one)
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
+        """By content hash, and digest of the adapter of the towers."""
         self._num_vectors = 0
         self.num_embedded = 0
         """Items that :attr:`_embed` was called with."""
 
-    def __call__(self, media: Sequence[MediaInput]) -> list[Tensor]:
-        """One tensor [num_vectors, H] for each item, in order."""
+    def __call__(self, media: Sequence[MediaInput], adapter: str = "") -> list[Tensor]:
+        """One tensor [num_vectors, H] for each item, in order.
+
+        Args:
+            adapter: digest of the adapter that towers run with now; "": none. With one, items are embedded
+                here and now: what is done ahead, and elsewhere, is done without.
+        """
         given = [self._given(item) for item in media]
         towers = [item for item, own in zip(media, given, strict=True) if own is None]
-        made = self._made(towers)
+        made = self._made_with(towers, adapter) if adapter else self._made(towers)
         vectors = [
             made[item.content_hash] if own is None else own
             for item, own in zip(media, given, strict=True)
         ]
         for item in towers:
-            self._keep(item.content_hash, made[item.content_hash])
-            if self._transfer is not None:
+            self._keep(item.content_hash, adapter, made[item.content_hash])
+            if self._transfer is not None and not adapter:
                 self._transfer.save(item, made[item.content_hash])
         return vectors
 
@@ -69,8 +76,8 @@ class MediaVectors:
         """
         if self._ahead is None:
             return [item.content_hash for item in media]
-        kept = [item.content_hash for item in media if item.content_hash in self._kept]
-        done = self._ahead.add(item for item in media if item.content_hash not in self._kept)
+        kept = [item.content_hash for item in media if (item.content_hash, "") in self._kept]
+        done = self._ahead.add(item for item in media if (item.content_hash, "") not in self._kept)
         return [*kept, *done, *self._ahead.advance(step_seconds)]
 
     def _one(self, item: MediaInput) -> Tensor:
@@ -81,10 +88,20 @@ class MediaVectors:
         self.num_embedded += 1
         return self._embed([item])[0]
 
+    def _made_with(self, media: Sequence[MediaInput], adapter: str) -> dict[str, Tensor]:
+        """Vectors by hash: those that are kept of the adapter, and those that are made now."""
+        items = {item.content_hash: item for item in media}
+        kept = {name: self._kept.get((name, adapter)) for name in items}
+        missing = [name for name, own in kept.items() if own is None]
+        made = self._embed([items[name] for name in missing]) if missing else ()
+        self.num_embedded += len(missing)
+        found = {name: own for name, own in kept.items() if own is not None}
+        return found | dict(zip(missing, made, strict=True))
+
     def _made(self, media: Sequence[MediaInput]) -> dict[str, Tensor]:
         """Vectors by hash: those that are kept, those of other engines, and those that are made now."""
         items = {item.content_hash: item for item in media}
-        found = {name: self._kept[name] for name in items if name in self._kept}
+        found = {name: self._kept[name, ""] for name in items if (name, "") in self._kept}
         if self._ahead is not None:
             early = {name: self._ahead.take(name) for name in items if name not in found}
             found |= {name: own for name, own in early.items() if own is not None}
@@ -98,13 +115,14 @@ class MediaVectors:
         self.num_embedded += len(missing)
         return found
 
-    def _keep(self, name: str, vectors: Tensor) -> None:
-        if name in self._kept:
-            self._kept.move_to_end(name)
+    def _keep(self, name: str, adapter: str, vectors: Tensor) -> None:
+        key = name, adapter
+        if key in self._kept:
+            self._kept.move_to_end(key)
             return
         if not name or vectors.shape[0] > self._max_vectors:
             return
-        self._kept[name] = vectors
+        self._kept[key] = vectors
         self._num_vectors += vectors.shape[0]
         while self._num_vectors > self._max_vectors:
             _, oldest = self._kept.popitem(last=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
-from headrace_engine.config import CacheConfig
+from headrace_engine.config import CacheConfig, EngineConfig
 from headrace_engine.execution.division import (
     CacheLimits,
     PoolNeed,
@@ -140,7 +140,7 @@ def plan_cache(
 
     Raises:
         CapacityError: a request of ``max_model_len`` tokens would not fit; says how many bytes are
-            missing and which length would fit.
+            missing and which length would fit. Or a size that the user chose is more than the memory.
     """
     needs = pool_needs(groups, limits)
     rounds = CPU_USEFUL_ROUNDS * limits.max_num_seqs
@@ -151,6 +151,7 @@ def plan_cache(
         raise CapacityError(_too_small(profile, needs, pools, budget, limits.max_model_len, fits))
     config = KVCacheConfig(pools, tuple(groups))
     _check_limit(profile, config.num_bytes, cache.max_memory_bytes)
+    _check_memory(profile, config, cache)
     return CachePlan(
         config=config,
         weights=profile.weights,
@@ -272,6 +273,27 @@ def _check_limit(profile: MemoryProfile, cache: int, limit: int | None) -> None:
         )
 
 
+def _check_memory(profile: MemoryProfile, config: KVCacheConfig, cache: CacheConfig) -> None:
+    """Refuse a cache of a chosen size that the memory cannot hold beside the model.
+
+    The system would promise it all the same, and end the process when requests fill it.
+    """
+    chosen = {
+        "--num-gpu-blocks-override": cache.num_gpu_blocks_override,
+        "--kv-cache-memory-bytes": cache.kv_cache_memory_bytes,
+    }
+    flag, value = next(((flag, v) for flag, v in chosen.items() if v is not None), ("", None))
+    left = profile.available - profile.weights - profile.activations
+    if value is None or config.num_bytes <= left:
+        return
+    raise CapacityError(
+        f"{flag} = {value}: the KV cache takes {gibibytes(config.num_bytes)}, and "
+        f"{gibibytes(max(0, left))} of memory are left for it ({gibibytes(profile.available)} free at start, "
+        f"weights {readable(profile.weights)}, activations {readable(profile.activations)}). Give a smaller "
+        f"{flag}, or leave it out: the cache is then sized by the memory"
+    )
+
+
 def _fits(pools: Sequence[int], needs: Sequence[PoolNeed]) -> bool:
     return all(count > need.needed for count, need in zip(pools, needs))
 
@@ -320,6 +342,21 @@ def _too_small(
         f"{budget.decided_by}; {readable(profile.available)} free at start, weights "
         f"{readable(profile.weights)}, activations {readable(profile.activations)}). {advice}"
     )
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A number of bytes in GiB, with three significant digits where it is small."""
+    size = num_bytes / (1 << 30)
+    return f"{size:.2f} GiB" if size >= 1 else f"{size:.3g} GiB"
+
+
+def of_one_rank(config: EngineConfig) -> EngineConfig:
+    """The configuration as one rank's memory is planned by it: ``max_memory_bytes`` is of all of them."""
+    limit, size = config.cache.max_memory_bytes, config.parallel.tensor_parallel_size
+    if limit is None or size == 1:
+        return config
+    cache = dataclasses.replace(config.cache, max_memory_bytes=max(1, limit // size))
+    return dataclasses.replace(config, cache=cache)
 
 
 def readable(num_bytes: int) -> str:

@@ -237,7 +237,7 @@ class ModelRunner:
         for request_id in step.gone_request_ids:
             self.requests.remove(request_id)
         if self.adapters is not None:
-            self.adapters.choose_none()  # media are embedded without any
+            self.adapters.choose_none()  # of the step's tokens; media have slots of their own
             self.adapters.place(step.placed_adapters)
         for new in step.new_requests:
             self.requests.add(new)
@@ -319,10 +319,14 @@ class ModelRunner:
     def _embed_media(self, step: ScheduledStep) -> None:
         """Have the media embedded whose placeholders the step reaches."""
         self.inputs.media.embed_due(
-            step.num_scheduled_tokens,
-            self.media_vectors,
-            self.inputs.prompts,
+            step.num_scheduled_tokens, self._vectors_of, self.inputs.prompts
         )
+
+    def _vectors_of(self, due: Sequence[tuple[int, MediaInput]]) -> Sequence[Tensor]:
+        """Vectors of items of rows, each with its request's adapter."""
+        if self.adapters is None:
+            return self.media_vectors([item for _, item in due])
+        return self.adapters.embed(due, self.media_vectors)
 
     def _with_encoder_states(self, inputs: StepInputs, batch: ForwardBatch) -> ForwardBatch:
         """The batch with what the encoder makes of the media of requests that begin in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,8 +35,15 @@ class LoRAConfig:
         cost="the adapters' files, in memory",
     )  # fmt: skip
     fully_sharded_loras: bool = option(
-        False, "Cut both factors of adapters over the ranks of tensor parallelism, not only one."
-    )
+        False, "Cut both factors of adapters over the ranks of tensor parallelism, not only one.",
+        cost="an exchange of as many numbers as an adapter's rank in each layer; pays with large ranks and "
+        "long sequences",
+    )  # fmt: skip
+    enable_tower_connector_lora: bool = option(
+        False, "Take adapters that change towers for images, audio and video, and their projectors; media "
+        "are embedded once for each such adapter, in the step that reaches them.",
+        cost="memory of the slots, of every linear layer of the towers",
+    )  # fmt: skip
     lora_dtype: str = option(
         "auto",
         "Type of the factors in the slots: auto, or the activations' by name; others are refused.",
@@ -65,8 +73,25 @@ class LoRAConfig:
             dict(self.default_mm_loras),
             "set together with enable_lora",
         )
+        require(
+            self.enable_lora or not self.enable_tower_connector_lora,
+            "lora.enable_tower_connector_lora",
+            self.enable_tower_connector_lora,
+            "set together with enable_lora",
+        )
         for modality in (part for key in self.default_mm_loras for part in key.split("+")):
             require_choice("lora.default_mm_loras", modality, tuple(MODALITIES))
+
+    def check_used(self) -> None:
+        """Refuse settings of adapters for an engine that takes none, once it is known that it takes none.
+
+        Raises:
+            ConfigError: names the first that is not its default.
+        """
+        for field in () if self.enable_lora else dataclasses.fields(self):
+            value = getattr(self, field.name)
+            default = field.default if field.default_factory is dataclasses.MISSING else {}
+            require(value == default, f"lora.{field.name}", value, "set together with enable_lora")
 
     @property
     def num_kept(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from headrace_core.lora import AdapterSlots, LoRARequest
+from headrace_core.multimodal import MediaInput
 from headrace_core.step import NewRequest
 
 Ints = npt.NDArray[np.int64]
 
 NONE = -1
 """The slot of a row without an adapter."""
+EmbedMedia = Callable[[Sequence[MediaInput], str], Sequence[Tensor]]
+"""Items, and the digest of the adapter that the towers run with ("": none) -> vectors of each."""
 
 
 class StepAdapters:
@@ -36,6 +39,8 @@ class StepAdapters:
         self._device = device
         self._slot_of: dict[int, int] = {}
         """By an adapter's id."""
+        self._media_digests: dict[int, str] = {}
+        """By slot: digest of its adapter, if that changes towers for media."""
         self._rows: dict[int, int] = {}
         """Slots by row of the request table, of requests with an adapter."""
         self._of_tokens: npt.NDArray[np.int32] | None = None
@@ -62,6 +67,9 @@ class StepAdapters:
             except LookupError:
                 continue
             self._slots.place(slot, content)
+            self._media_digests.pop(slot, None)
+            if content.changes_media:
+                self._media_digests[slot] = content.digest
             self._slot_of[request.lora_int_id] = slot
 
     def add(self, row: int, new: NewRequest) -> None:
@@ -81,6 +89,30 @@ class StepAdapters:
     def remove(self, row: int, request_id: str) -> None:
         """Forget a request."""
         self._rows.pop(row, None)
+
+    def embed(self, due: Sequence[tuple[int, MediaInput]], run: EmbedMedia) -> list[Tensor]:
+        """Have items embedded, each with the adapter of its request if that changes towers.
+
+        Args:
+            due: row of the request, and item.
+        """
+        by_slot: dict[int, list[int]] = {}
+        for index, (row, _) in enumerate(due):
+            slot = self._rows.get(row, NONE)
+            by_slot.setdefault(slot if slot in self._media_digests else NONE, []).append(index)
+        found: dict[int, Tensor] = {}
+        for slot, indices in by_slot.items():
+            self.choose_media(None if slot == NONE else slot)
+            try:
+                made = run([due[i][1] for i in indices], self._media_digests.get(slot, ""))
+            finally:
+                self.choose_media(None)
+            found.update(zip(indices, made, strict=True))
+        return [found[index] for index in range(len(due))]
+
+    def choose_media(self, slot: int | None) -> None:
+        """See :meth:`headrace_core.lora.AdapterSlots.choose_media`."""
+        self._slots.choose_media(slot)
 
     def choose(self, rows: Ints, token_rows: Ints, logits: Ints | None) -> None:
         """Choose slots for a pass.

@@ -29,6 +29,8 @@ class KnownAdapter:
     """Resolves to the adapter itself once it is checked; raises RequestError if it cannot be used."""
     digest: str = ""
     """A name of its content; "" until it is read."""
+    changes_media: bool = False
+    """It changes towers for media, or their projectors; False until it is read."""
     num_users: int = 0
     """Requests under way with it."""
     in_slot: bool = False
@@ -237,6 +239,7 @@ class AdapterStore:
 
     def _fill(self, adapter: KnownAdapter, content: Any) -> None:
         adapter.content, adapter.digest = content, content.digest
+        adapter.changes_media = content.changes_media
         if self._known.get(adapter.lora_int_id) is adapter:
             self._kept[adapter.lora_int_id] = adapter
             self._evict()

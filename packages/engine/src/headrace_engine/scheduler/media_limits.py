@@ -63,11 +63,16 @@ class MediaLimits:
     def waits(self, state: SchedulerRequest, start: int, plan: BatchPlan) -> bool:
         """Whether a request that does not run yet waits for vectors of its media from token ``start`` on,
         which are made beside steps."""
-        if not plan.may_wait or start >= state.num_prompt_tokens or not self.ahead.applies:
+        if start >= state.num_prompt_tokens or not self._may_wait(state, plan):
             return False
         missing = [self.ahead.lacks(item) for item in state.media if item.offset >= start]
         plan.waits = plan.waits or any(missing)
         return any(missing)
+
+    def _may_wait(self, state: SchedulerRequest, plan: BatchPlan) -> bool:
+        """Whether one may wait for its media now. What is made beside steps is made without adapters."""
+        own = state.adapter is not None and state.adapter.changes_media
+        return plan.may_wait and not own and self.ahead.applies
 
     def _end_of_encoding(
         self, state: SchedulerRequest, start: int, end: int, plan: BatchPlan
@@ -78,7 +83,7 @@ class MediaLimits:
         for item in state.media:
             if not start <= item.offset < end:
                 continue
-            if plan.may_wait and self.ahead.applies and self.ahead.lacks(item):
+            if self._may_wait(state, plan) and self.ahead.lacks(item):
                 plan.waits = True
                 return item.offset
             if made and made + item.num_vectors > most:

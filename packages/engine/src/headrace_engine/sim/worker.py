@@ -147,6 +147,13 @@ class SimWorker:
     def drop_weights(self) -> None:
         """Nothing has come."""
 
+    def refuse_weights(self) -> None:
+        """Nothing has come."""
+
+    def held_weights(self) -> tuple[int, int]:
+        """None have come."""
+        return 0, 0
+
     def init_weight_update_group(self, *arguments: object) -> None:
         """Refused, as :meth:`update_config`."""
         self.stage_weights(arguments)

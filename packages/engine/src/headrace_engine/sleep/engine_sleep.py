@@ -163,11 +163,16 @@ class EngineSleep:
         self._missing = False
         return results
 
-    def check_may_update(self) -> None:
+    @property
+    def awaits_weights(self) -> bool:
+        """True if there is memory for weights, and there are none."""
+        return self._missing and WEIGHTS not in self._asleep
+
+    def check_may_update(self, call: str = "update_weights") -> None:
         """Raises: RequestError, there is no memory for new weights now."""
         if WEIGHTS in self._asleep:
             raise RequestError(
-                "update_weights: the weights sleep: wake_up(tags=['weights']) comes first",
+                f"{call}: the weights sleep: wake_up(tags=['weights']) comes first",
                 param="method",
             )
 

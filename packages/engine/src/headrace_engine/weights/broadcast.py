@@ -8,8 +8,11 @@ knows no passwords: whoever reaches the trainer's port can join, so that the net
 from __future__ import annotations
 
 import datetime
+import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,12 +21,19 @@ from torch import Tensor
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_engine.weights.messages import NamedTensors, TensorPlace, by_name
+from headrace_engine.weights.plain_tensors import plain
 
 dist: Any = torch.distributed  # whose types leave out much of what it documents
 JOIN_SECONDS = 60.0
 """Longest wait for the other members."""
 SEND_SECONDS = 120.0
 """Longest wait for one tensor."""
+_ADDRESS = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}|[0-9A-Fa-f:]{2,45}(%[A-Za-z0-9_.-]{1,32})?"
+)
+"""Host names, and addresses of both kinds."""
+MAX_ABANDONED = 4
+"""Attempts to join that were given up and have not ended: the library goes on trying for minutes."""
 PREFIX = "headrace-weights"
 """Of the group's names in the store."""
 
@@ -59,23 +69,37 @@ class WeightGroup:
             RequestError: the trainer was not reached, or others have not come in time.
         """
         try:
-            timeout = datetime.timedelta(seconds=JOIN_SECONDS)
-            store = dist.TCPStore(address, port, world_size, False, timeout=timeout)
-            return cls(store, rank, world_size, _own_address(address, port))
-        except (RuntimeError, OSError, dist.DistError) as error:
+            return _within(JOIN_SECONDS, lambda: cls._joined(address, port, rank, world_size))
+        except (RuntimeError, OSError, dist.DistError, TimeoutError) as error:
             raise RequestError(
                 f"init_weight_update_group: the group at {address}:{port} (rank {rank} of {world_size}) "
-                f"cannot be joined: {str(error).splitlines()[0]:.300}",
+                f"cannot be joined: {(str(error).splitlines() or [type(error).__name__])[0]:.300}",
                 param="master_address",
             ) from error
 
-    def receive(self, tensors: Sequence[TensorPlace]) -> Iterator[tuple[str, Tensor]]:
+    @classmethod
+    def _joined(cls, address: str, port: int, rank: int, world_size: int) -> WeightGroup:
+        timeout = datetime.timedelta(seconds=JOIN_SECONDS)
+        store = dist.TCPStore(address, port, world_size, False, timeout=timeout)
+        return cls(store, rank, world_size, _own_address(address, port))
+
+    def receive(
+        self, tensors: Sequence[TensorPlace], unwanted: threading.Event | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Tensors in the order in which rank 0 sends them.
 
+        Args:
+            unwanted: set: no further ones are received.
+
         Raises:
-            RequestError: the trainer went away, or sent nothing in time.
+            RequestError: the trainer went away, or sent nothing in time; or no more are wanted.
         """
         for place in tensors:
+            if unwanted is not None and unwanted.is_set():
+                raise RequestError(
+                    f"tensor {place.name!r:.200}: was not received: the update was cancelled meanwhile",
+                    param="tensors",
+                )
             tensor = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
             try:
                 self._broadcast(tensor)
@@ -88,8 +112,8 @@ class WeightGroup:
 
     def send(self, weights: NamedTensors) -> None:
         """Send tensors to all other members: rank 0's end. Returns when they are sent."""
-        for _, tensor in by_name(weights):
-            self._broadcast(tensor.detach().to("cpu").contiguous())
+        for name, tensor in by_name(weights):
+            self._broadcast(plain(name, tensor).detach().to("cpu").contiguous())
 
     def _broadcast(self, tensor: Tensor) -> None:
         # As bytes: gloo does not know every dtype.
@@ -145,7 +169,8 @@ def described(weights: NamedTensors, **options: Any) -> dict[str, Any]:
     """
     tensors: list[Mapping[str, Any]] = [
         {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
-        for name, t in by_name(weights)
+        for name, given in by_name(weights)
+        for t in [plain(name, given)]
     ]
     return {"source": "broadcast", "tensors": tensors, **options}
 
@@ -159,7 +184,7 @@ def check_member(address: object, port: object, rank: object, world_size: object
     """
     if not dist.is_available() or not dist.is_gloo_available():
         raise UnsupportedFeature("init_weight_update_group: this torch was built without gloo")
-    if not isinstance(address, str) or not 0 < len(address) <= 255:
+    if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
         raise _wrong("master_address", address, "a host's name or address")
     if not _is_count(port) or not 0 < port <= 65535:  # type: ignore[operator]
         raise _wrong("master_port", port, "a port: 1 to 65535")
@@ -167,6 +192,35 @@ def check_member(address: object, port: object, rank: object, world_size: object
         raise _wrong("world_size", world_size, "2 to 4096 members, the trainer included")
     if not _is_count(rank) or not 1 <= rank < world_size:  # type: ignore[operator]
         raise _wrong("rank_offset", rank, f"1 to {int(world_size) - 1}: the trainer has rank 0")  # type: ignore[call-overload]
+
+
+def _within(seconds: float, join: Callable[[], WeightGroup]) -> WeightGroup:
+    """The group that ``join`` makes in a thread, which is not waited for any longer.
+
+    Raises:
+        TimeoutError: it has not in so many seconds. RuntimeError: too many have not, and still try.
+    """
+    trying = [one for one in threading.enumerate() if one.name == _JOINER]
+    if len(trying) >= MAX_ABANDONED:
+        raise RuntimeError(f"{len(trying)} earlier attempts have not ended yet")
+    joined: Future[WeightGroup] = Future()
+
+    def work() -> None:
+        try:
+            group = join()
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(group)
+
+    threading.Thread(target=work, name=_JOINER, daemon=True).start()
+    try:
+        return joined.result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"the trainer did not answer within {seconds:g} seconds") from None
+
+
+_JOINER = "headrace-weights-join"
 
 
 def _is_count(value: object) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 from headrace_core.errors import RequestError
 from headrace_engine.weights.version import checked_version
 
-SOURCES = ("process", "shared_memory", "broadcast", "stream")
+BROADCAST = "broadcast"
+SOURCES = ("process", "shared_memory", BROADCAST, "stream")
 MODEL, DRAFT = "model", "draft"
 TARGETS = (MODEL, DRAFT)
 """The model; the model or head of ``speculative_config.model``, which guesses for it."""
@@ -24,6 +25,8 @@ ITEM_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes of a number, by dtype."""
 MAX_TENSORS = 1 << 20
+MAX_NAME = 1000
+"""Characters of a tensor's name."""
 MAX_DIMS = 8
 MAX_BYTES = 1 << 44
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -62,6 +65,8 @@ class WeightsMessage:
     """Name of the segment."""
     finish: bool = True
     """Put the weights into the model after this part."""
+    prepare: bool = False
+    """Check that the update is whole and pack what waits, so that finishing takes a moment."""
     keep_requests: bool = False
     """Requests may run: they go on with the new weights, their contexts computed again."""
     cancel: bool = False
@@ -87,7 +92,7 @@ class WeightsMessage:
             raise _wrong("source", source, f"one of {', '.join(SOURCES)}, or null")
         if (target := data.get("target", MODEL)) not in TARGETS:
             raise _wrong("target", target, f"one of {', '.join(TARGETS)}")
-        for key in ("finish", "keep_requests", "cancel"):
+        for key in ("finish", "prepare", "keep_requests", "cancel"):
             if not isinstance(data.get(key, False), bool):
                 raise _wrong(key, data[key], "true or false")
         version = data.get("version")
@@ -106,6 +111,7 @@ class WeightsMessage:
             given=_given(data.get("given", ())) if source == "process" else (),
             shared_memory=segment if source == "shared_memory" else "",
             finish=data.get("finish", True),
+            prepare=data.get("prepare", False),
             keep_requests=data.get("keep_requests", False),
             cancel=data.get("cancel", False),
             version=version,
@@ -127,14 +133,24 @@ def _place(tensor: object) -> TensorPlace:
     if not isinstance(tensor, Mapping) or set(tensor) - {"name", "dtype", "shape", "offset"}:
         raise _wrong("tensors", tensor, "objects with name, dtype, shape and offset")
     name, dtype, offset = tensor.get("name"), tensor.get("dtype"), tensor.get("offset", 0)
-    if not isinstance(name, str) or not 0 < len(name) <= 1000:
-        raise _wrong("tensors", name, "named by 1 to 1000 characters")
+    name = checked_name(name)
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _wrong(f"dtype of tensor {name!r:.200}", dtype, f"one of {', '.join(ITEM_BYTES)}")
     shape = checked_shape(name, tensor.get("shape"))
     if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset <= MAX_BYTES:
         raise _wrong(f"offset of tensor {name!r:.200}", offset, "a number of bytes")
     return TensorPlace(name, dtype, shape, offset)
+
+
+def checked_name(name: object) -> str:
+    """The name of a tensor: it is part of errors and log lines, so that it may not end one.
+
+    Raises:
+        RequestError: it is no text of 1 to :data:`MAX_NAME` printable characters.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise _wrong("tensors", name, f"named by 1 to {MAX_NAME} printable characters")
+    return name
 
 
 def checked_shape(name: str, shape: object) -> tuple[int, ...]:
@@ -148,7 +164,8 @@ def checked_shape(name: str, shape: object) -> tuple[int, ...]:
         isinstance(s, int) and not isinstance(s, bool) and 0 <= s <= MAX_BYTES for s in sizes
     ):
         raise _wrong(f"shape of tensor {name!r:.200}", shape, f"a list of at most {MAX_DIMS} sizes")
-    if math.prod(sizes) > MAX_BYTES // 8:
+    # An empty tensor has strides, too, which must not overflow.
+    if math.prod(max(size, 1) for size in sizes) > MAX_BYTES // 8:
         raise _wrong(
             f"shape of tensor {name!r:.200}", shape, f"of at most {MAX_BYTES // 8} numbers"
         )

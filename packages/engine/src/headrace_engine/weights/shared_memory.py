@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_engine.weights.messages import NamedTensors, TensorPlace, by_name
+from headrace_engine.weights.plain_tensors import plain
 
 FOLDER = Path("/dev/shm")
 """Where Linux has its segments (``shm_open``)."""
@@ -48,12 +50,13 @@ class SharedWeights:
             options: further fields of that argument (``finish``, ``version``).
 
         Raises:
+            RequestError: a tensor has no plain numbers in memory (:func:`~.plain_tensors.plain`).
             OSError: there is no memory.
         """
         assert self._file is not None, "the segment is closed"
         tensors, end = [], 0
         for name, tensor in by_name(weights):
-            own = tensor.detach().to("cpu").contiguous()
+            own = plain(name, tensor).detach().to("cpu").contiguous()
             start = -(-end // ALIGNMENT) * ALIGNMENT
             _write(self._file, own, start)
             dtype = str(own.dtype).removeprefix("torch.")
@@ -94,20 +97,9 @@ def read_shared(name: str, tensors: Sequence[TensorPlace]) -> Iterator[tuple[str
     Raises:
         RequestError: there is no such segment of this user's, or a tensor goes beyond its end.
     """
+    file = _opened(name)
     try:
-        file = os.open(FOLDER / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise RequestError(
-            f"shared_memory = {name!r}: cannot be opened: {error.strerror}", param="shared_memory"
-        ) from error
-    try:
-        status = os.fstat(file)
-        if status.st_uid != os.geteuid() or not os.path.isfile(FOLDER / name):
-            raise RequestError(
-                f"shared_memory = {name!r}: must be a segment of the engine's own user",
-                param="shared_memory",
-            )
-        size = status.st_size
+        size = os.fstat(file).st_size
         for tensor in tensors:
             if tensor.offset + tensor.num_bytes > size:
                 raise RequestError(
@@ -117,8 +109,50 @@ def read_shared(name: str, tensors: Sequence[TensorPlace]) -> Iterator[tuple[str
                 )
         for tensor in tensors:
             yield tensor.name, _read(file, tensor)
+    except OSError as error:
+        raise RequestError(
+            f"shared_memory = {name!r}: cannot be read: {error.strerror}", param="shared_memory"
+        ) from error
     finally:
         os.close(file)
+
+
+def _opened(name: str) -> int:
+    """The segment's descriptor. What is none is not opened: opening a FIFO waits, and a device may act.
+
+    Raises:
+        RequestError: there is no such segment of this user's.
+    """
+    path = FOLDER / name
+    try:
+        _check_segment(name, os.lstat(path))
+        # It may be another file by now, so it is asked again; O_NONBLOCK has no FIFO wait.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise RequestError(
+            f"shared_memory = {name!r}: cannot be opened: {error.strerror}", param="shared_memory"
+        ) from error
+    try:
+        _check_segment(name, os.fstat(file))
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _check_segment(name: str, status: os.stat_result) -> None:
+    """Raises: RequestError, it is no regular file, or another user's."""
+    if not stat.S_ISREG(status.st_mode):
+        raise RequestError(
+            f"shared_memory = {name!r}: must be a segment; a link, FIFO, folder or device is not opened",
+            param="shared_memory",
+        )
+    if status.st_uid != os.geteuid():
+        raise RequestError(
+            f"shared_memory = {name!r}: must be a segment of the engine's own user (it is user "
+            f"{status.st_uid}'s)",
+            param="shared_memory",
+        )
 
 
 def _write(file: int, tensor: Tensor, start: int) -> None:

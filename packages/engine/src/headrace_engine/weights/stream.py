@@ -7,7 +7,8 @@ with the header's length, the header as JSON, the tensors' bytes. To each part c
 memory, and goes into the model by ``update_weights`` alone: the stream brings numbers, and gives no orders.
 
 Every number of a header is checked, and nothing is evaluated. A part that cannot be used is not read to its
-end: the connection is closed behind the error.
+end: the connection is closed behind the error. Whatever a connection brings, the others and the listener go
+on.
 """
 
 from __future__ import annotations
@@ -20,207 +21,267 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace_core.errors import HeadraceError, RequestError
-from headrace_engine.weights.messages import (
-    MAX_TENSORS,
-    NamedTensors,
-    TensorPlace,
-    by_name,
-    checked_shape,
-)
+from headrace_engine.execution.refusal import memory_errors
+from headrace_engine.weights.messages import TensorPlace
+from headrace_engine.weights.stream_header import MAX_HEADER, read_header
 
 logger = logging.getLogger(__name__)
 
-DTYPES: Mapping[str, str] = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
-}  # fmt: skip
-"""Names of dtypes in safetensors files."""
-MAX_HEADER = 16 << 20
-"""Longest header of a part, in bytes."""
 TOKEN_BYTES = 32
 TOKEN_SECONDS = 5.0
-"""Longest wait for the token."""
+"""Longest time from a connection's beginning to the end of its token."""
 CLOSE_SECONDS = 5.0
-"""That whoever closes waits for the listener's thread, which ends by itself."""
+"""That whoever closes waits for each of the stream's threads, which end by themselves."""
 IDLE_SECONDS = 120.0
 """Longest pause within a part, and between two parts of a connection."""
+RETRY_SECONDS = 1.0
+"""Pause after the system refused a connection (no descriptors are left, for example)."""
+MAX_STRANGERS = 16
+"""Connections that have not shown the token; one more ends the oldest of them."""
+MAX_CLIENTS = 8
+"""Connections that have shown it."""
 
-_ENDED = "the stream ended: is the token right, and the stream open?"
+Part = Sequence[tuple[str, Tensor]]
+"""Name and tensor."""
 
-Check = Callable[[str, tuple[int, ...], str], None]
+
+class PartCheck(Protocol):
+    """Says whether the model takes what is on its way. Called in the stream's threads."""
+
+    def check_places(self, tensors: Sequence[TensorPlace]) -> None:
+        """Raises: HeadraceError, the model does not take these names, shapes and dtypes."""
+        ...
+
+    def check_values(self, name: str, tensor: Tensor) -> None:
+        """Raises: HeadraceError, the tensor's numbers are none that a model may have."""
+        ...
+
+
+class WaitingParts:
+    """Parts that have come and wait for ``update_weights``: so many bytes at most. For several threads.
+
+    Args:
+        max_bytes: of all of them, and of those that are being read.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._parts: list[Part] = []
+        self._waiting_bytes = self._coming_bytes = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def room(self, num_bytes: int) -> Iterator[None]:
+        """Room for a part while it is read.
+
+        Raises:
+            RequestError: it would be too much together.
+        """
+        with self._lock:
+            taken = self._waiting_bytes + self._coming_bytes
+            if taken + num_bytes > self._max_bytes:
+                raise RequestError(
+                    f"part: {num_bytes} bytes, beside {taken} that wait for update_weights: must be at most "
+                    f"{self._max_bytes} together",
+                    param="weights",
+                )
+            self._coming_bytes += num_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._coming_bytes -= num_bytes
+
+    def add(self, part: Part) -> None:
+        """Keep a part.
+
+        Raises:
+            RequestError: a tensor waits already.
+        """
+        with self._lock:
+            waiting = {name for one in self._parts for name, _ in one}
+            twice = next((name for name, _ in part if name in waiting), None)
+            if twice is not None:
+                raise RequestError(
+                    f"tensor {twice!r:.200} comes twice: it waits for update_weights already",
+                    param="weights",
+                )
+            self._parts.append(part)
+            self._waiting_bytes += _num_bytes(part)
+
+    def take(self) -> list[Part]:
+        """All that wait, which wait no longer."""
+        with self._lock:
+            parts, self._parts, self._waiting_bytes = self._parts, [], 0
+        return parts
+
+    def give_back(self, parts: Sequence[Part]) -> None:
+        """Have parts that were taken wait again, before those that came meanwhile."""
+        with self._lock:
+            self._parts[:0] = parts
+            self._waiting_bytes += sum(map(_num_bytes, parts))
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that wait."""
+        with self._lock:
+            return sum(map(len, self._parts))
 
 
 class WeightStream:
-    """Listens for parts, in a thread of its own, for one client at a time.
+    """Listens for parts, in threads of its own: one for the listener, and one for each connection.
 
     Args:
-        check: of a tensor's name, shape and dtype, whether the model takes it; raises if not. Called in
-            the stream's thread.
+        check: of what comes.
         max_bytes: of all parts that wait for ``update_weights``.
         host: the address that is listened at.
     """
 
-    def __init__(self, check: Check, max_bytes: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, check: PartCheck, max_bytes: int, host: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
+        self.parts = WaitingParts(max_bytes)
         self._check = check
-        self._max_bytes = max_bytes
-        self._parts: list[list[tuple[str, Tensor]]] = []
-        self._num_bytes = 0
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        """Connections that have not shown the token, the oldest first."""
+        self._clients: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._listener = socket.create_server((host, 0))
-        self._connection: socket.socket | None = None
-        self._closed = False
         self.host, self.port = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._listen, name="headrace-weights", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[tuple[str, Tensor]]:
-        """All tensors that have come and were not taken."""
-        with self._lock:
-            parts, self._parts, self._num_bytes = self._parts, [], 0
-        return [pair for part in parts for pair in part]
-
     def close(self) -> None:
         """Stop listening, and forget what came. Idempotent."""
-        self._closed = True
-        for one in (self._listener, self._connection):
-            if one is not None:
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-                one.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_SECONDS)
-        self.take()
+        self._closed.set()
+        _shut(self._listener)
+        self._listener.close()
+        with self._lock:
+            connections = {**self._strangers, **self._clients}
+            for one in connections:
+                _shut(one)
+        for thread in (self._thread, *connections.values()):
+            thread.join(CLOSE_SECONDS)
+        self.parts.take()
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            self._connection = connection
-            with connection:
-                try:
-                    self._serve(connection)
-                except (OSError, EOFError) as error:
-                    if not self._closed:
-                        logger.warning("weight stream: the connection ended: %s", error)
-            self._connection = None
+            except OSError as error:
+                if not self._closed.is_set():
+                    logger.warning("weight stream: no connection could be taken: %s", error)
+                    self._closed.wait(RETRY_SECONDS)
+                continue
+            try:
+                self._begin(connection)
+            except RuntimeError as error:  # no thread can be started
+                logger.warning("weight stream: a connection was closed: %s", error)
+                self._end(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=[connection], name="headrace-weights-client", daemon=True
+        )
+        with self._lock:
+            if len(self._strangers) >= MAX_STRANGERS:
+                _shut(next(iter(self._strangers)))  # its thread ends, and forgets it
+            self._strangers[connection] = thread
+            thread.start()  # with the lock, so that close() joins none that has not begun
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(connection, None)
+            self._clients.pop(connection, None)
+        connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(TOKEN_SECONDS)
-        token = _exactly(connection, len(self.token))
-        if not hmac.compare_digest(token, self.token.encode()):
-            logger.warning("weight stream: a client has no valid token")
-            return
-        connection.settimeout(IDLE_SECONDS)
-        while (length := _length(connection)) is not None:
-            try:
-                part = self._read(connection, length)
-            except (HeadraceError, MemoryError) as error:
+        """A connection's thread."""
+        try:
+            if self._has_token(connection) and self._becomes_client(connection):
+                connection.settimeout(IDLE_SECONDS)
+                while (length := _length(connection)) is not None:
+                    _answer(connection, taken=len(self._read(connection, length)))
+        except (HeadraceError, MemoryError) as error:
+            with contextlib.suppress(OSError):
                 _answer(connection, error=str(error) or type(error).__name__)
-                return
-            _answer(connection, taken=len(part))
+        except (OSError, EOFError) as error:
+            if not self._closed.is_set():
+                logger.warning("weight stream: the connection ended: %s", error)
+        except Exception:
+            logger.exception("weight stream: a part could not be read")
+            with contextlib.suppress(OSError):
+                _answer(connection, error="the part could not be read; the engine's log says why")
+        finally:
+            self._end(connection)
 
-    def _read(self, connection: socket.socket, length: int) -> list[tuple[str, Tensor]]:
+    def _has_token(self, connection: socket.socket) -> bool:
+        expected = self.token.encode()
+        given = _exactly(connection, len(expected), time.monotonic() + TOKEN_SECONDS)
+        if not hmac.compare_digest(given, expected):
+            logger.warning("weight stream: a client has no valid token")
+            return False
+        return True
+
+    def _becomes_client(self, connection: socket.socket) -> bool:
+        """Count a connection that has shown the token.
+
+        Raises:
+            RequestError: there are as many as there may be.
+        """
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            thread = self._strangers.pop(connection)
+            if len(self._clients) >= MAX_CLIENTS:
+                raise RequestError(
+                    f"weight stream: {MAX_CLIENTS} connections send already: must be at most as many",
+                    param="weights",
+                )
+            self._clients[connection] = thread
+        return True
+
+    def _read(self, connection: socket.socket, length: int) -> Part:
         """Read a part behind its first eight bytes, and keep it.
 
         Raises:
-            RequestError, WeightsError: it cannot be used.
+            HeadraceError: it cannot be used. MemoryError: the system has no memory for it.
         """
         if not 2 <= length <= MAX_HEADER:
             raise RequestError(
                 f"header: {length} bytes: must be 2 to {MAX_HEADER}", param="weights"
             )
         tensors = read_header(_exactly(connection, length))
-        for one in tensors:
-            self._check(one.name, one.shape, one.dtype)
-        num_bytes = sum(one.num_bytes for one in tensors)
-        with self._lock:
-            if self._num_bytes + num_bytes > self._max_bytes:
-                raise RequestError(
-                    f"part: {num_bytes} bytes, beside {self._num_bytes} that wait for update_weights: must "
-                    f"be at most {self._max_bytes} together",
-                    param="weights",
-                )
-        part = []
-        for one in tensors:
-            tensor = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
-            if tensor.numel():
-                _fill(connection, tensor.reshape(-1).view(torch.uint8).numpy().data)
-            part.append((one.name, tensor))
-        with self._lock:
-            self._parts.append(part)
-            self._num_bytes += num_bytes
+        self._check.check_places(tensors)
+        with self.parts.room(sum(one.num_bytes for one in tensors)):
+            part = []
+            for one in tensors:
+                with memory_errors(f"tensor {one.name!r:.200}"):
+                    tensor = torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+                if tensor.numel():
+                    _fill(connection, tensor.reshape(-1).view(torch.uint8).numpy().data)
+                self._check.check_values(one.name, tensor)
+                part.append((one.name, tensor))
+        self.parts.add(part)
         return part
 
 
-def read_header(header: bytes) -> Sequence[TensorPlace]:
-    """The tensors of a safetensors header, in the order of their bytes, which leave no gap.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    try:
-        entries = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refused)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise RequestError(f"header: not valid JSON: {error}", param="weights") from error
-    if not isinstance(entries, dict) or len(entries) > MAX_TENSORS:
-        raise RequestError(
-            f"header: must be an object of at most {MAX_TENSORS} tensors", param="weights"
-        )
-    entries.pop("__metadata__", None)
-    tensors, end = [], 0
-    places = sorted((_place(name, entry) for name, entry in entries.items()), key=lambda p: p[1:])
-    for tensor, start, stop in places:
-        if start != end or stop - start != tensor.num_bytes:
-            raise RequestError(
-                f"header: tensor {tensor.name!r:.200}: data_offsets = [{start}, {stop}]: must be "
-                f"[{end}, {end + tensor.num_bytes}]",
-                param="weights",
-            )
-        tensors.append(tensor)
-        end = stop
-    return tensors
+def _num_bytes(part: Part) -> int:
+    return sum(tensor.nbytes for _, tensor in part)
 
 
-def _place(name: str, entry: object) -> tuple[TensorPlace, int, int]:
-    ours = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
-    offsets = entry["data_offsets"] if ours else None  # type: ignore[index]
-    if (
-        not ours
-        or not isinstance(entry["dtype"], str)  # type: ignore[index]
-        or entry["dtype"] not in DTYPES  # type: ignore[index]
-        or not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(isinstance(o, int) and not isinstance(o, bool) and o >= 0 for o in offsets)
-    ):
-        raise RequestError(
-            f"header: tensor {name!r:.200}: must have dtype ({', '.join(DTYPES)}), shape and data_offsets",
-            param="weights",
-        )
-    assert isinstance(entry, dict)
-    shape = checked_shape(name, entry["shape"])
-    return TensorPlace(name, DTYPES[entry["dtype"]], shape), offsets[0], offsets[1]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key comes twice")
-    return found
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a number")
+def _shut(one: socket.socket) -> None:
+    """Have whoever waits for this socket wait no longer."""
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
 
 
 def _length(connection: socket.socket) -> int | None:
@@ -232,10 +293,16 @@ def _length(connection: socket.socket) -> int | None:
     return int(length)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, in memory that grows as they come."""
+def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """So many bytes, in memory that grows as they come.
+
+    Args:
+        deadline: of all of them, by ``time.monotonic``; None: the socket's own timeout counts.
+    """
     got = bytearray()
     while len(got) < size:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
         more = connection.recv(min(size - len(got), 1 << 20))
         if not more:
             raise EOFError(f"after {len(got)} of {size} bytes")
@@ -254,66 +321,3 @@ def _fill(connection: socket.socket, memory: memoryview) -> None:
 
 def _answer(connection: socket.socket, **fields: Any) -> None:
     connection.sendall(json.dumps(fields).encode() + b"\n")
-
-
-class WeightSender:
-    """A client of a :class:`WeightStream`: a trainer's end.
-
-    >>> with WeightSender(**opened) as sender:  # what POST /open_weight_stream answered
-    ...     sender.send(model.state_dict())
-
-    Args:
-        host, port, token: as the engine has told them.
-    """
-
-    def __init__(self, host: str, port: int, token: str) -> None:
-        self._connection = socket.create_connection((host, port), timeout=IDLE_SECONDS)
-        self._answers = self._connection.makefile("rb")
-        self._connection.sendall(token.encode())
-
-    def send(self, weights: NamedTensors) -> None:
-        """Send a part; returns when the engine has it.
-
-        Raises:
-            RequestError: the engine refuses it, or the token.
-        """
-        from safetensors.torch import save
-
-        named = {name: tensor.detach().to("cpu").contiguous() for name, tensor in by_name(weights)}
-        try:
-            self._connection.sendall(save(_apart(named)))
-            line = self._answers.readline(1 << 16)
-        except OSError as error:  # it may have said why before it closed
-            line = self._last_line()
-            if not line:
-                raise RequestError(f"weights: {_ENDED} ({error})", param="weights") from error
-        answer = json.loads(line) if line else {"error": _ENDED}
-        if "error" in answer:
-            raise RequestError(f"weights: {answer['error']}", param="weights")
-
-    def close(self) -> None:
-        """Send no more. Idempotent."""
-        self._answers.close()
-        self._connection.close()
-
-    def _last_line(self) -> bytes:
-        with contextlib.suppress(OSError):
-            return self._answers.readline(1 << 16)
-        return b""
-
-    def __enter__(self) -> WeightSender:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _apart(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of which no two are the same memory (a head that is the embedding), as the format wants."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in named.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return found

@@ -20,15 +20,15 @@ Part = Sequence[tuple[str, Tensor]]
 class WeightUpdate(Protocol):
     """New weights of one model or head, until they are put in or dropped."""
 
-    failed: bool
-    """It is of no use any more."""
-
     @property
     def num_tensors(self) -> int: ...
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> None: ...
+    def check_values(self, name: str, tensor: Tensor) -> None: ...
+    def checkpoint(self) -> Undo: ...
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Part: ...
     def take_checked(self, part: Part, *, keep: bool = True) -> None: ...
     def check_whole(self) -> None: ...
+    def keep_waiting(self) -> None: ...
     def seal(self) -> None: ...
     def apply(self) -> Undo: ...
 
@@ -41,6 +41,11 @@ class LoadedModel(Protocol):
     @property
     def max_bytes(self) -> int:
         """Of all tensors that it may be given, about."""
+        ...
+
+    @property
+    def max_tensors(self) -> int:
+        """Tensors that it may be given, about."""
         ...
 
     def update(self) -> WeightUpdate:
@@ -78,11 +83,6 @@ class UpdateSet:
         """What gets tensors."""
         return frozenset(t for t, update in self._updates.items() if update.num_tensors)
 
-    @property
-    def failed(self) -> bool:
-        """It is of no use any more."""
-        return any(update.failed for update in self._updates.values())
-
     def check(self, target: str, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """Check a tensor that is to come, by what is said of it.
 
@@ -92,10 +92,19 @@ class UpdateSet:
         for update in self._of(target):
             update.check(name, shape, dtype)
 
+    def check_values(self, name: str, tensor: Tensor) -> None:
+        """Check the numbers of a tensor of which it is not said yet for whom it is.
+
+        Raises:
+            WeightsError: they are not finite.
+        """
+        self._update(MODEL).check_values(name, tensor)
+
     def take(
         self, target: str, tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True
     ) -> None:
-        """Take a part, all of which is checked before any of it is taken.
+        """Take a part, all of which is checked before any of it is taken. If that raises, the update is what
+        it was before.
 
         Args:
             target: :data:`~headrace_engine.weights.messages.MODEL` or ``DRAFT``.
@@ -104,23 +113,35 @@ class UpdateSet:
         Raises:
             WeightsError: a tensor is unknown, repeated, of the wrong shape or dtype, or not finite.
             UnsupportedFeature: the target takes none.
+            MemoryError: the system has no memory for them.
         """
         updates = self._of(target)
         if len(updates) > 1:
             tensors = list(tensors)
         parts = [(update, update.checked(tensors)) for update in updates]
-        for update, part in parts:
-            update.take_checked(part, keep=keep)
+        with contextlib.ExitStack() as undo:
+            for update, _ in parts:
+                undo.callback(update.checkpoint())
+            for update, part in parts:
+                update.take_checked(part, keep=keep)
+            undo.pop_all()
 
     def begin(self, target: str) -> None:
         """Have the update be of this target, too, whose tensors are missing until they come."""
         self._update(target)
 
+    def keep_waiting(self) -> None:
+        """Copy tensors that wait and were taken with ``keep=False``."""
+        for update in self._updates.values():
+            update.keep_waiting()
+
     def seal(self) -> None:
         """Pack what has waited for tensors that need not come.
 
         Raises:
-            WeightsError: tensors are missing; more may be taken, and this called again.
+            WeightsError: tensors are missing; more may be taken, and this called again. Or a layer cannot use
+                its tensors, which wait on.
+            MemoryError: the system has no memory for them; they wait on.
         """
         for update in self._updates.values():
             update.check_whole()

@@ -29,7 +29,7 @@ from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS
 from headrace_engine.speculation.draft_head import DraftHead
 from headrace_engine.weights.beside import BuildBeside, Candidate, ModelsBeside, Running
-from headrace_engine.weights.holder import WeightHolder
+from headrace_engine.weights.holder import HeldWeights, WeightHolder
 from headrace_engine.weights.messages import WeightsMessage
 from headrace_engine.weights.order import Probe
 from headrace_engine.weights.probe import Limits
@@ -189,6 +189,12 @@ class ModelWorker(ServingWorker):
         layers of the model's checkpoint, and so do the cache's memory and what compiles constraints."""
         candidate, cache = self._models_beside().candidate, self._cache
         assert cache is not None
+        if self._new_weights.held.staged:  # by an extension's load_weights
+            raise RequestError(
+                "swap_weights: tensors of an update came meanwhile (load_weights): must be put in before, or "
+                "cancelled",
+                param="method",
+            )
         before = {name: getattr(self, name) for name in _OF_MODEL}
         old, model = (self._runner, self._draft_proposer), self._loaded()
         self._binding.widen()
@@ -251,6 +257,30 @@ class ModelWorker(ServingWorker):
 
     def stage_weights(self, message: WeightsMessage) -> int:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.stage`."""
+        self._expect_tensors()
+        return self._new_weights.stage(message)
+
+    def expect_weights(self, message: WeightsMessage) -> None:
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.expect`."""
+        self._expect_tensors()
+        self._new_weights.expect(message)
+
+    def receive_weights(self, message: WeightsMessage) -> None:
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.receive`."""
+        self._new_weights.receive(message)
+
+    def weights_woke(self) -> None:
+        """There is memory for new weights again, after level 2 of sleep: a stream that is open needs a model
+        to check what comes by."""
+        if self._new_weights.listens:
+            self._expect_tensors()
+
+    def _expect_tensors(self) -> None:
+        """Have a model that can get new weights.
+
+        Raises:
+            UnsupportedFeature: there is none.
+        """
         self._check_rereads("update_weights")
         if self._new_weights.needs_model():  # given up at level 2 of sleep
             self._free_all_but_plan()
@@ -266,7 +296,6 @@ class ModelWorker(ServingWorker):
                 "update_weights: it is not known how the model was loaded that serves now",
                 param="weights",
             )
-        return self._new_weights.stage(message)
 
     def seal_weights(self) -> None:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.seal`."""
@@ -310,14 +339,23 @@ class ModelWorker(ServingWorker):
         gc.collect()
         self._meter.trim()
 
+    def refuse_weights(self) -> None:
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.refuse`."""
+        self._new_weights.refuse()
+
     def drop_weights(self) -> None:
-        """Forget what has come of new weights."""
+        """See :meth:`headrace_engine.weights.holder.WeightHolder.drop`."""
         self._new_weights.drop()
+
+    def held_weights(self) -> HeldWeights:
+        """Tensors that have come of an update that is not over."""
+        return self._new_weights.held
 
     def init_weight_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int
     ) -> None:
-        """Join a trainer's group, which is rank 0, by rank ``rank_offset`` plus this worker's.
+        """Join a trainer's group, which is rank 0, by rank ``rank_offset`` plus this worker's. Not in the
+        worker's thread: it may take a minute.
 
         Raises:
             RequestError: it cannot be joined.
@@ -327,7 +365,12 @@ class ModelWorker(ServingWorker):
         self._new_weights.join_group(master_address, master_port, rank_offset, world_size)
 
     def open_weight_stream(self) -> dict[str, Any]:
-        """Listen for parts of an update: ``host``, ``port`` and ``token`` of the listener."""
+        """Listen for parts of an update: ``host``, ``port`` and ``token`` of the listener.
+
+        Raises:
+            UnsupportedFeature: the model cannot be updated.
+        """
+        self._expect_tensors()
         return self._new_weights.open_stream()
 
     def close_weight_transfer(self) -> None:
@@ -347,6 +390,7 @@ class ModelWorker(ServingWorker):
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
+        self._new_weights.close_ways()
         if self._beside is not None:
             self._beside.close()
         super().close()

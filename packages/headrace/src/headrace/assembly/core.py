@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
-from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, worker_factory
+from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, ranked_workers
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, UnsupportedFeature
@@ -57,7 +57,6 @@ def build_resolved_core(
     with timeline.phase("import core"):
         from headrace_engine.core import EngineCore
         from headrace_engine.lora.store import AdapterStore
-        from headrace_engine.step_timer import timed_workers
         from headrace_engine.structured.backend_loading import backend_order
         from headrace_engine.structured.store import GrammarStore
     config = resolved.config
@@ -70,9 +69,7 @@ def build_resolved_core(
     if structured.prepare_at_start:
         with timeline.phase("prepare grammars"):
             grammars.prepare(next(backend_order(structured, fallback=True)))
-    executor_class = plugins.load(
-        "headrace.executors", config.parallel.distributed_executor_backend
-    )
+    executor_class = plugins.load("headrace.executors", config.parallel.executor)
     if config.device.enable_sleep_mode:
         check_can_sleep(resolved)
     if brings_worker and config.parallel.worker_extension_cls:
@@ -85,12 +82,12 @@ def build_resolved_core(
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else worker_factory(resolved, timeline, grammars, adapters)
+        else ranked_workers(resolved, timeline, grammars, adapters)
     )
     return EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(timed_workers(make_worker, config.observability)),
+        executor=executor_class(make_worker),
         timeline=timeline,
         fit_context=resolved.fit_context,
         grammars=grammars,

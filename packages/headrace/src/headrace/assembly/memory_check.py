@@ -12,21 +12,23 @@ if TYPE_CHECKING:
     from headrace_models.layers.base import Layer
 
 
-def check_room(resolved: ResolvedConfig, model: CausalLM) -> None:
+def check_room(resolved: ResolvedConfig, model: CausalLM, share: int = 1) -> None:
     """Refuse a model that cannot start, by the reckoning of ``headrace inspect``: better now than when the
     weights have been read, or the system has ended the process.
 
     Args:
         model: built, without weights.
+        share: ranks that share the device's memory, each with a model like this one.
 
     Raises:
         CapacityError: says what is needed, what there is and what would help.
     """
     from headrace.assembly.footprint import reckoned, specs_of  # which imports the worker's module
-    from headrace_engine.execution.memory import readable
+    from headrace_engine.execution.memory import of_one_rank, readable
     from headrace_models.weight_bytes import kept_bytes
 
-    available = free_memory(resolved)
+    available = free_memory(resolved) // share
+    resolved = resolved._replace(config=of_one_rank(resolved.config))
     limit = resolved.config.cache.max_memory_bytes
     weights = kept_bytes(cast("Layer", model), resolved.info.dtype)
     room, named = available, "are free"

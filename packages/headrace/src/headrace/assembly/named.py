@@ -29,7 +29,7 @@ def check_named(
         ConfigError: an op or core does not exist, or a setting has no effect on this device.
     """
     plugins.find("headrace.schedulers", config.scheduler.scheduler_cls)
-    plugins.find("headrace.executors", config.parallel.distributed_executor_backend)
+    plugins.find("headrace.executors", config.parallel.executor)
     _check_load_format(config.load.load_format.lower())
     model = config.model
     for name in (model.quantization, *model.quantization_overrides.values()):

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from headrace import demo
 from headrace.assembly.detection import detect
-from headrace.assembly.draft_head import with_head, with_verifier
+from headrace.assembly.drafts.head import with_head, with_verifier
 from headrace.assembly.encoder_transfer import check_ec_role
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
+from headrace.assembly.ranks import check_ranks
 from headrace.assembly.resolution import resolve
 from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.speech.transcription import without_faults
@@ -68,6 +69,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
     check_ec_role(config, info)
+    check_ranks(config, info, platform)
     _check_sampling_defaults(info)
     config = with_head(config, info)
     if not isinstance(config.model.hf_overrides, Mapping):  # what the function made
@@ -75,6 +77,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
         config = dataclasses.replace(config, model=model)
     if not isinstance(platform, BringsWorker):  # whose workers have no slots
         config = with_own_adapters(config, info)
+        config.lora.check_used()
     fit_context = config.model.max_model_len == -1
     return ResolvedConfig(resolve(config, info, platform), info, platform, fit_context)
 

@@ -11,14 +11,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.draft_head import head_builder, is_within
-from headrace.assembly.draft_model import draft_model
+from headrace.assembly.drafts.head import head_builder, is_within
+from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.plugged import logits_processors
+from headrace.assembly.ranks import (
+    FOLLOWER_FACTORY,
+    Ranks,
+    communicator_name,
+    open_rendezvous,
+)
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
 from headrace_attention.selection import BackendChooser, choose_backend
@@ -39,16 +45,17 @@ from headrace_engine.cores import CpuThreads, format_cores, plan_threads
 if TYPE_CHECKING:
     import torch
 
-    from headrace_core.executor import WorkerFactory
+    from headrace_core.executor import Worker, WorkerFactory
     from headrace_core.lora import AdapterSlots
     from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.encoder.slices import EncoderSlices
+    from headrace_engine.execution.worker import LeadsPasses, ServingWorker
     from headrace_engine.lora.store import AdapterStore
+    from headrace_engine.multiproc.places import RankPlace
     from headrace_engine.sleep.memory_pool import MemoryPool
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
     from headrace_engine.weights.update_set import LoadedModel
-    from headrace_engine.weights.worker import ModelWorker
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +74,18 @@ def worker_factory(
     timeline: StartupTimeline,
     grammars: GrammarStore | None = None,
     adapters: AdapterStore | None = None,
-) -> Callable[[], ModelWorker]:
+    place: RankPlace | None = None,
+    leader: LeadsPasses | None = None,
+) -> Callable[[], ServingWorker]:
     """Makes the worker of the resolved model, which loads it when asked to.
 
     Args:
         adapters: of requests; None: they have none.
+        place: its rank; None: there is one.
+        leader: makes the model's passes run on the other ranks; None: there are none, or this one follows.
     """
     from headrace_engine.execution.capture import Capture
+    from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.weights.extension import extended, load_extension
     from headrace_engine.weights.holder import WeightHolder
     from headrace_engine.weights.worker import ModelWorker
@@ -87,23 +99,24 @@ def worker_factory(
         config.graph.max_cudagraph_capture_size,
         max_num_batched_tokens=tokens,
     )
-    threads = cpu_threads(resolved)
+    ranks = Ranks(place)
+    threads = ranks.threads(cpu_threads(resolved))
     kv_scales = kv_scale_constants(config.cache, os.environ)
     make_processors = processor_maker(resolved, timeline)
     draft = draft_model(resolved)
     worker_class = extended(ModelWorker, load_extension(config.parallel.worker_extension_cls))
 
-    def make_worker() -> ModelWorker:
+    def make_worker() -> ServingWorker:
         from headrace.assembly.beside import beside_builder, resolved_beside
 
         ops = choose_ops(resolved, timeline, threads)
-        slices = encoder_slices(resolved)
+        slices = None if ranks.are_several else encoder_slices(resolved)
 
         def build(
             model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
         ) -> CausalLM:
             return build_model(
-                model, ops, timeline, slices, slots, again=again, told=weights.loaded
+                model, ops, timeline, slices, slots, again=again, told=weights.loaded, ranks=ranks
             )
 
         weights = WeightHolder(
@@ -121,20 +134,37 @@ def worker_factory(
                 changed_model = resolved_beside(changed_model, path)
             return build(changed_model, slots, again=True)
 
+        of_rank: dict[str, Any] = {
+            "ops": ops,
+            "device": platform.device,
+            "dtype": info.dtype,
+            "vocab_size": info.vocab_size,
+            "max_model_len": info.max_model_len,
+            "max_num_batched_tokens": tokens,
+            "max_num_seqs": seqs,
+            "num_threads": threads.num_threads,
+            "cores": threads.cores,
+            "cache_ahead_bytes": config.cache.kv_cache_ahead_bytes,
+            "pooling": info.pooling,
+            "rank": ranks.rank,
+            "memory_share": ranks.memory_share(platform.device),
+            "capture": None
+            if config.multimodal.only_encodes
+            else Capture(
+                lambda: ops.step_graph if ranks.can_record() else None,
+                sizes,
+                enforce_eager=bool(config.graph.enforce_eager),
+                recorders=ranks.recorders,
+            ),
+        }
+        if ranks.rank:
+            return FollowingWorker(lambda: build(resolved), **of_rank)
         return worker_class(
             lambda slots=None: build(resolved, slots),
-            ops=ops,
-            device=platform.device,
-            dtype=info.dtype,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            max_num_batched_tokens=tokens,
-            max_num_seqs=seqs,
+            **of_rank,
+            leader=leader,
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
-            num_threads=threads.num_threads,
-            cores=threads.cores,
-            cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             kv_scales=kv_scales,
             grammars=grammars,
             make_processors=make_processors,
@@ -144,7 +174,6 @@ def worker_factory(
             max_media_vectors=kept
             if (kept := config.multimodal.encoder_cache_size) is not None
             else tokens,
-            pooling=info.pooling,
             rebuild_model=rebuild,
             make_transfer=transfer_maker(resolved),
             slices=slices,
@@ -162,14 +191,32 @@ def worker_factory(
             build_beside=beside_builder(resolved, ops, slices),
             max_bytes=config.cache.max_memory_bytes,
             weights=weights,
-            capture=None
-            if config.multimodal.only_encodes
-            else Capture(
-                lambda: ops.step_graph, sizes, enforce_eager=bool(config.graph.enforce_eager)
-            ),
         )
 
     return make_worker
+
+
+def ranked_workers(
+    resolved: ResolvedConfig,
+    timeline: StartupTimeline,
+    grammars: GrammarStore | None = None,
+    adapters: AdapterStore | None = None,
+) -> WorkerFactory:
+    """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s."""
+    from headrace_engine.multiproc.places import RankedWorkers
+    from headrace_engine.step_timer import timed_workers
+
+    config = resolved.config
+    size = config.parallel.tensor_parallel_size
+
+    def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
+        made = worker_factory(resolved, timeline, grammars, adapters, place, leader)
+        return timed_workers(made, config.observability)()
+
+    if size == 1:
+        return RankedWorkers(make, FOLLOWER_FACTORY, config)
+    name = communicator_name(config)
+    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, open_rendezvous)
 
 
 def memory_pool(resolved: ResolvedConfig) -> MemoryPool | None:
@@ -288,6 +335,7 @@ def build_model(
     *,
     again: bool = False,
     told: Callable[[LoadedModel], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -296,6 +344,7 @@ def build_model(
         adapters: the slots of :func:`adapter_slots`; None: requests have no adapters.
         again: the model takes the place of one that is still held, so that free memory says nothing.
         told: is told how the model was loaded, so that its weights can be replaced.
+        ranks: over which its layers are divided; None: it is whole.
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
@@ -304,8 +353,9 @@ def build_model(
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
-        context = build_context(resolved, ops, choose, slices, adapters)
+        context = build_context(resolved, ops, choose, slices, adapters, ranks)
         record = None if told is None else LoadRecord()
+        share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -316,7 +366,7 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress,
-            admit=None if again else lambda model: check_room(resolved, model),
+            admit=None if again else lambda model: check_room(resolved, model, share),
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
         )
@@ -359,6 +409,8 @@ def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
         device=platform.device,
         max_tokens=tokens,
         max_logits_rows=tokens,
+        towers=config.lora.enable_tower_connector_lora,
+        fully_sharded=config.lora.fully_sharded_loras,
     )
 
 
@@ -410,6 +462,7 @@ def build_context(
     choose: Callable[[AttentionNeed], BackendFacts],
     slices: EncoderSlices | None = None,
     adapters: AdapterSlots | None = None,
+    ranks: Ranks | None = None,
 ) -> BuildContext:
     """Build context of a model on one rank.
 
@@ -417,6 +470,7 @@ def build_context(
         choose: the backend of each layer.
         slices: where towers pause; None: they never do.
         adapters: see :func:`build_model`.
+        ranks: likewise.
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
@@ -438,7 +492,7 @@ def build_context(
             overrides=config.model.quantization_overrides,
             activations=config.model.quantization_activations,
         ),
-        communicator=SingleProcess(),
+        communicator=SingleProcess() if ranks is None else ranks.communicator(),
         attention=lambda need: _paged(choose(need)),
         encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,

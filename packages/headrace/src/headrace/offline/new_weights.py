@@ -74,7 +74,8 @@ def update_offline(
         sent = engine.collective_rpc("update_weights", args=[arguments], timeout=WAKING_TIMEOUT)
         return dict(sent[0])
 
-    first = {**last, "finish": options["finish"] and not pauses}
+    # Nothing pauses for an update that is not whole.
+    first = {**last, "finish": options["finish"] and not pauses, "prepare": pauses}
     with as_update(weights, engine.client.in_process, **first) as arguments:
         taken = call(arguments)
     if not pauses:
@@ -117,7 +118,8 @@ async def update(
 
     last = {**options, "finish": True, "keep_requests": mode == "keep"}
     pauses = finish and mode in ("wait", "abort") and not await engine.is_paused()
-    first = {**last, "finish": finish and not pauses}
+    # Nothing pauses, nor is aborted, for an update that is not whole.
+    first = {**last, "finish": finish and not pauses, "prepare": pauses}
     with as_update(weights, engine.client.in_process, **first) as arguments:
         taken = await call(arguments)
     if not pauses:

@@ -11,7 +11,7 @@ None of them needs the engine's classes in the trainer, and nothing is pickled.
 
 from headrace_engine.weights.broadcast import TrainerGroup, described
 from headrace_engine.weights.shared_memory import SharedWeights
-from headrace_engine.weights.stream import WeightSender
+from headrace_engine.weights.weight_sender import WeightSender
 
 STREAMED = {"source": "stream"}
 """The argument of ``update_weights`` that has it take what came over the stream."""

@@ -1,8 +1,8 @@
 """Mistral's own checkpoints: ``consolidated*.safetensors`` beside ``params.json``.
 
 They differ from transformers' in names, and in the order of query and key rows: rotary pairs are
-neighbours there, and half a head apart here, except in latent attention. Both are changed while reading.
-What sees images is passed over.
+neighbours there, and half a head apart here, except in latent attention. Both are changed while reading, of
+the encoder of images as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from headrace_core.errors import WeightsError
 from headrace_core.model import ProgressCallback, ignore_progress
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.index import CONSOLIDATED, checkpoint_files, checkpoint_headers
-from headrace_models.formats.mistral_config import has_params, head_dim, read_params
+from headrace_models.formats.mistral_config import (
+    encoder_head_dim,
+    has_params,
+    head_dim,
+    read_params,
+)
 from headrace_models.formats.safetensors import read_tensors
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|qscale_weight|qscale_act)")
@@ -52,7 +57,22 @@ _OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 _PAIRED = (".q_proj.weight", ".k_proj.weight")
-_SEEING = ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
+_ENCODER, _TOWER = "vision_encoder.", "vision_tower."
+_IN_ENCODER = {
+    ".attention.wq.": ".attention.q_proj.",
+    ".attention.wk.": ".attention.k_proj.",
+    ".attention.wv.": ".attention.v_proj.",
+    ".attention.wo.": ".attention.o_proj.",
+    ".feed_forward.w1.": ".feed_forward.gate_proj.",
+    ".feed_forward.w3.": ".feed_forward.up_proj.",
+    ".feed_forward.w2.": ".feed_forward.down_proj.",
+}
+_BEHIND_ENCODER = {
+    "vision_language_adapter.w_in.": "multi_modal_projector.linear_1.",
+    "vision_language_adapter.w_out.": "multi_modal_projector.linear_2.",
+    "patch_merger.": "multi_modal_projector.patch_merger.",
+    "pre_mm_projector_norm.": "multi_modal_projector.norm.",
+}
 """Beginnings of names of what makes vectors of images."""
 
 
@@ -79,13 +99,13 @@ class MistralFormat:
         """Tensors by transformers' names. Raises: WeightsError naming the file."""
         params = read_params(path)
         paired = () if params.config.get("kv_lora_rank") else _PAIRED
-        headers = {
-            file: tuple(entry for entry in entries if not entry.name.startswith(_SEEING))
-            for file, entries in checkpoint_headers(path, CONSOLIDATED).items()
-        }
+        headers = checkpoint_headers(path, CONSOLIDATED)
         for stored, tensor, file in read_tensors(headers, progress, eager=self.eager):
             name = transformers_name(stored)
-            if name.endswith(paired):
+            if name.startswith(_TOWER):
+                if name.endswith(_PAIRED):
+                    tensor = halves(tensor, encoder_head_dim(params), stored, file)
+            elif name.endswith(paired):
                 tensor = halves(tensor, head_dim(params), stored, file)
             yield name, tensor, file
 
@@ -94,7 +114,7 @@ def transformers_name(name: str) -> str:
     """Name that transformers has for a tensor of Mistral's; unknown names stay."""
     found = _LAYER.fullmatch(name)
     if found is None:
-        return _OUTSIDE.get(name, name)
+        return _OUTSIDE.get(name) or _seeing_name(name)
     expert = _EXPERT.fullmatch(found[2])
     if expert is not None and expert[1]:  # Mixtral
         return (
@@ -106,6 +126,19 @@ def transformers_name(name: str) -> str:
     if found[2] not in _IN_LAYER:
         return name
     return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
+
+
+def _seeing_name(name: str) -> str:
+    """Of what makes vectors of images; other names stay."""
+    if name.startswith(_ENCODER):
+        name = _TOWER + name.removeprefix(_ENCODER)
+        for theirs, ours in _IN_ENCODER.items():
+            name = name.replace(theirs, ours)
+        return name
+    for theirs, ours in _BEHIND_ENCODER.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def halves(weight: Tensor, head_dim: int, name: str, file: Path) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from headrace_core.errors import UnsupportedModel
 from headrace_models.config.json_object import read_object
 from headrace_models.config.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
-
-logger = logging.getLogger(__name__)
 
 PARAMS = "params.json"
 DEFAULT_LENGTH = 128_000
@@ -34,6 +31,17 @@ _MIXTURE = {
 """Keys of mixtures with latent attention: Mistral's name -> ours."""
 _ACTIVATIONS = {"NO_SCALES": "dynamic", "TENSOR": "static"}
 """``qscheme_act`` of FP8 weights -> transformers' ``activation_scheme``."""
+_ENCODER_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size",
+)  # fmt: skip
+"""Keys of ``vision_encoder`` that have the same name in transformers' config."""
+_IMAGE_TOKENS = {"image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13}
+"""Keys of ``vision_encoder`` -> the ids in every tokenizer that has them."""
+_MERGES = "patch_merge"
+"""``mm_projector_id`` of models that make a vector of a square of patches."""
+_OF_WHOLE = ("architectures", "quantization_config")
+_SIDE = 1024
+"""Longest side of images where no setting says it."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -80,11 +88,64 @@ def mistral_config(folder: Path) -> dict[str, Any]:
             f"{folder / PARAMS}: sliding_window is a list, which is not supported; use the "
             "repository's files in the layout of transformers"
         )
-    if params.config.get("vision_encoder"):
-        logger.warning(
-            "%s: 'vision_encoder' is not supported: the model's text is served, images are not",
-            folder,
+    encoder = _block(params, "vision_encoder")
+    text = _text_config(params)
+    return text if encoder is None or not encoder.config else _seeing_config(encoder, text)
+
+
+def encoder_head_dim(params: Settings) -> int:
+    """Size of a head of the encoder of images.
+
+    Raises: UnsupportedModel: there is none, or its sizes do not fit.
+    """
+    encoder = _block(params, "vision_encoder") or Settings({}, file=PARAMS)
+    size, rest = divmod(encoder.integer("hidden_size"), encoder.integer("num_attention_heads"))
+    if rest or not size:
+        raise UnsupportedModel(
+            f"params.json: vision_encoder.hidden_size = {encoder.integer('hidden_size')}: must be a multiple "
+            f"of num_attention_heads = {encoder.integer('num_attention_heads')}"
         )
+    return size
+
+
+def _seeing_config(encoder: Settings, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Config of a model that takes images, with that of its language model in it."""
+    projector = encoder.config.get("mm_projector_id") or ""
+    if projector not in ("", _MERGES):
+        raise UnsupportedModel(
+            f"params.json: vision_encoder.mm_projector_id = {projector!r:.200}: must be {_MERGES!r} or left "
+            "out"
+        )
+    merge = encoder.integer("spatial_merge_size", 1)
+    if not projector and merge != 1:
+        raise UnsupportedModel(
+            f"params.json: vision_encoder.spatial_merge_size = {merge}: must be 1 without mm_projector_id"
+        )
+    own = {key: encoder.integer(key) for key in _ENCODER_SIZES}
+    whole = {key: value for key, value in text.items() if key not in _OF_WHOLE}
+    blocks = {key: text[key] for key in ("quantization_config",) if key in text}
+    return {
+        **blocks,
+        "architectures": ["PixtralForConditionalGeneration"],
+        "model_type": "pixtral",
+        "text_config": whole,
+        "vision_config": {
+            **own,
+            "model_type": "pixtral",
+            "num_channels": encoder.integer("num_channels", 3),
+            "image_size": encoder.integer("max_image_size", encoder.integer("image_size", _SIDE)),
+            "rope_theta": encoder.positive("rope_theta", 10_000.0),
+            "hidden_act": "silu",
+        },
+        "spatial_merge_size": merge if projector else None,
+        "projector_norm": encoder.flag("add_pre_mm_projector_layer_norm", False),
+        "multimodal_projector_bias": encoder.flag("adapter_bias", True),
+        **{key: encoder.integer(key, token, minimum=0) for key, token in _IMAGE_TOKENS.items()},
+    }
+
+
+def _text_config(params: Settings) -> dict[str, Any]:
+    """Config of the decoder."""
     if params.config.get("kv_lora_rank"):
         return _latent_config(params)
     rope, sharpens = _rope(params)

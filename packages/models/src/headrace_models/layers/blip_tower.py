@@ -12,9 +12,9 @@ from headrace_models.config.settings import MAX_LAYERS, Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

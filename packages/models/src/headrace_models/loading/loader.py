@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -46,7 +46,7 @@ from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
 from headrace_models.loading.only_towers import layers_passed_over, with_one_layer
-from headrace_models.loading.packed_tensors import config_hint, left_over_hint
+from headrace_models.loading.packed_tensors import config_hint, decoded, left_over_hint
 from headrace_models.loading.pieces import piece_of
 from headrace_models.loading.returned_memory import freed_memory_returns
 from headrace_models.quantization import quantization_config
@@ -204,8 +204,10 @@ def checkpoint_tensors(
     companions = companion_tensors(
         built.info.whole_config, lambda path: choose_format(path, load).tensors(path, progress)
     )
-    stored = context.quant.decode(
-        itertools.chain(own, companions), context.dtype, built.passes_over
+    stored = decoded(
+        itertools.chain(own, companions),
+        lambda tensors: context.quant.decode(tensors, context.dtype, built.passes_over),
+        built.weights.is_transposed,
     )
     everything = itertools.chain(stored, _dense_tensors(built.info, load, progress))
     model = cast(object, built.model)
@@ -275,6 +277,10 @@ class _Arrived:
     )
     missing: int = 0
 
+    def copy(self) -> _Arrived:
+        """The same tensors, to which others may be added."""
+        return _Arrived({place: dict(parts) for place, parts in self.parts.items()}, self.missing)
+
 
 class _Scratch:
     """Memory for the fused tensors of one leaf after the other.
@@ -304,6 +310,14 @@ class _Scratch:
             self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
+class FillingState(NamedTuple):
+    """What a :class:`Filling` has taken."""
+
+    origin: Mapping[tuple[Place, int], tuple[str, Path]]
+    arrived: Mapping[str, _Arrived]
+    loaded: Set[str]
+
+
 class Filling:
     """Collects tensors by leaf and loads each leaf when it is complete."""
 
@@ -329,6 +343,18 @@ class Filling:
         self.quantization = quantization_config(built.info)
         self.scratch = _Scratch()
         self.cache_scales = CacheScales(built.model.attention_layers(), context.kv_cache_dtype)
+
+    def checkpoint(self) -> FillingState:
+        """What has come until now; holds the tensors that wait."""
+        arrived = {path: one.copy() for path, one in self.arrived.items()}
+        return FillingState(dict(self.origin), arrived, set(self.loaded))
+
+    def restore(self, state: FillingState) -> None:
+        """Have come what had come then."""
+        self.origin, self.arrived, self.loaded = (
+            dict(state.origin), dict(state.arrived), set(state.loaded),
+        )  # fmt: skip
+        self.scratch.reset()
 
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
@@ -488,11 +514,13 @@ def unstacked(
 
 def check_tensor(
     slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, Any] | None = None, *, of_checkpoint: bool = True,
 ) -> None:  # fmt: skip
+    """Raises: WeightsError, the tensor does not fit its slot; says what of ``config.json`` has to do with it,
+    if it is a checkpoint's."""
     expected = stored_shape(slot, parts, rule)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    hint = config_hint(quantization, slot, dtype)
+    hint = config_hint(quantization, slot, dtype) if of_checkpoint else ""
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}{hint}"

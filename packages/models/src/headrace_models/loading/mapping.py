@@ -83,6 +83,13 @@ class WeightMap:
                 return Match(place, rule)
         return None
 
+    def is_transposed(self, name: str) -> bool:
+        """True if a checkpoint's matrix of floats of this name is stored [in, out]."""
+        match = self.find(name)
+        return match is not None and is_transposed(
+            self.slots[match.place.leaf][match.place.key], match.rule
+        )
+
     def _has_part(self, place: Place, rule: WeightRule) -> bool:
         """A layer that makes queries only has no place for keys, which its family's rules know."""
         if rule.split is not None or rule.stacked:

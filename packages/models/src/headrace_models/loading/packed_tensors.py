@@ -1,11 +1,19 @@
-"""What messages say of tensors that belong to packed weights: the config decides how they are read."""
+"""Tensors that belong to packed weights: what becomes of those that are made floats, and what messages say of
+them; the config decides how they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_core.config import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Named = tuple[str, "Tensor", Path]
+"""Name, tensor and file."""
 
 _SUFFIXES = (
     "qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2",
@@ -29,6 +37,35 @@ class HasDtype(Protocol):
 
     @property
     def dtype(self) -> str | None: ...
+
+
+def decoded(
+    tensors: Iterable[Named],
+    decode: Callable[[Iterable[Named]], Iterable[Named]],
+    is_transposed: Callable[[str], bool],
+) -> Iterator[Named]:
+    """The tensors that ``decode`` makes of a checkpoint's. Weights that it makes floats come as plain
+    checkpoints store them: quantizers turn GPT-2's Conv1D, [in, out], before they round it.
+
+    Args:
+        is_transposed: true of the name of a weight that plain checkpoints store [in, out].
+    """
+    coded: set[str] = set()
+
+    def noted() -> Iterator[Named]:
+        for name, tensor, file in tensors:
+            if _dtype(tensor) not in DTYPES:
+                coded.add(name.rpartition(".")[0])
+            yield name, tensor, file
+
+    for name, tensor, file in decode(noted()):
+        is_made = name.rpartition(".")[0] in coded and _dtype(tensor) in DTYPES
+        turns = is_made and tensor.dim() == 2 and is_transposed(name)
+        yield name, tensor.T if turns else tensor, file
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def config_hint(block: Mapping[str, Any] | None, slot: HasDtype, dtype: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -92,6 +93,12 @@ class LoadRecord:
         """Of all tensors that the model may be given, about: each number in its widest form."""
         return 8 * sum(math.prod(want.shape) for want in self.built.weights.wanted()) + (1 << 20)
 
+    @property
+    def max_tensors(self) -> int:
+        """Tensors that the model may be given, about: a packed weight comes as several, and a checkpoint has
+        some that are of no use."""
+        return 8 * len(list(self.built.weights.wanted())) + 1024
+
     def twin(self, path: str) -> WeightLayer:
         """A leaf that is as the one at ``path`` was before it was loaded."""
         leaf = self.built.leaves[path]
@@ -143,6 +150,8 @@ class WeightUpdate:
         self._filling = Filling(record.context, record.built, self._pack)
         self._scales = CacheScales({**record.model.attention_layers()}, "auto")
         """Only to know scales of the cache by their names."""
+        self._copied: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        """Tensors that are copies already, by their ids, which others may have once they are gone."""
 
     @property
     def num_tensors(self) -> int:
@@ -155,14 +164,20 @@ class WeightUpdate:
         Raises:
             WeightsError: as :meth:`take`, but for its values.
         """
-        built, context = self._record.built, self._record.context
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise WeightsError(f"{SOURCE}: tensor {name!r}: dtype {dtype!r:.40} is unknown")
-        if type(context.quant).decode is QuantMethod.decode and not isinstance(
-            built.model, TranslatesWeights
-        ):
+        if self._takes_stored:
             self._check(name, torch.empty(shape, dtype=kind, device="meta"), {})
+
+    def check_values(self, name: str, tensor: Tensor) -> None:
+        """Check the numbers of a tensor that is to come, where its own are those that compute.
+
+        Raises:
+            WeightsError: they are not finite.
+        """
+        if self._takes_stored:
+            check_finite(name, tensor, SOURCE)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], *, keep: bool = True) -> None:
         """Take a part of the update: any tensors, each once.
@@ -174,10 +189,15 @@ class WeightUpdate:
             keep: tensors that wait for others are copied, so that the caller may write over theirs.
 
         Raises:
-            WeightsError: a tensor is unknown, repeated, of the wrong shape or dtype, or not finite. Nothing
-                of the part is taken then; if :attr:`failed` is set, the update is of no use any more.
+            WeightsError: a tensor is unknown, repeated, of the wrong shape or dtype, or not finite, or a
+                layer cannot use its tensors. Nothing of the part is taken then.
         """
-        self.take_checked(self.checked(tensors), keep=keep)
+        part, restore = self.checked(tensors), self.checkpoint()
+        try:
+            self.take_checked(part, keep=keep)
+        except BaseException:
+            restore()
+            raise
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> Sequence[tuple[str, Tensor]]:
         """Check a part, of which nothing is taken yet: it, as :meth:`take_checked` takes it.
@@ -194,17 +214,24 @@ class WeightUpdate:
         return part
 
     def take_checked(self, part: Sequence[tuple[str, Tensor]], *, keep: bool = True) -> None:
-        """Take what :meth:`checked` has given; arguments and errors as :meth:`take`'s."""
+        """Take what :meth:`checked` has given; arguments and errors as :meth:`take`'s. After one
+        :meth:`checkpoint`'s call restores what was before."""
         with torch.no_grad():
-            self.failed = True
             for name, tensor in part:
                 self._filling.take(name, tensor, SOURCE)
-            self.failed = False
             if keep:
-                self._copy_waiting()
+                self.keep_waiting()
 
-    failed = False
-    """Packing raised: tensors were lost."""
+    def checkpoint(self) -> Callable[[], None]:
+        """A call that has the update be what it is now. It holds tensors that wait now, and no others."""
+        taken = self._filling.checkpoint()
+        twins, later = dict(self._twins), dict(self._later)
+
+        def restore() -> None:
+            self._filling.restore(taken)
+            self._twins, self._later = twins, later
+
+        return restore
 
     def missing(self) -> list[str]:
         """Names of tensors without which the update cannot be applied: the rest of fused layers, those that
@@ -236,14 +263,17 @@ class WeightUpdate:
         """Pack what has waited for tensors that need not come; :meth:`check_whole` comes first.
 
         Raises:
-            WeightsError: a layer cannot use its tensors.
+            WeightsError: a layer cannot use its tensors, which wait on.
         """
         with torch.no_grad():
-            self.failed = True
             for path, arrived in list(self._filling.arrived.items()):
                 if arrived.parts:
-                    self._filling.load(path)
-            self.failed = False
+                    waits = arrived.copy()
+                    try:
+                        self._filling.load(path)
+                    except BaseException:
+                        self._filling.arrived[path] = waits
+                        raise
 
     def apply(self) -> Callable[[], None]:
         """Put the new weights into the model; :meth:`seal` comes first.
@@ -283,6 +313,13 @@ class WeightUpdate:
         if self._from_nothing:
             record.got_all(frozenset(self._filling.origin))
         return undo
+
+    @property
+    def _takes_stored(self) -> bool:
+        """True if tensors go into the model as they come, and are not laid out anew before."""
+        built, context = self._record.built, self._record.context
+        is_same = type(context.quant).decode is QuantMethod.decode
+        return is_same and not isinstance(built.model, TranslatesWeights)
 
     def _dependents(self) -> list[str]:
         """Leaves that need no tensor, and so may be made of others' (a head that is the embedding)."""
@@ -324,7 +361,7 @@ class WeightUpdate:
         for place, row in zip(places, rows, strict=True):
             slot = filling.weights.slots[place.leaf][place.key]
             parts = parts_of(slot, rule)
-            check_tensor(slot, parts, rule, name, row, SOURCE)
+            check_tensor(slot, parts, rule, name, row, SOURCE, of_checkpoint=False)
             for part in parts:
                 other = filling.origin.get((place, part), (claimed.get((place, part)),))[0]
                 if other is not None:
@@ -372,19 +409,15 @@ class WeightUpdate:
             raise WeightsError(f"{SOURCE}: {error}") from None
         self._twins[path] = twin
 
-    def _copy_waiting(self) -> None:
+    def keep_waiting(self) -> None:
+        """Copy tensors that wait and are the caller's."""
         for arrived in self._filling.arrived.values():
             for parts in arrived.parts.values():
                 for part, (tensor, rule, name, file) in parts.items():
-                    if id(tensor) not in self._copied:
+                    if self._copied.get(id(tensor)) is not tensor:
                         own = tensor.clone()
-                        self._copied.add(id(own))
+                        self._copied[id(own)] = own
                         parts[part] = (own, rule, name, file)
-
-    @cached_property
-    def _copied(self) -> set[int]:
-        """Tensors that are copies already; all of them wait, so that no id is given twice."""
-        return set()
 
 
 def _copied(attributes: Attributes) -> dict[str, Any]:

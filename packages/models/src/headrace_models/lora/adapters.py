@@ -18,7 +18,7 @@ from headrace_models.lora.files import AdapterFiles, Factors, read_folder
 from headrace_models.lora.find_places import find_places
 from headrace_models.lora.names import ModuleNames
 from headrace_models.lora.places import Memory, Place
-from headrace_models.lora.rows import RowSlots
+from headrace_models.lora.rows import MediaSlot, RowSlots
 from headrace_models.lora.stacks import stack_pieces
 from headrace_models.lora.targets import Piece
 
@@ -36,6 +36,8 @@ class ReadAdapter:
     num_bytes: int
     digest: str
     """Hexadecimal SHA-256 of what it adds to which module: equal ones compute the same."""
+    changes_media: bool
+    """It changes towers for media, or their projectors."""
 
 
 class Adapters:
@@ -47,6 +49,8 @@ class Adapters:
         dtype: of the factors; the activations'.
         max_tokens: tokens of a step.
         max_logits_rows: rows of hidden states that logits are computed of at once.
+        towers: towers for media and their projectors have places, too.
+        fully_sharded: see :mod:`headrace_models.lora.sharded_place`.
 
     Raises:
         ConfigError: no kernel provider has the op ``low_rank``.
@@ -62,12 +66,16 @@ class Adapters:
         device: str,
         max_tokens: int,
         max_logits_rows: int,
+        towers: bool = False,
+        fully_sharded: bool = False,
     ) -> None:
         like = torch.empty(0, dtype=getattr(torch, dtype), device=device)
         self.ops, self.dtype = ops, dtype
-        self.memory = Memory(ops.optional(LOW_RANK), max_loras, max_lora_rank, like)
+        op = ops.optional(LOW_RANK)
+        self.memory = Memory(op, max_loras, max_lora_rank, like, fully_sharded)
         self.tokens = RowSlots("tokens", max_tokens, device)
         self.logits = RowSlots("rows of logits", max_logits_rows, device)
+        self.media = MediaSlot(device) if towers else None
         self.places: dict[str, Place] = {}
         self.refused: dict[str, str] = {}
         """Name of a layer without a place -> why, where there is more to say than that it has none."""
@@ -81,7 +89,8 @@ class Adapters:
 
         Raises:
             UnsupportedModel: it has no layer that takes adapters.
-            ConfigError: factors have another dtype than the activations.
+            ConfigError: factors have another dtype than the activations, or adapters of towers are wanted,
+                and there is no tower that takes some.
         """
         if context.dtype != self.dtype:
             raise ConfigError(
@@ -89,9 +98,15 @@ class Adapters:
                 field="lora.lora_dtype",
             )
         logits = self.logits if context.pooling is None else None
-        self.places, self.refused = find_places(model, self.memory, self.tokens, logits)
+        self.places, self.refused = find_places(model, self.memory, self.tokens, logits, self.media)
         if not self.places:
             raise UnsupportedModel(f"{type(model).__name__} takes no low-rank adapters (LoRA)")
+        if self.media is not None and not any(map(_is_tower, self.places.values())):
+            raise ConfigError(
+                f"lora.enable_tower_connector_lora = True: must be False: {type(model).__name__} has no "
+                "tower or projector whose layers take adapters",
+                field="lora.enable_tower_connector_lora",
+            )
         self.names = ModuleNames(model, rules, self.places)
 
     @property
@@ -111,19 +126,29 @@ class Adapters:
 
     def read(self, path: str) -> ReadAdapter:
         """See :meth:`headrace_core.lora.AdapterSlots.read`."""
+        self._checked(read_folder(Path(path), values=False))
         files = read_folder(Path(path))
+        kept = self._kept(self._checked(files))
+        shared = {id(t): t.nbytes for piece in kept for t in piece.factors[:2]}
+        changes_media = any(_is_tower(piece.place) for piece in kept)
+        return ReadAdapter(files.path, kept, sum(shared.values()), _digest(files), changes_media)
+
+    def _checked(self, files: AdapterFiles) -> list[Piece]:
+        """The parts of layers that an adapter is for, all of which have places.
+
+        Raises: WeightsError, UnsupportedModel: it cannot be used; says why.
+        """
         places, without = list[Piece](), list[str]()
         for module, pieces in self._pieces(files):
             places += pieces
-            without += [] if pieces else [module]
+            if not pieces and not self._names().is_unread(module):
+                without.append(module)
         if without or not places:
             raise self._homeless(files, without)
         _check_once(files, places)
         self._check_ranks(files, places)
         _check_bases(files, self._names())
-        kept = self._kept(places)
-        shared = {id(t): t.nbytes for piece in kept for t in piece.factors[:2]}
-        return ReadAdapter(files.path, kept, sum(shared.values()), _digest(files))
+        return places
 
     def place(self, slot: int, adapter: ReadAdapter) -> None:
         """See :meth:`headrace_core.lora.AdapterSlots.place`."""
@@ -139,6 +164,11 @@ class Adapters:
         self.tokens.choose(tokens)
         self.logits.choose(logits)
 
+    def choose_media(self, slot: int | None) -> None:
+        """See :meth:`headrace_core.lora.AdapterSlots.choose_media`."""
+        if self.media is not None:
+            self.media.choose_slot(slot)
+
     def _pieces(self, files: AdapterFiles) -> Iterator[tuple[str, list[Piece]]]:
         """By module; []: it has no place."""
         names = self._names()
@@ -146,8 +176,20 @@ class Adapters:
             yield module, names.pieces(module, factors, files.path)
         for stack in files.stacks:
             place = names.mixture(stack.module)
-            found = () if place is None else stack_pieces(place, stack, files.settings, files.path)
-            yield stack.module, list(found)
+            yield (
+                stack.module,
+                []
+                if place is None
+                else list(
+                    stack_pieces(
+                        place,
+                        stack,
+                        files.settings,
+                        files.path,
+                        interleaved=names.has_interleaved(place),
+                    )
+                ),
+            )
 
     def _names(self) -> ModuleNames:
         assert self.names is not None, "the model is not built"
@@ -194,6 +236,10 @@ class Adapters:
             )
             for piece in pieces
         )
+
+
+def _is_tower(place: Place) -> bool:
+    return isinstance(place.rows, MediaSlot)
 
 
 def _kind(name: str) -> str:

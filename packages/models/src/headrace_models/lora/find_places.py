@@ -1,9 +1,11 @@
-"""The layers of a built model that take adapters: those that run on a step's tokens, or on rows of logits."""
+"""The layers of a built model that take adapters: those that run on a step's tokens or on rows of logits, and
+those of towers for media."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +28,37 @@ from headrace_models.layers.linear import (
 from headrace_models.layers.moe.experts import Experts
 from headrace_models.layers.moe.router import Router
 from headrace_models.lora.head_places import HeadsPlace
-from headrace_models.lora.places import ExpertsPlace, LinearPlace, Memory, Place, TablePlace
-from headrace_models.lora.rows import RowSlots
+from headrace_models.lora.places import (
+    ExpertsPlace,
+    LinearPlace,
+    Memory,
+    Place,
+    TablePlace,
+    TowerPlace,
+)
+from headrace_models.lora.rows import MediaSlot, RowSlots
+from headrace_models.lora.sharded_place import ShardedPlace
 
 HEAD, TABLE = "head", "embed"
-"""Attributes of a model beside ``layers`` below which layers run on a step's rows, in their order. Towers for
-media and their projectors are not there."""
+"""Attributes of a model beside ``layers`` below which layers run on a step's rows, in their order."""
+_TOWERS_OFF = (
+    "adapters of towers for media, and of their projectors, need enable_tower_connector_lora=True "
+    "(--enable-tower-connector-lora)"
+)
 
 
 def find_places(
-    model: Any, memory: Memory, tokens: RowSlots, logits: RowSlots | None
+    model: Any,
+    memory: Memory,
+    tokens: RowSlots,
+    logits: RowSlots | None,
+    media: MediaSlot | None = None,
 ) -> tuple[dict[str, Place], dict[str, str]]:
     """Make places, and give them to the layers as ``low_rank``.
 
     Args:
         logits: slots of rows of logits; None: the model pools, and slots are chosen of tokens alone.
+        media: the slot of media; None: towers and their projectors get no places.
 
     Returns:
         Places by path of the layer, and reasons why layers have none by name of the layer: where it or
@@ -49,14 +67,17 @@ def find_places(
     places: dict[str, Place] = {}
     reasons = {"": getattr(model, "no_adapters", "")}
     by_root = {"layers": tokens, TABLE: tokens, HEAD: logits}
+    towers = tuple(getattr(model, "media_parts", ()))
     refused: dict[str, str] = {}
     for path, layer in walk(model):
-        root = path.partition(".")[0]
-        why = reasons[path] = getattr(layer, "no_adapters", "") or _around(path, reasons)
-        maker = _MAKERS.get(type(layer))
+        in_tower = any(f"{path}.".startswith(f"{part}.") for part in towers)
+        rows = media if in_tower else by_root.get(path.partition(".")[0])
+        reasons[path] = getattr(layer, "no_adapters", "") or _around(path, reasons)
+        why = reasons[path] or (_TOWERS_OFF if in_tower and media is None else "")
+        maker = (_IN_TOWERS if in_tower else _MAKERS).get(type(layer))
         if why and isinstance(layer, WeightLayer):
             refused |= dict.fromkeys(_names(layer), why)
-        elif maker is not None and (rows := by_root.get(root)) is not None:
+        elif maker is not None and rows is not None:
             place = maker(layer, memory, rows)
             if place is not None:
                 places[path] = layer.low_rank = place  # type: ignore[attr-defined] # each has it
@@ -77,15 +98,17 @@ def _names(leaf: Any) -> tuple[str, ...]:
 
 
 def _linear(layer: Linear, memory: Memory, rows: RowSlots) -> Place:
-    spec = layer.spec
-    return LinearPlace(
-        memory,
+    made = partial(TowerPlace if isinstance(rows, MediaSlot) else LinearPlace, memory)
+    group = layer.communicator
+    if memory.fully_sharded and group.world_size > 1:
+        made = partial(ShardedPlace, memory, communicator=group)
+    return made(
         layer.name,
         rows,
-        spec.in_features,
+        layer.spec.in_features,
         layer.parts,
         in_shard=layer.in_shard,
-        part_names=spec.part_names,
+        part_names=layer.spec.part_names,
     )
 
 
@@ -142,8 +165,6 @@ def _heads(layer: HeadProjections, memory: Memory, rows: RowSlots) -> Place:
 
 
 def _experts(layer: Experts, memory: Memory, rows: RowSlots) -> Place | None:
-    if layer.identities or layer.bias:
-        return None
     weights = {
         half.place: Slot(
             (half.spec.out_features, half.spec.in_features),
@@ -159,7 +180,8 @@ def _experts(layer: Experts, memory: Memory, rows: RowSlots) -> Place | None:
         for half in pair
         for part, name in enumerate(half.spec.part_names or (half.spec.name,))
     }
-    return ExpertsPlace(memory, layer.name, rows, len(layer.halves), weights, modules)
+    without = layer.identities
+    return ExpertsPlace(memory, layer.name, rows, len(layer.halves), weights, modules, without)
 
 
 _MAKERS: dict[type[Any], Callable[[Any, Memory, RowSlots], Place | None]] = {
@@ -168,3 +190,5 @@ _MAKERS: dict[type[Any], Callable[[Any, Memory, RowSlots], Place | None]] = {
     PackedEmbedding: _table, HeadProjections: _heads, QuantizedEmbedding: _quantized_table,
 }  # fmt: skip
 """Layers of exactly these classes: others do more with their weights than to multiply, or less."""
+_IN_TOWERS: dict[type[Any], Callable[[Any, Memory, RowSlots], Place | None]] = {Linear: _linear}
+"""Likewise, below towers: convolutions and tables are not there."""

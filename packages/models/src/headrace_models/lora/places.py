@@ -27,12 +27,14 @@ class Memory:
 
     Args:
         like: an empty tensor of the factors' dtype, on the model's device.
+        fully_sharded: both factors of linear layers are cut over the ranks.
     """
 
     op: LowRankOp
     num_slots: int
     max_rank: int
     like: Tensor
+    fully_sharded: bool = False
 
     def allocate(self, in_features: int, out_parts: Sequence[int], copies: int = 1) -> Any:
         """Memory of one product, for so many of them in each slot."""
@@ -121,7 +123,11 @@ class LinearPlace(Place):
         sizes = [part.size for part in parts]
         shape = (sum(sizes), in_features)
         self.slot = Slot(shape, parts=parts, in_dim=1, in_shard=in_shard)
-        self.factors = memory.allocate(in_features, sizes)
+        self.allocate(in_features, sizes)
+
+    def allocate(self, in_features: int, out_parts: list[int]) -> None:
+        """Take the slots' memory."""
+        self.factors = self.memory.allocate(in_features, out_parts)
 
     def slots(self) -> Mapping[str, Slot]:
         return {"weight": self.slot}
@@ -143,6 +149,15 @@ class LinearPlace(Place):
     def __call__(self, out: Tensor, x: Tensor) -> Tensor:
         """Add to out [T, N], of this layer's x [T, K], what its rows' adapters add; out itself."""
         return self.memory.op(out, x, self.factors, self.rows.of(x.shape[0], self.name))
+
+
+class TowerPlace(LinearPlace):
+    """The place of a linear layer of a tower for media, or of what follows it."""
+
+    def __call__(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [..., N] of this layer's x [..., K], with what the adapter of the media adds."""
+        rows, sizes = x.reshape(-1, x.shape[-1]), out.shape
+        return super().__call__(out.reshape(-1, sizes[-1]), rows).view(sizes)
 
 
 class TablePlace(Place):
@@ -199,6 +214,7 @@ class ExpertsPlace(Place):
     Args:
         weights: of one expert, by the product's name.
         modules: names of all experts' modules, see :meth:`Place.modules`.
+        num_without_weights: further experts that tokens go to, which have none.
     """
 
     is_late = True
@@ -211,9 +227,10 @@ class ExpertsPlace(Place):
         num_experts: int,
         weights: Mapping[str, Slot],
         modules: Mapping[str, tuple[str, int]],
+        num_without_weights: int = 0,
     ) -> None:
         super().__init__(memory, name, rows)
-        self.num_experts = num_experts
+        self.num_experts, self.num_without_weights = num_experts, num_without_weights
         self.weights, self.of_modules = weights, modules
         self.factors: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Slots of the rows of a forward pass, at a fixed address."""
+"""Slots of the rows of a forward pass, at a fixed address; and the slot of media."""
 
 from __future__ import annotations
 
@@ -49,4 +49,23 @@ class RowSlots:
             raise RuntimeError(
                 f"{name} gets {rows} rows, and slots of adapters were chosen for {self.count} {self.what}"
             )
+        return self.memory
+
+
+class MediaSlot(RowSlots):
+    """The slot of the media that are embedded next, which is that of all rows of towers and projectors."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__("media", 0, device)
+        self.slot = NONE
+
+    def choose_slot(self, slot: int | None) -> None:
+        """Take the slot; None: the media have no adapter."""
+        self.count, self.slot = (None, NONE) if slot is None else (0, slot)
+        self.memory = self.memory[:0]
+
+    def of(self, rows: int, name: str) -> Tensor:
+        """The slot, for so many rows that a layer gets, or more."""
+        if len(self.memory) < rows:
+            self.memory = self.memory.new_full((rows,), self.slot)
         return self.memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from headrace_core.errors import WeightsError
@@ -18,16 +19,24 @@ _WHOLE = WeightRule("", "", split=())
 
 
 def stack_pieces(
-    place: ExpertsPlace, stack: StackedFactors, settings: AdapterSettings, file: Path
+    place: ExpertsPlace,
+    stack: StackedFactors,
+    settings: AdapterSettings,
+    file: Path,
+    *,
+    interleaved: bool = False,
 ) -> Iterator[Piece]:
     """The factors of each expert.
+
+    Args:
+        interleaved: rows of gates and ups alternate.
 
     Raises: WeightsError: they are of other sizes than the experts, or of another rank than is stated.
     """
     half, parameter = _half(place, stack, file)
-    name = f"{stack.module}.{parameter}"
-    for expert, factors in enumerate(_of_each(name, place.num_experts, stack, settings, file)):
-        target = Target(place, f"{expert}.{half}.weight", _WHOLE, None)
+    name, rule = f"{stack.module}.{parameter}", replace(_WHOLE, interleaved=interleaved)
+    for expert, factors in enumerate(_of_each(name, place, stack, settings, file)):
+        target = Target(place, f"{expert}.{half}.weight", rule, None)
         yield from pieces_of(target, name, factors, file)
 
 
@@ -46,14 +55,17 @@ def _half(place: ExpertsPlace, stack: StackedFactors, file: Path) -> tuple[str, 
 
 
 def _of_each(
-    name: str, count: int, stack: StackedFactors, settings: AdapterSettings, file: Path
+    name: str, place: ExpertsPlace, stack: StackedFactors, settings: AdapterSettings, file: Path
 ) -> Iterator[Factors]:
+    """Of each expert that has weights; transformers' parameters may have room for others behind them."""
     rank, scale = settings.rank_of(name), settings.scale_of(name)
-    if len(stack.down) != rank * count or stack.up.shape[1] != rank * count:
+    counts = (place.num_experts, place.num_experts + place.num_without_weights)
+    count = next((n for n in counts if len(stack.down) == stack.up.shape[1] == rank * n), None)
+    if count is None:
         raise WeightsError(
             f"{file}: factors of {name!r} have shapes {list(stack.down.shape)} and "
-            f"{list(stack.up.shape)}: must be of rank {rank} for each of {count} experts"
+            f"{list(stack.up.shape)}: must be of rank {rank} for each of {counts[0]} experts"
         )
     down, up = stack.down.reshape(count, rank, -1), stack.up.reshape(-1, rank, count)
-    for expert in range(count):
+    for expert in range(place.num_experts):
         yield Factors(down[expert], up[:, :, expert], scale)

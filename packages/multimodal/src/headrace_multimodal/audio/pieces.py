@@ -99,9 +99,13 @@ class PiecesProcessor:
     def frames(self, samples: Float) -> Float:
         """[frames, bins]. Behind the recording is silence, up to the longest that is taken; of that, only
         what its last frames look at is computed."""
+        return self.frames_within(samples, self.num_samples)
+
+    def frames_within(self, samples: Float, most: int) -> Float:
+        """[frames, bins] of a recording, or a piece of one, of up to ``most`` samples."""
         hop = self.mel.hop
         whole = -(-(len(samples) + self.mel.fft_size) // hop) * hop
-        padded = np.zeros(min(whole, self.num_samples), dtype=np.float32)
+        padded = np.zeros(min(whole, most), dtype=np.float32)
         padded[: len(samples)] = samples
         return np.ascontiguousarray(log_mel(padded, self.mel)[: -(-len(samples) // hop)])
 

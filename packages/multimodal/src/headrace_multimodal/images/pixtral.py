@@ -98,9 +98,7 @@ class PixtralProcessor(ImageProcessor):
         x = self._shape(pixels)
         unit = self._shape.unit
         rows, columns = x.shape[1] // unit[0], x.shape[2] // unit[1]
-        row = (*[self.placeholder_id] * columns, self._break)
-        tokens = (*(row * rows)[:-1], self._end)
-        runs = tuple((index * (columns + 1), columns) for index in range(rows))
+        tokens, runs = in_rows(rows, columns, (self.placeholder_id, self._break, self._end))
         return ProcessedMedia({PIXEL_VALUES: packed(x)}, len(tokens), tokens, runs)
 
     def largest_size(self) -> tuple[int, int]:
@@ -136,6 +134,20 @@ class LightOnOCRProcessor(ImageProcessor):
 
     def largest_size(self) -> tuple[int, int]:
         return self._shape.box
+
+
+def in_rows(
+    rows: int, columns: int, tokens: tuple[int, int, int]
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Tokens of an image, and the runs of those that stand for vectors
+    (:class:`headrace_core.multimodal.ProcessedMedia`).
+
+    Args:
+        tokens: for a vector, behind a row, behind the last one.
+    """
+    mark, row_end, end = tokens
+    found = (*((*[mark] * columns, row_end) * rows)[:-1], end)
+    return found, tuple((index * (columns + 1), columns) for index in range(rows))
 
 
 def model_unit(config: Mapping[str, Any], merge: int) -> int:

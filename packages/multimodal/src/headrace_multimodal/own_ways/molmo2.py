@@ -262,7 +262,7 @@ class Molmo2Processor(VideoProcessor):
             runs.append((len(ids), rows * columns))
         else:
             runs += [(len(ids) + i * len(row), columns) for i in range(rows)]
-        ids += [*row * rows, end]
+        ids += [*row] * rows + [end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ def stretched(pixels: Pixels, height: int, width: int) -> Pixels:
     one, across, down = np.float32(1), across[:, None], down[:, None, None]
     rows = image[:, left] * (one - across) + image[:, right] * across
     found = rows[top] * (one - down) + rows[bottom] * down
-    return np.rint(found).clip(0, 255).astype(np.uint8)
+    whole: Pixels = np.rint(found).clip(0, 255).astype(np.uint8)
+    return whole
 
 
 def _between(before: int, after: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float]:

@@ -112,11 +112,11 @@ class StepProcessor(ImageProcessor):
         if not step:
             return [], 0
         rows, columns = (max(1, whole_steps(side, step)) for side in (height, width))
-        size = [
+        high, wide = (
             whole_steps(side, step) * step if side >= step else side for side in (height, width)
-        ]
+        )
         large = np.zeros((rows * step, columns * step, 3), np.uint8)
-        large[: size[0], : size[1]] = resized(pixels, *size, BILINEAR)
+        large[:high, :wide] = resized(pixels, high, wide, BILINEAR)
         corners = itertools.product(range(0, rows * step, step), range(0, columns * step, step))
         return [large[y : y + step, x : x + step] for y, x in corners], columns
 

@@ -6,16 +6,33 @@ Yao et al. 2024, arXiv:2408.01800.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
-from headrace_multimodal.images.minicpmv import SIZES, MiniCPMVProcessor, check_shape
+from headrace_multimodal.images.minicpmv import (
+    SIZES,
+    MiniCPMVProcessor,
+    OlderMiniCPMVProcessor,
+    check_shape,
+)
 from headrace_multimodal.images.processor import packed
 from headrace_multimodal.images.vocabulary import special_token_id
 from headrace_multimodal.images.words import widened
 from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS, Frames, VideoProcessor
+
+
+def minicpmv_processor(config: Mapping[str, Any], path: Path) -> MiniCPMVProcessor:
+    """The processor of a checkpoint, by its version; a config that names none is of 2.0 or 2.5.
+
+    Args:
+        config: ``config.json``, whole.
+        path: its folder.
+    """
+    older = config.get("version") is None or str(config["version"]) in ("2.0", "2.5")
+    return (OlderMiniCPMVProcessor if older else MiniCPMVVideos)(config, path)
 
 
 class MiniCPMVVideos(VideoProcessor, MiniCPMVProcessor):
@@ -53,13 +70,17 @@ class MiniCPMVVideos(VideoProcessor, MiniCPMVProcessor):
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Each image behind its number."""
+        return VideoProcessor.place(self, self.with_marks(token_ids, media), media)
+
+    def with_marks(
+        self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]
+    ) -> Sequence[int]:
+        """A prompt with a token for each image, behind its number, and for each video."""
         mark = self.video_placeholder_id
         films = [one for one in media if PIXEL_VALUES_VIDEOS in one.inputs]
         if films and mark is not None and mark not in token_ids:
             token_ids = self._words.replaced(token_ids, self.written_video, mark)
-        if len(films) < len(media):
-            token_ids = self._marked(token_ids)
-        return VideoProcessor.place(self, token_ids, media)
+        return self._marked(token_ids) if len(films) < len(media) else token_ids
 
     def largest_video(self, num_frames: int, num_tokens: int) -> tuple[int, int, int]:
         return max(1, min(num_frames, num_tokens // (self._number + 2))), self._side, self._side

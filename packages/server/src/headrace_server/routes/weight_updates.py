@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from headrace_core.engine import EngineClient
+from headrace_core.errors import CapacityError
 from headrace_server.api_processes import all_processes
+from headrace_server.errors.mapping import report_named
 from headrace_server.http.routing import ERROR_RESPONSES
 from headrace_server.state import ServerState, state_of
 
@@ -87,13 +89,17 @@ class WeightStream(BaseModel):
 def add_routes(router: APIRouter, engine: EngineClient) -> None:
     """Add the routes to those that are behind the key."""
 
-    @router.post("/update_weights", responses=ERROR_RESPONSES)
-    async def update_weights(request: Request, body: NewWeights) -> WeightsTaken:
-        """Give the model new weights, or a part of them."""
+    @router.post("/update_weights", response_model=WeightsTaken, responses=ERROR_RESPONSES)
+    async def update_weights(request: Request, body: NewWeights) -> WeightsTaken | Response:
+        """Give the model new weights, or a part of them. If there is no memory for them, the answer says
+        so."""
         if body.cancel:
             await engine.collective_rpc(UPDATE, args=[{"cancel": True}])
             return WeightsTaken()
-        return WeightsTaken(**await _update(engine, state_of(request), body))
+        try:
+            return WeightsTaken(**await _update(engine, state_of(request), body))
+        except CapacityError as error:
+            return report_named(error, request.scope["headrace_request_id"]).response()
 
     @router.post("/init_weight_update_group", response_class=Response, responses=_EMPTY)
     async def init_weight_update_group(body: WeightGroup) -> Response:
@@ -122,7 +128,8 @@ async def _update(engine: EngineClient, state: ServerState, body: NewWeights) ->
     last = {"finish": True, "keep_requests": body.mode == "keep", "version": body.version}
     pauses = body.finish and body.mode in ("wait", "abort") and not await engine.is_paused()
     part = body.model_dump(include={"source", "shared_memory", "tensors", "target"})
-    taken = await call({**part, **last, "finish": body.finish and not pauses})
+    # Nothing pauses, nor is aborted, for an update that is not whole.
+    taken = await call({**part, **last, "finish": body.finish and not pauses, "prepare": pauses})
     if not pauses:
         return taken
     # Tensors came while requests ran; the pause is for putting them in.

@@ -14,9 +14,11 @@ from torch import Tensor
 
 def published_molmo2() -> type[Any]:
     """The class, under its own name."""
-    from transformers import Molmo2ForConditionalGeneration as Whole
+    import transformers
 
-    class Molmo2ForConditionalGeneration(Whole):  # type: ignore[misc, valid-type]
+    whole: Any = transformers.Molmo2ForConditionalGeneration
+
+    class Molmo2ForConditionalGeneration(whole):  # type: ignore[misc]
         marks: Sequence[int] = ()
         """Tokens of pictures; empty: those of vectors alone."""
 
@@ -31,7 +33,7 @@ def published_molmo2() -> type[Any]:
             tensors |= dict(zip(names, cut, strict=True))
             save_file(tensors, file, metadata={"format": "pt"})
 
-        def generate(  # type: ignore[override]
+        def generate(
             self, *, input_ids: Tensor, images: Sequence[Mapping[str, Tensor]] = (), **options: Any
         ) -> Any:
             marks = torch.tensor([*self.marks, self.config.image_patch_id])

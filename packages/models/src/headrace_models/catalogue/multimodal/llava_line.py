@@ -171,6 +171,17 @@ ROWS = (
         takes={"img_processor": ("image",)},
     ),
     Wrapper(
+        "PixtralForConditionalGeneration",
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "MistralLarge3ForCausalLM",
+            "mixtral": "MixtralForCausalLM",
+        },
+        "Pixtral, Mistral Small 3.1 and later, of Mistral's files",
+        towers={"pixtral": "vision_language.pixtral:MistralsPixtral"},
+    ),
+    Wrapper(
         "RForConditionalGeneration",
         {"qwen3": "Qwen3ForCausalLM"},
         "R-4B",

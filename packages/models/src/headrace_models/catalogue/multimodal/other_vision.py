@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_models.catalogue.multimodal.wrapper import VIDEOS, Wrapper
+from headrace_models.catalogue.multimodal.wrapper import AUDIO, VIDEOS, Wrapper
 
 ROWS = (
     Wrapper("AriaForConditionalGeneration", {"aria_text": "AriaTextForCausalLM"}, "Aria"),
@@ -70,8 +70,10 @@ ROWS = (
     Wrapper(
         "Emu3ForConditionalGeneration",
         {"emu3_text_model": "LlamaForCausalLM"},
-        "Emu3",
+        "Emu3 Chat",
         ("vqmodel", "vocabulary_mapping"),
+        towers={"": "vision_language.emu3:Emu3"},
+        takes={"vq_config": ("image",)},
     ),
     Wrapper(
         "FuyuForCausalLM",
@@ -137,24 +139,27 @@ ROWS = (
     Wrapper(
         "MiniCPMO",
         {"2.6": "Qwen2ForCausalLM"},
-        "MiniCPM-o 2.6, without its recordings",
-        ("vpm", "resampler"),
-        renames=(
-            (r"^(apm|audio_projection_layer|tts)\.", None),
-            (r"^llm\.", ""),
-        ),
+        "MiniCPM-o 2.6, without its speech",
+        ("vpm", "resampler", "apm", "audio_projection_layer"),
+        renames=((r"^tts\.", None), (r"^llm\.", "")),
         text_key="version",
-        towers={"": "vision_language.minicpmv:MiniCPMV"},
-        takes=VIDEOS,
-        processor="MiniCPMV",
+        towers={"": "vision_language.minicpmv:MiniCPMO"},
+        takes={**VIDEOS, **AUDIO},
     ),
     Wrapper(
         "MiniCPMV",
-        {"2.6": "Qwen2ForCausalLM", "4.0": "LlamaForCausalLM", "4.5": "Qwen3ForCausalLM"},
-        "MiniCPM-V 2.6, 4.0 and 4.5",
+        {
+            "2.0": "MiniCPMForCausalLM",
+            "2.5": "LlamaForCausalLM",
+            "2.6": "Qwen2ForCausalLM",
+            "4.0": "LlamaForCausalLM",
+            "4.5": "Qwen3ForCausalLM",
+        },
+        "MiniCPM-V 2.0 to 4.5",
         ("vpm", "resampler"),
         renames=((r"^llm\.", ""),),
         text_key="version",
+        known_by={"vision_encoder": "2.0", "vision_config": "2.5"},
         towers={"": "vision_language.minicpmv:MiniCPMV"},
         takes=VIDEOS,
     ),

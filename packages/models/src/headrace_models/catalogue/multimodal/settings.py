@@ -9,7 +9,7 @@ from headrace_models.catalogue.multimodal.left_out import LEFT_OUT
 from headrace_models.catalogue.multimodal.rows import WRAPPERS
 from headrace_models.catalogue.multimodal.wrapper import PREFIXES, nested_settings
 
-_HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
+_HEADS = ("lm_head.", "output.", "language_model.lm_head.", "language_model.output.", "text_model.lm_head.",
           "transformer.output_layer.",
           "thinker.lm_head.", "llm.lm_head.", "language.lm_head.", "decoder.lm_head.")  # fmt: skip
 """Beginnings of the names of a language model's head."""
@@ -25,8 +25,8 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     if wrapper is None:
         return architecture
     inner = nested_settings(whole)
-    stated = (whole if inner is None else inner).get(wrapper.text_key)
-    return wrapper.texts.get(str(stated), architecture)
+    kind = wrapper.text_kind(whole if inner is None else inner)
+    return wrapper.texts.get(kind, architecture)
 
 
 def of_inner_model(whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Qwen2AudioForConditionalGeneration(LlamaDecoder, AnswersAboutClips, Suppor
         WeightRule("multi_modal_projector.linear", "projector"),
     )
     modalities: ClassVar[Sequence[str]] = ("audio",)
+    media_parts: ClassVar[Sequence[str]] = ("encoder", "projector")
     supported_languages: ClassVar[Mapping[str, str]] = {
         "de": "German", "en": "English", "es": "Spanish", "fr": "French", "it": "Italian",
         "ja": "Japanese", "yue": "Cantonese", "zh": "Chinese",

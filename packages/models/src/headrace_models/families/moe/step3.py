@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Spelling
@@ -139,6 +141,6 @@ class _Attention(Attention):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`ProjectedAttention.project`."""
         made = self.qkv(x)
-        down, key, value = made.split([self.middle, self.head_dim, self.head_dim], dim=1)
+        down, key, value = torch.split(made, [self.middle, self.head_dim, self.head_dim], dim=1)
         query = self.queries(self.between(down.contiguous()))
         return query.view(len(x), -1, self.head_dim), key[:, None], value[:, None]

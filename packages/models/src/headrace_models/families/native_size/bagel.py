@@ -14,12 +14,12 @@ import torch
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
-from headrace_models.layers.vision.towers.clip import Vector, tower_rules
 from headrace_models.layers.vision.grid_decoder import GridDecoder
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.towers.naflex import NaflexTower
 from headrace_models.layers.vision.sees_ahead import SeesAhead
+from headrace_models.layers.vision.towers.clip import Vector, tower_rules
+from headrace_models.layers.vision.towers.naflex import NaflexTower
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,12 +14,12 @@ import torch
 from headrace_core.model import WeightRule
 from headrace_models.config.rope import rope_settings
 from headrace_models.config.settings import Settings
-from headrace_models.layers.vision.towers.clip import tower_rules
 from headrace_models.layers.vision.grid_decoder import GRID, GridDecoder, grid_of
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.towers.naflex import NaflexTower
 from headrace_models.layers.vision.shuffle import joined_grid
+from headrace_models.layers.vision.towers.clip import tower_rules
+from headrace_models.layers.vision.towers.naflex import NaflexTower
 
 if TYPE_CHECKING:
     from torch import Tensor

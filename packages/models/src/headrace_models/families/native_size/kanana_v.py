@@ -16,10 +16,10 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.convolutional.reg_stage import RegStage, stage_rules
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.grid_decoder import embed_grids
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.towers.qwen_vl import Grid, QwenVLTower, tower_rules
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.convolutional.mobilenet_v5 import TABLES, MobileNetV5, tower_rules
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +77,9 @@ class MediaTokens(Layer):
         self.table = Vector(f"{name}.embedding.weight", self.number, size)
         self.token_norm = RMSNorm(context, f"{name}.hard_embedding_norm", size, eps)
         self.projection = Linear(context, f"{name}.embedding_projection", size, [Part(out_size)])
+        self.projection.no_adapters = (
+            "the vectors that it makes of a table are kept for all requests"
+        )
         self.last_norm = RMSNorm(context, f"{name}.last_norm", out_size, eps, weight=False)
         self.ops = context.ops
         self.made: tuple[Tensor, Tensor] | None = None

@@ -22,10 +22,10 @@ from headrace_models.layers.audio.relative_conformer import (
 from headrace_models.layers.base import Layer
 from headrace_models.layers.towers import Tower, TowersByModality, rules_of
 from headrace_models.layers.vision.anyres import with_row_ends
-from headrace_models.layers.vision.towers.clip import Vector, tower_rules
-from headrace_models.layers.vision.towers.margins import TileTower
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.towers.clip import Vector, tower_rules
+from headrace_models.layers.vision.towers.margins import TileTower
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ import torch
 from headrace_core.model import WeightRule
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.shared_space import SharedSpace
+from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,6 @@ from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.linear import column_parallel, row_parallel
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.projected import (
     PROJECTOR,
@@ -27,6 +26,7 @@ from headrace_models.layers.vision.projected import (
     unread_weights,
 )
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

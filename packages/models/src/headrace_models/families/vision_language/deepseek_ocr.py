@@ -21,9 +21,9 @@ from headrace_models.layers.documents.tile_rows import ended_rows
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import QuickMLP
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Slot
 from headrace_models.layers.documents.tile_rows import ended_rows
 from headrace_models.layers.embedding import Embedding
-from headrace_models.layers.vision.towers.clip import ClipTower, Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.towers.clip import ClipTower, Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,10 +16,10 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.projected import TOWER, TOWER_NAMES, unread_weights
 from headrace_models.layers.vision.sees_ahead import SeesAhead
+from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,8 +23,8 @@ from headrace_models.layers.clipped_linear import ClippedLinear, clipped_rules
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.vision.axes import frequencies, places
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,10 +21,10 @@ from headrace_models.layers.mlp import GatedMLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.rotary import ROTARY_ROWS
 from headrace_models.layers.vision.blocks import Segments, VisionAttention
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

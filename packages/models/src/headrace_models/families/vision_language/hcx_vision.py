@@ -27,10 +27,10 @@ from headrace_models.layers.vision.anyres import (
     unpadded,
     with_row_ends,
 )
-from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.projected import unread_weights
+from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

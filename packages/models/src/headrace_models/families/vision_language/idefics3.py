@@ -15,10 +15,10 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.towers.clip import tower_rules
-from headrace_models.layers.vision.towers.fractional import FractionalTower
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.clip import tower_rules
+from headrace_models.layers.vision.towers.fractional import FractionalTower
 
 if TYPE_CHECKING:
     from torch import Tensor

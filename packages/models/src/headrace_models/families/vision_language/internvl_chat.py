@@ -15,10 +15,10 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.internvl import PUBLISHED, InternVLTower, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.internvl import PUBLISHED, InternVLTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

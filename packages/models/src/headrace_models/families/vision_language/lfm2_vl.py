@@ -13,12 +13,12 @@ import torch
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.clip import tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.towers.naflex import NaflexTower
 from headrace_models.layers.vision.projected import PROJECTOR, TOWER, TOWER_NAMES, unread_weights
 from headrace_models.layers.vision.shuffle import joined_grid
+from headrace_models.layers.vision.towers.clip import tower_rules
+from headrace_models.layers.vision.towers.naflex import NaflexTower
 
 if TYPE_CHECKING:
     from torch import Tensor

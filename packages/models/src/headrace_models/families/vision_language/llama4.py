@@ -15,8 +15,8 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.towers.llama4 import Llama4Tower, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.towers.llama4 import Llama4Tower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

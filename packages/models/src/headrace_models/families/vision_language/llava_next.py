@@ -29,7 +29,6 @@ from headrace_models.layers.vision.anyres import (
     unpadded,
     with_row_ends,
 )
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder
 from headrace_models.layers.vision.projected import (
     TOWER_NAMES,
@@ -37,6 +36,7 @@ from headrace_models.layers.vision.projected import (
     projected_rules,
     unread_weights,
 )
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

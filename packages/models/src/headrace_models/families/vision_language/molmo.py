@@ -19,10 +19,10 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder
 from headrace_models.layers.vision.mlp import QuickMLP
 from headrace_models.layers.vision.patches import PatchEmbedding
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

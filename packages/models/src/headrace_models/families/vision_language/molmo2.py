@@ -21,11 +21,11 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding
 from headrace_models.layers.vision.sees_ahead import SeesAhead
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

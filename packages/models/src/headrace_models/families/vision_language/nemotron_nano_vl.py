@@ -18,8 +18,8 @@ from headrace_models.config.settings import Settings
 from headrace_models.layers.norm import LayerNorm, NormLayer, RMSNorm
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
-from headrace_models.layers.vision.towers.radio import RadioTower, conditioner_rules, radio_rules
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.radio import RadioTower, conditioner_rules, radio_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

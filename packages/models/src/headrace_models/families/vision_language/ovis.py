@@ -24,11 +24,11 @@ from headrace_models.layers.native_size.keye import KeyeTower
 from headrace_models.layers.native_size.keye import tower_rules as keye_rules
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.grid_decoder import GRID, PIXELS, grid_of
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,10 @@ import torch
 from headrace_core.model import WeightRule
 from headrace_models.layers.base import Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.projected import TOWER, TOWER_NAMES, unread_weights
 from headrace_models.layers.vision.sees_ahead import SeesAhead
+from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 
 if TYPE_CHECKING:
     from typing import Any

@@ -16,10 +16,10 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.vision.anyres import one_plane, with_row_ends
-from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.clip import ClipTower, Vector, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

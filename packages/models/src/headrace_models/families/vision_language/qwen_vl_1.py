@@ -20,10 +20,10 @@ from headrace_models.layers.base import Layer
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.resampler import Resampler, resampler_rules
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

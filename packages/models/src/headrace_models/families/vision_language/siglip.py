@@ -18,11 +18,11 @@ from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.clip import TOWERS, ClipTower, Vector, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import vision_mlp
-from headrace_models.layers.vision.towers.naflex import NaflexTower
 from headrace_models.layers.vision.shared_space import SharedSpace
+from headrace_models.layers.vision.towers.clip import TOWERS, ClipTower, Vector, tower_rules
+from headrace_models.layers.vision.towers.naflex import NaflexTower
 
 if TYPE_CHECKING:
     from torch import Tensor

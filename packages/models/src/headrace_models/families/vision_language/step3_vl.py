@@ -17,7 +17,6 @@ from headrace_models.layers.base import Layer
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.step_tiles import (
@@ -26,6 +25,7 @@ from headrace_models.layers.vision.step_tiles import (
     downsampler_rules,
     side_of,
 )
+from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.loading.mapping import ALL_PARTS
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from headrace_models.layers.native_size.stretched import stretched
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.axes import frequencies, places
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.step_tiles import (
@@ -27,6 +26,7 @@ from headrace_models.layers.vision.step_tiles import (
     downsampler_rules,
     side_of,
 )
+from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.loading.mapping import ALL_PARTS
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.projected import (
     ProjectedTower,
@@ -19,6 +18,7 @@ from headrace_models.layers.vision.projected import (
     projected_rules,
     unread_weights,
 )
+from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

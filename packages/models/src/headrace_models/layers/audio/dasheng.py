@@ -19,8 +19,8 @@ from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.patches import PatchEmbedding
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

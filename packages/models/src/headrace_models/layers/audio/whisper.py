@@ -196,6 +196,26 @@ class AudioEncoder(Layer):
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
+    def in_blocks(self, clip: Tensor, size: int) -> Tensor:
+        """Encode a clip whose states see those of their own block and of the blocks before it.
+
+        Args:
+            clip: [F, M].
+            size: states of a block; 0: all states see each other.
+
+        Returns:
+            [L, H].
+        """
+        if not size:
+            return self([clip])
+        x, residual = self._begin(clip), None
+        block = torch.arange(x.shape[0], device=x.device) // size
+        mask = block[:, None] >= block[None, :]
+        for layer in self.layers:
+            x, residual = layer(x, residual, None, x.shape[0], mask)
+        hidden, _ = self.final_norm.add(x, residual)
+        return hidden
+
     def _encoded(self, clips: Sequence[Sequence[Tensor]]) -> Tensor:
         """
         Args:
@@ -259,15 +279,21 @@ class EncoderBlock(Layer):
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
             cu_seqlens: bounds of pieces whose states see each other; None: all states see the first
                 ``max_seqlen``.
+            mask: [L, L], true where a state sees another; of these, where there is one.
         """
         x, stream = self.input_norm.add(x, residual)
-        x = self.attention(x, cu_seqlens, max_seqlen)
+        x = self.attention(x, cu_seqlens, max_seqlen, mask)
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp(x), stream
 
@@ -304,11 +330,17 @@ class _Attention(ProjectedAttention):
             )
         )
 
-    def __call__(self, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         query, key, value = self.project(x)
         if cu_seqlens is None:
             q, k, v = (y.transpose(0, 1) for y in (query, key[:max_seqlen], value[:max_seqlen]))
-            seen = functional.scaled_dot_product_attention(q, k, v)
+            seen = functional.scaled_dot_product_attention(q, k, v, mask)
             return self.out(seen.transpose(0, 1).flatten(1))
         out = self.backend.attend(self.spec, query, key, value, cu_seqlens, max_seqlen)
         return self.out(out.flatten(1))

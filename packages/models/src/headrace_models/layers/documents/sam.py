@@ -20,8 +20,8 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -129,11 +129,11 @@ class Experts(WeightLayer):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if self.is_plain:
             first, second = (self._stacked(tensors, at) for at in (0, 1))
+            biases = [self._stacked_bias(tensors, at) for at in (0, 1)]
             if not self.gated or self.low_rank is not None:
                 pack = self.ops.expert_linear.pack
-                self.apart = pack(first), pack(second)
+                self.apart, self.stacked_biases = (pack(first), pack(second)), biases
                 return
-            biases = (self._stacked_bias(tensors, at) for at in (0, 1))
             self.packed = self.ops.moe.pack(first, second, *biases)
             return
         for index, pair in enumerate(self.halves):
@@ -210,15 +210,32 @@ class Experts(WeightLayer):
         self, place: ExpertsPlace, x: Tensor, weights: Tensor | None, ids: Tensor, rows: Tensor
     ) -> Tensor:
         """The same for some rows [R], which have adapters: x [R, H] -> [R, H]."""
-        both = place(self.halves[0][0].place, self._product(0, x, ids), x, ids, rows)
+        own = self._with_weights(ids)
+        both = place(self.halves[0][0].place, self._product(0, x, own), x, own, rows)
         inner = self._activated(both)
-        out = place("down", self._product(1, inner, ids), inner, ids, rows).float()
-        weighed = out if weights is None else out * weights[..., None]
+        return self._sum(
+            x, place("down", self._product(1, inner, own), inner, own, rows), weights, ids
+        )
+
+    def _with_weights(self, ids: Tensor) -> Tensor:
+        """ids, with some expert's in the place of those that have no weights."""
+        return ids.where(ids < len(self.halves), 0) if self.identities else ids
+
+    def _sum(self, x: Tensor, out: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
+        """Sum by weight of experts' results out [T, k, H]; of those that give back x [T, H], of that."""
+        found = out.float()
+        if self.identities:
+            same = x[:, None].float() * float(self.is_first_rank)
+            found = found.where(ids[..., None] < len(self.halves), same)
+        weighed = found if weights is None else found * weights[..., None]
         return weighed.sum(dim=1).to(x.dtype)
 
     def _in_two(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """All experts' first products, then all their second ones."""
-        inner = self._activated(self._product(0, x, ids))
+        own = self._with_weights(ids)
+        inner = self._activated(self._product(0, x, own))
+        if self.identities:
+            return self._sum(x, self._product(1, inner, own), weights, ids)
         if weights is not None:
             return self._product(1, inner, ids, weights)
         out = self._product(1, inner, ids)
@@ -231,9 +248,10 @@ class Experts(WeightLayer):
 
     def _product(self, at: int, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
         """One product of each token's experts [T, k, N], or with weights their sum [T, N]."""
-        if self.apart is not None:
-            return self.ops.expert_linear(x, self.apart[at], ids, weights)
         half, bias = self.halves[0][at], self.stacked_biases[at]
+        if self.apart is not None:
+            made = self.ops.expert_linear(x, self.apart[at], ids, weights)
+            return made if bias is None else self._biased(made, bias, ids, weights)
         if self.routed is not None:
             return half.method.apply_routed(self.routed[at], x, ids, weights, bias)
         out = x.new_empty((*ids.shape, half.spec.out_features))
@@ -243,6 +261,17 @@ class Experts(WeightLayer):
             apply, state = self.halves[expert][at].method.apply, self.states[expert][at]
             out[rows, places] = apply(state, own, self.biases[expert][at])
         return out
+
+    def _biased(self, made: Tensor, bias: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+        """A product [T, k, N] of experts, or their sum by weight [T, N], with their biases [E, N]; by
+        operations that can be captured."""
+        own = self.ops.embedding(ids.flatten(), bias).view(*ids.shape, -1)
+        if weights is None:
+            return made + own
+        total = made.float()
+        for place in range(ids.shape[1]):
+            total = total + own[:, place].float() * weights[:, place, None]
+        return total.to(made.dtype)
 
     def _one_by_one(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """One expert after the other. The rows that an expert gets depend on contents, so such steps are not

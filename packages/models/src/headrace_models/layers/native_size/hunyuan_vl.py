@@ -21,9 +21,9 @@ from headrace_models.layers.native_size.stretched import stretched
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.axes import places
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding
+from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.towers.qwen_vl import Grid
 
 if TYPE_CHECKING:

@@ -34,12 +34,16 @@ class MediaModel(Layer, ABC):
 
     has_towers: ClassVar[bool] = True
     """False: media come as vectors (:class:`headrace_core.multimodal.TakesEmbeds`)."""
+    media_parts: Sequence[str] = ()
+    """Attributes that :meth:`make_towers` has made: towers and projectors, which run on media alone."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)  # type: ignore[call-arg] # that class's
         self.place_media(context.whole_config)
         if type(self).has_towers:
+            before = set(vars(self))
             self.make_towers(replace(context, quant=_plain(context)), context.whole_config)
+            self.media_parts = tuple(name for name in vars(self) if name not in before)
 
     def place_media(self, whole: Mapping[str, Any]) -> None:
         """Read what the decoder must know of media whose vectors are there.

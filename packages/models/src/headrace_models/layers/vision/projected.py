@@ -13,9 +13,9 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer
 from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 from headrace_models.layers.vision.media_decoder import part_of
 from headrace_models.layers.vision.mlp import Projector
+from headrace_models.layers.vision.towers.clip import ClipTower, tower_rules
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from headrace_core.model import WeightRule
 from headrace_models.config.settings import Settings
 from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ class Downsampler(Layer):
 
     def __call__(self, states: Tensor, side: int) -> Tensor:
         """states [I, side * side, D], row by row -> [I, V, sizes[2]]."""
-        planes = states.transpose(1, 2).unflatten(2, (side, side))
+        planes = states.transpose(1, 2).view(len(states), -1, side, side)
         # One by one: what a picture becomes does not depend on those beside it.
         made = [self.second(self.first(plane[None])) for plane in planes]
         return torch.cat(made).flatten(2).transpose(1, 2)

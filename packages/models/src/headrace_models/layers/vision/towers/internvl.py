@@ -20,9 +20,9 @@ from headrace_models.layers.attention.heads_norm import WholeRMSNorm
 from headrace_models.layers.base import Layer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,10 +19,10 @@ from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.axes import axial_theta, frequencies, places, rotary_rows
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.towers.clip import Vector
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.patches import PatchEmbedding, in_patches
 from headrace_models.layers.vision.shuffle import joined
+from headrace_models.layers.vision.towers.clip import Vector
 
 if TYPE_CHECKING:
     from torch import Tensor

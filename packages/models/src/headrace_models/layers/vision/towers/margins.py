@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from headrace_models.layers.vision.towers.fractional import FractionalTower
 from headrace_models.layers.vision.patches import in_patches
+from headrace_models.layers.vision.towers.fractional import FractionalTower
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ import torch
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.config.settings import Settings
+from headrace_models.layers.vision.patches import PatchEmbedding
 from headrace_models.layers.vision.towers.clip import TOWERS
 from headrace_models.layers.vision.towers.fractional import FractionalTower
-from headrace_models.layers.vision.patches import PatchEmbedding
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -38,13 +38,13 @@ def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     return (
         WeightRule(f"{encoder}.conv_in", f"{target}.first"),
         WeightRule(f"{encoder}.down.{{}}.downsample.conv", f"{target}.levels.{{}}.half"),
-        *_block_rules(f"{encoder}.down.{{}}.block.{{}}", f"{target}.levels.{{}}.blocks.{{}}"),
+        *block_rules(f"{encoder}.down.{{}}.block.{{}}", f"{target}.levels.{{}}.blocks.{{}}"),
         *_attention_rules(
             f"{encoder}.down.{{}}.attn.{{}}", f"{target}.levels.{{}}.attentions.{{}}"
         ),
-        *_block_rules(f"{encoder}.mid.block_1", f"{target}.before"),
+        *block_rules(f"{encoder}.mid.block_1", f"{target}.before"),
         *_attention_rules(f"{encoder}.mid.attn_1", f"{target}.middle"),
-        *_block_rules(f"{encoder}.mid.block_2", f"{target}.behind"),
+        *block_rules(f"{encoder}.mid.block_2", f"{target}.behind"),
         WeightRule(f"{encoder}.norm_out", f"{target}.last_norm"),
         WeightRule(f"{encoder}.conv_out", f"{target}.last"),
         WeightRule(f"{source}.quant_conv", f"{target}.to_codes"),
@@ -52,7 +52,8 @@ def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     )
 
 
-def _block_rules(source: str, target: str) -> list[WeightRule]:
+def block_rules(source: str, target: str) -> list[WeightRule]:
+    """Rules of a :class:`ResidualBlock`."""
     names = {"norm1": "norm_1", "conv1": "conv_1", "norm2": "norm_2", "conv2": "conv_2",
              "nin_shortcut": "shortcut"}  # fmt: skip
     return [WeightRule(f"{source}.{own}", f"{target}.{into}") for own, into in names.items()]
@@ -74,7 +75,7 @@ class VQEncoder(Layer):
     def __init__(self, context: BuildContext, stated: Mapping[str, Any], name: str) -> None:
         settings = Settings({**_DEFAULTS, **stated})
         base, inner = settings.integer("base_channels"), f"{name}.encoder"
-        widths = [base * times for times in _multiples(settings)]
+        widths = [base * times for times in channel_multiples(settings)]
         if any(width % _GROUPS for width in (base, *widths)):
             raise UnsupportedModel(
                 f"config.json: base_channels = {base}: must be a multiple of {_GROUPS}"
@@ -93,9 +94,9 @@ class VQEncoder(Layer):
             self.levels.append(_Level(level, sizes, number, attends=side in at, halves=not last))
             side //= 1 if last else 2
         self.side, width = side, widths[-1]
-        self.before = _ResidualBlock(f"{inner}.mid.block_1", width, width)
+        self.before = ResidualBlock(f"{inner}.mid.block_1", width, width)
         self.middle = _Attention(f"{inner}.mid.attn_1", width) if attended else None
-        self.behind = _ResidualBlock(f"{inner}.mid.block_2", width, width)
+        self.behind = ResidualBlock(f"{inner}.mid.block_2", width, width)
         self.last_norm = GroupNorm(f"{inner}.norm_out", width)
         latent = settings.integer("latent_channels") * (1 + settings.flag("double_latent", False))
         self.last = Conv(f"{inner}.conv_out", width, latent, padding=1)
@@ -162,7 +163,7 @@ class GroupNorm(WeightLayer):
         return functional.group_norm(x, _GROUPS, self.weight, self.bias, _EPS)
 
 
-class _ResidualBlock(Layer):
+class ResidualBlock(Layer):
     """``x + conv(swish(norm(conv(swish(norm(x))))))``."""
 
     def __init__(self, name: str, before: int, after: int) -> None:
@@ -212,7 +213,7 @@ class _Level(Layer):
     ) -> None:
         before, after = sizes
         self.blocks = [
-            _ResidualBlock(f"{name}.block.{index}", before if not index else after, after)
+            ResidualBlock(f"{name}.block.{index}", before if not index else after, after)
             for index in range(number)
         ]
         self.attentions = [
@@ -232,8 +233,11 @@ class _Level(Layer):
         return self.half(functional.pad(x, (0, 1, 0, 1)))
 
 
-def _multiples(settings: Settings) -> Sequence[int]:
-    """Of the channels at each resolution."""
+def channel_multiples(settings: Settings) -> Sequence[int]:
+    """Multiples of ``base_channels`` that the resolutions have, ``channel_multiplier``.
+
+    Raises: UnsupportedModel: they are no list of integers from 1.
+    """
     found = settings.integers("channel_multiplier")
     if not found or not all(found):
         raise UnsupportedModel(

@@ -1,0 +1,163 @@
+"""The executor ``mp``: rank 0 in this process, every other rank in one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.executor import Worker, WorkerFactory
+from headrace_engine.multiproc.leader import PassLeader
+from headrace_engine.multiproc.places import RankedWorkers, RankPlace
+from headrace_engine.multiproc.rank_process import CALLS
+from headrace_engine.multiproc.rank_processes import RankProcesses
+from headrace_engine.uniproc import UniProcExecutor
+
+logger = logging.getLogger(__name__)
+
+LED = {"profile": "begin_profile", "warm_up": ""}
+"""Calls whose passes rank 0 leads: the others follow its passes, then get the call. Before it they get the
+one that stands here, if one does."""
+OWN = ("start_profile", "stop_profile")
+"""Calls that are of rank 0 only: a recording is of its steps."""
+JOIN_SECONDS = 10.0
+"""Longest wait for rank 0's thread once another rank has ended: it may be in an exchange with that."""
+
+
+class MultiProcExecutor(UniProcExecutor):
+    """Runs rank 0's worker as :class:`UniProcExecutor` does, and starts a process for each other rank.
+
+    Steps go to rank 0 only, whose passes of the model run on every rank. When a rank ends, or a pass
+    raises, the ranks are no longer in step: :attr:`failure` says why, and whoever waits for a step or a
+    call gets that at once.
+
+    Args:
+        worker_factory: a :class:`RankedWorkers`; any other one makes an engine of one rank.
+    """
+
+    def __init__(self, worker_factory: WorkerFactory) -> None:
+        super().__init__(worker_factory)
+        self._others: RankProcesses | None = None
+        self._outstanding: set[Future[Any]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return [] if self._others is None else self._others.pids
+
+    def start(self) -> None:
+        """Start the processes and make every rank's worker; raises what that raises, with nothing left
+        behind."""
+        ranked = self.worker_factory
+        if not isinstance(ranked, RankedWorkers) or ranked.world_size == 1:
+            super().start()
+            return
+        meeting = None if ranked.meet is None else ranked.meet()
+        try:
+            rendezvous = "" if meeting is None else meeting.address("tp")
+            self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
+            leader = PassLeader(others.run_pass, self._broken)
+            place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
+            self.worker_factory = partial(ranked.make, place, leader)
+            super().start()
+            others.wait_started()
+            self._meeting = meeting
+        except BaseException:
+            self.shutdown()
+            if meeting is not None:
+                meeting.close()
+            raise
+
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a worker method on every rank, after what is queued, and wait: results by rank.
+
+        Raises:
+            UnsupportedFeature: it is a function, which other processes are not given; or a method that
+                the other ranks do not have.
+            EngineDead: the executor is not running, or a rank has ended.
+            BaseException: the method's own, of the lowest rank that raised.
+        """
+        others = self._others
+        if others is None:
+            return super().call(method, *args)
+        if not isinstance(method, str):
+            raise UnsupportedFeature(
+                "a function for the workers: cannot be sent to other processes, where ranks are while "
+                "tensor_parallel_size is above 1; name a method"
+            )
+        if method in OWN:
+            return super().call(method, *args)
+        if method not in CALLS:
+            raise UnsupportedFeature(
+                f"{method}: not while tensor_parallel_size is above 1; ranks in other processes do "
+                f"{', '.join(CALLS)} only"
+            )
+        return list(
+            self._queue(partial(_on_every_rank, others, method, args), is_step=False).result()
+        )
+
+    def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
+        """As :meth:`UniProcExecutor.call_beside`, of an engine with one rank.
+
+        Raises:
+            UnsupportedFeature: there are several.
+        """
+        if self._others is not None:
+            raise UnsupportedFeature(f"{method}: not while tensor_parallel_size is above 1")
+        return super().call_beside(method, *args)
+
+    def shutdown(self) -> None:
+        """As :meth:`UniProcExecutor.shutdown`; then end the other ranks' processes."""
+        if self._others is not None and self._failure is not None:
+            self._others.kill()  # first, as rank 0 may wait for them
+        super().shutdown()
+        if self._others is not None:
+            self._others.stop()
+
+    def _join_seconds(self) -> float | None:
+        return JOIN_SECONDS if self._others is not None and self._failure is not None else None
+
+    def _queue(self, run: Callable[[Worker], Any], *, is_step: bool) -> Future[Any]:
+        future = super()._queue(run, is_step=is_step)
+        if self._others is not None:
+            self._outstanding.add(future)
+            future.add_done_callback(self._outstanding.discard)
+            if self._failure is not None:  # meanwhile
+                _fail(future, self._failure)
+        return future
+
+    def _broken(self, error: BaseException) -> BaseException:
+        """Rank 0 failed in a pass."""
+        assert self._others is not None
+        cause = self._others.cause_of(error)
+        if self._failure is None:
+            self._end(cause)
+        return cause
+
+    def _rank_died(self, error: EngineDead) -> None:
+        logger.error("%s", error)
+        self._end(error)
+        for future in list(self._outstanding):
+            _fail(future, error)
+
+
+def _on_every_rank(
+    others: RankProcesses, method: str, args: tuple[Any, ...], worker: Worker
+) -> list[Any]:
+    if method not in LED:
+        answers = others.call(method, args)
+        own = getattr(worker, method)(*args)
+        return [own, *[answer.result() for answer in answers]]
+    if LED[method]:
+        others.call(LED[method], ())
+    own = getattr(worker, method)(*args)
+    return [own, *[answer.result() for answer in others.call(method, args)]]
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # it has ended
+        future.set_exception(error)

@@ -1,0 +1,107 @@
+"""The worker of a rank that follows: a shard of the model and of its cache, and no requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from headrace_core.batch import ForwardBatch
+from headrace_core.errors import ModelError
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import KVCacheConfig
+from headrace_engine.execution.cache import cross_groups
+from headrace_engine.execution.capture import capture_steps
+from headrace_engine.execution.measure import Peak
+from headrace_engine.execution.pooling import needs_all_rows
+from headrace_engine.execution.worker import ServingWorker
+from headrace_engine.kv.states import state_groups
+from headrace_engine.multiproc.leader import PASSES, REPLAY
+
+
+class FollowingWorker(ServingWorker):
+    """Runs the passes that rank 0 runs. One thread only. Arguments as :class:`ServingWorker`'s."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._measuring = ExitStack()
+        self._peak = Peak()
+
+    @torch.inference_mode()
+    def run_pass(self, method: str, args: Sequence[Any]) -> None:
+        """Run a pass of the model; what it returns is rank 0's to use.
+
+        Args:
+            method: one of :data:`~headrace_engine.multiproc.leader.PASSES`.
+            args: as the method takes them; a batch without attention metadata.
+
+        Raises:
+            ModelError: there is no such pass.
+        """
+        if method == REPLAY:
+            self._replay(*args)
+            return
+        if method not in PASSES:
+            raise ModelError(f"{method!r} is not a pass of a model")
+        getattr(self._loaded(), method)(*(self._prepared(arg) for arg in args))
+
+    def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
+        """The exchanges of a step are the same whether it is replayed or not."""
+        runner = self._ready()
+        if runner.graph is not None and runner.graph.fits(batch, num_logits):
+            runner.graph.replay(batch, num_logits)
+        else:
+            runner.model.forward(runner.with_metadata(batch))
+
+    def _prepared(self, arg: Any) -> Any:
+        if not isinstance(arg, ForwardBatch) or self._runner is None:
+            return arg  # without a cache nothing is prepared
+        return self._runner.with_metadata(arg)
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the blocks of this rank's layers: what guesses tokens is rank 0's only, and so are the
+        layers of its."""
+        own = self.kv_specs()
+        groups = tuple(
+            dataclasses.replace(
+                group, layer_names=tuple(name for name in group.layer_names if name in own)
+            )
+            for group in config.groups
+        )
+        super().allocate_cache(dataclasses.replace(config, groups=groups))
+
+    def begin_profile(self) -> None:
+        """Measure from now until :meth:`profile`."""
+        self._measuring.close()
+        self._peak = self._measuring.enter_context(self._meter.peak())
+
+    def profile(self) -> MemoryProfile:
+        """Memory since :meth:`begin_profile`, in which rank 0 ran its largest step."""
+        self._measuring.close()
+        self._meter.trim()
+        self._activations = self._peak.bytes
+        return MemoryProfile(self._weights, self._activations, self._available)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
+        if self._capture is not None:
+            runner, cache = self._ready(), self._cache
+            assert cache is not None
+            runner.graph = capture_steps(
+                self._capture,
+                lambda batch: runner.model.forward(runner.with_metadata(batch)),
+                max_num_seqs=self._max_num_seqs,
+                num_groups=len(runner.backends),
+                device=self._device.type,
+                all_rows=self._pooling is not None and needs_all_rows(runner.model, self._pooling),
+                token_types=self._takes_token_types,
+                cross_groups=tuple(cross_groups(cache)),
+                state_groups=tuple(state_groups(cache)),
+            )
+        for populator in self._populators:
+            populator.start()
+        self._binding.narrow()

@@ -1,0 +1,84 @@
+"""Rank 0's side of a model's passes: whatever runs the model here runs it on every rank.
+
+A pass is a call of one of the model's methods that exchange tensors between the ranks. They are replaced
+on the object, so that who calls them (steps, dummy steps, encoders, recordings) need not know of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+from headrace_core.batch import ForwardBatch
+from headrace_core.graph import StepGraph
+from headrace_engine.multiproc.messages import ModelPass
+
+PASSES = ("forward", "forward_streams", "embed_media", "encode")
+"""Methods of models whose layers are divided; another method is rank 0's own affair."""
+REPLAY = "replay"
+"""A pass that rank 0 replays: of a batch, and with so many rows of logits."""
+
+
+class PassLeader:
+    """Sends passes to the other ranks before rank 0 runs them. Used by the worker's thread.
+
+    Args:
+        send: sends a message to every other rank. Raises OSError.
+        broken: is told what a pass raised: the ranks are no longer in step then. Returns what is to be
+            raised instead.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[ModelPass], None],
+        broken: Callable[[BaseException], BaseException],
+    ) -> None:
+        self._send = send
+        self._broken = broken
+        self._is_running = False
+
+    def lead(self, model: Any) -> None:
+        """Have the model's passes run on every rank from now on."""
+        for name in PASSES:
+            own = getattr(model, name, None)
+            if own is not None:
+                setattr(model, name, partial(self._run, name, own))
+
+    def lead_replays(self, graph: StepGraph | None) -> None:
+        """Have what a graph replays run on every rank, from its own recording or eagerly."""
+        if graph is not None:
+            replay = cast(Any, graph).replay
+            setattr(graph, "replay", partial(self._run, REPLAY, replay))  # noqa: B010 - as in lead
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this lasts, passes are rank 0's only: they are recorded, and exchange nothing."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
+        if self._is_running:  # a pass that is part of another one
+            return own(*args)
+        self._is_running = True
+        try:
+            self._send(ModelPass(name, tuple(_sent(arg) for arg in args)))
+            return own(*args)
+        except BaseException as error:
+            raise self._broken(error) from error
+        finally:
+            self._is_running = False
+
+
+def _sent(arg: Any) -> Any:
+    """An argument as other ranks get it: a batch without attention metadata, which each prepares itself."""
+    if isinstance(arg, ForwardBatch):
+        return dataclasses.replace(arg, attention=())
+    if isinstance(arg, Sequence) and not isinstance(arg, str):
+        return list(arg)
+    return arg

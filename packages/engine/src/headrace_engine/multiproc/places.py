@@ -1,0 +1,70 @@
+"""Places of ranks: what a rank must know to be built, and what builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headrace_core.executor import Worker
+from headrace_engine.config import EngineConfig
+from headrace_engine.multiproc.leader import PassLeader
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """One rank of an engine whose layers are divided over several."""
+
+    rank: int = 0
+    world_size: int = 1
+    communicator: str = ""
+    """Entry of ``headrace.communicators`` by which the ranks exchange tensors; "": there is one rank."""
+    rendezvous: str = ""
+    """Where the communicator's ranks find each other, in its own words."""
+
+
+class Rendezvous(Protocol):
+    """Where the ranks of a group find each other."""
+
+    def address(self, name: str) -> str:
+        """The address of the group of that name."""
+        ...
+
+    def close(self) -> None:
+        """The ranks have met."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankedWorkers:
+    """Makes the workers of an engine with several ranks; a :data:`headrace_core.executor.WorkerFactory` of
+    an engine with one."""
+
+    make: Callable[[RankPlace, PassLeader | None], Worker]
+    """Rank 0's worker, given what leads the others."""
+    factory: str
+    """``module:function`` for the other ranks' processes: called with (config, place), returns a worker that
+    also has ``run_pass``."""
+    config: EngineConfig
+    world_size: int = 1
+    communicator: str = ""
+    meet: Callable[[], Rendezvous] | None = None
+    """Opens the place where the communicator's ranks meet; None: it needs none."""
+
+    def __call__(self) -> Worker:
+        """The worker of an engine with one rank."""
+        return self.make(RankPlace(), None)
+
+
+class RankHello(msgspec.Struct, frozen=True):
+    """What a rank's process is told first, as JSON."""
+
+    factory: str
+    config: EngineConfig
+    place: RankPlace
+    log_level: int
+    log_json: bool = False
+    log_colour: bool = False
+    log_model: str = ""

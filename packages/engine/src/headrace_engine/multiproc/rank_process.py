@@ -1,0 +1,119 @@
+"""The process of a rank other than 0: ``python -m headrace_engine.multiproc.rank_process DESCRIPTOR``.
+
+Two threads. The main thread builds the worker and does what rank 0 says, in its order. The other one reads
+what rank 0 says, so that its end, however it comes, is seen at once and is the end of this process, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from headrace_core.context import MODEL
+from headrace_engine.clients.wire import as_data
+from headrace_engine.log_lines import JsonLines, LineFormatter, ThreadedHandler
+from headrace_engine.multiproc import frames
+from headrace_engine.multiproc.messages import (
+    Answer,
+    Failed,
+    ModelPass,
+    Raised,
+    Stop,
+    WorkerCall,
+)
+from headrace_engine.multiproc.places import RankHello
+
+logger = logging.getLogger(__name__)
+
+CALLS = (
+    "load", "kv_specs", "begin_profile", "profile", "allocate_cache", "warm_up", "report", "close",
+)  # fmt: skip
+"""Methods of a worker that rank 0 may call."""
+EXIT_ORPHANED = 70
+"""Exit status of a process whose rank 0 has gone."""
+STARTED = 0
+"""Call id of the answer that says that the worker was made."""
+
+
+def main() -> None:
+    """Run until told to stop, or until rank 0 is gone."""
+    # A terminal's Ctrl-C reaches the whole process group; when to end is rank 0's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        hello = msgspec.json.decode(frames.receive(connection), type=RankHello)
+    except (EOFError, OSError):
+        os._exit(EXIT_ORPHANED)
+    _configure_logging(hello)
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(
+        target=_read, args=(connection, messages), name="headrace-rank-reader", daemon=True
+    ).start()
+    try:
+        _serve(hello, connection, messages)
+    except BaseException as error:
+        logger.debug("rank %d ends", hello.place.rank, exc_info=True)
+        frames.send(connection, frames.pack(Failed(type(error).__name__, str(error))))
+        logging.shutdown()
+        os._exit(
+            1
+        )  # at once: threads of a communicator may wait for ranks that are no longer in step
+
+
+def _configure_logging(hello: RankHello) -> None:
+    """Lines of the form, and to the stream, of the process that this one belongs to."""
+    MODEL.set(hello.log_model)
+    to_stdout = os.environ.get("HEADRACE_LOGGING_STREAM") == "stdout"
+    handler = ThreadedHandler(sys.stdout if to_stdout else sys.stderr)
+    text = LineFormatter(hello.log_colour, process=f"rank {hello.place.rank}")
+    handler.setFormatter(JsonLines() if hello.log_json else text)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(hello.log_level)
+
+
+def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
+    """Queue what rank 0 says; end this process, whatever it is doing, when rank 0 is gone."""
+    try:
+        while True:
+            messages.put(frames.receive(connection))
+    except (EOFError, OSError):
+        os._exit(EXIT_ORPHANED)
+    except BaseException as error:
+        messages.put(error)
+
+
+def _serve(hello: RankHello, connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
+    module, _, name = hello.factory.partition(":")
+    worker = getattr(importlib.import_module(module), name)(hello.config, hello.place)
+    frames.send(connection, frames.pack(Answer(STARTED, os.getpid())))
+    while not isinstance(message := messages.get(), Stop):
+        if isinstance(message, ModelPass):
+            worker.run_pass(message.method, message.args)
+        elif isinstance(message, WorkerCall):
+            frames.send(connection, frames.pack(_answer(worker, message)))
+        else:
+            raise message if isinstance(message, BaseException) else TypeError(f"{message!r:.200}")
+    worker.close()
+
+
+def _answer(worker: Any, call: WorkerCall) -> Answer | Raised:
+    try:
+        if call.method not in CALLS:
+            raise ValueError(f"{call.method!r}: must be one of {CALLS}")
+        return Answer(call.call_id, getattr(worker, call.method)(*call.args))
+    except Exception as error:
+        return Raised.of(call.call_id, as_data(error))
+
+
+if __name__ == "__main__":
+    main()
