@@ -319,6 +319,15 @@ def test_a_handle_that_is_none_is_refused(text: str) -> None:
         parse_ring_handle(text)
 
 
+def test_two_readers_are_not_one() -> None:
+    writer, readers = ring(1, 64)
+    with pytest.raises(GroupError, match="reader 0 was opened before"):
+        RingReader(str(writer.handle), 0)
+    readers[0].close()
+    with pytest.raises(GroupError, match="reader 0 was opened before"):
+        RingReader(str(writer.handle), 0)
+
+
 def test_a_reader_that_is_none_is_refused() -> None:
     with (
         RingWriter(2, 64) as writer,

@@ -1,9 +1,10 @@
 // Collective operations of ranks that share a segment of memory.
 //
-// The segment is a line for each rank (waiting.h), then two slots for each. Every operation is a sequence of
-// rounds. In round s a rank writes into its slot s % 2, advances its counter to s, waits until every counter is
-// at s, and reads the others' slots s % 2. Nobody has to say that he has read: a rank writes slot s % 2 again in
-// round s + 2, after all counters were at s + 1, and who is at s + 1 has done with reading in round s.
+// The segment is a line for each rank (waiting.h), then two slots for each. Every operation is a sequence
+// of rounds. In round s a rank writes into its slot s % 2, advances its counter to s, waits until every
+// counter is at s, and reads the others' slots s % 2. Nobody has to say that he has read: a rank writes
+// slot s % 2 again in round s + 2, after all counters were at s + 1, and who is at s + 1 has done with
+// reading in round s.
 #include <cstring>
 #include <new>
 #include <sys/mman.h>
@@ -30,8 +31,6 @@ class Group {
         world_size_(world_size), slot_bytes_(slot_bytes), one_round_bytes_(one_round_bytes),
         patience_(patience), processes_(lines_, world_size) {
     std::memset(slot(rank_, 0), 0, 2 * slot_bytes_);  // pages of its own, and not in the first operation
-    lines_[rank_].pid.store(getpid());
-    lines_[rank_].state.store(JOINED, std::memory_order_release);
   }
 
   ~Group() {
@@ -204,12 +203,17 @@ HR_EXPORT int64_t hr_group_bytes(int32_t world_size, int64_t slot_bytes) {
 
 HR_EXPORT int32_t hr_group_most_ranks() { return MOST_RANKS; }
 
-// Null if the segment cannot be mapped. slot_bytes is a multiple of 4096.
+// Null, and errno, if the segment cannot be mapped or the rank is another process's. slot_bytes is a
+// multiple of 4096.
 HR_EXPORT void* hr_group_open(int32_t descriptor, int32_t rank, int32_t world_size, int64_t slot_bytes,
                               int64_t one_round_bytes, int64_t spin_ns, int64_t timeout_ns) {
   const int64_t bytes = hr_group_bytes(world_size, slot_bytes);
   void* segment = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (segment == MAP_FAILED) return nullptr;
+  if (!claim(static_cast<Line*>(segment)[rank])) {
+    munmap(segment, bytes);
+    return nullptr;
+  }
   const int64_t one_round = one_round_bytes < slot_bytes ? one_round_bytes : slot_bytes;
   return new (std::nothrow) Group(segment, bytes, rank, world_size, slot_bytes, one_round,
                                   Patience{spin_ns, timeout_ns});
