@@ -54,10 +54,12 @@ class Group {
   int32_t all_reduce(void* data, int64_t count, int32_t dtype) {
     const int64_t size = size_of(dtype), bytes = count * size;
     char* at = static_cast<char*>(data);
-    if (bytes <= one_round_bytes_) return small_all_reduce(at, count, dtype);
     const int64_t step = slot_bytes_ / size;
-    for (int64_t start = 0; start < count && outcome_.status == OK; start += step)
-      large_all_reduce(at + start * size, least(step, count - start), dtype, bytes);
+    for (int64_t start = 0; start < count && outcome_.status == OK; start += step) {
+      const int64_t now = least(step, count - start);
+      const auto piece = now * size <= one_round_bytes_ ? &Group::reduce_whole : &Group::reduce_parts;
+      (this->*piece)(at + start * size, now, dtype, bytes);
+    }
     return outcome_.status;
   }
 
@@ -106,17 +108,16 @@ class Group {
 
  private:
   // Every rank adds up everything: one round, each byte read by each rank.
-  int32_t small_all_reduce(char* at, int64_t count, int32_t dtype) {
+  void reduce_whole(char* at, int64_t count, int32_t dtype, int64_t bytes) {
     const void* parts[MOST_RANKS];
     std::memcpy(slot(rank_, next()), at, count * size_of(dtype));
-    if (!begin(ALL_REDUCE, dtype, count * size_of(dtype)) || !all_have_come()) return outcome_.status;
+    if (!begin(ALL_REDUCE, dtype, bytes) || !all_have_come()) return;
     for (int32_t r = 0; r < world_size_; ++r) parts[r] = slot(r, round_);
     sum(at, parts, world_size_, count, dtype);
-    return OK;
   }
 
   // Every rank adds up its part, and then reads the others': two rounds.
-  void large_all_reduce(char* at, int64_t count, int32_t dtype, int64_t bytes) {
+  void reduce_parts(char* at, int64_t count, int32_t dtype, int64_t bytes) {
     const int64_t size = size_of(dtype), line = LINE / size;
     const int64_t share = ((count + world_size_ - 1) / world_size_ + line - 1) / line * line;
     const void* parts[MOST_RANKS];

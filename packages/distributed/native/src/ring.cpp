@@ -1,10 +1,10 @@
 // Messages from one process to several through shared memory, in order, each to all.
 //
 // The segment is a line for the writer, one for each reader (waiting.h), and a ring of bytes. Counters
-// count lines of 64 bytes since the beginning, and wrap around with their 32 bits. A message is its length
-// in 8 bytes and its content, padded to whole lines. The writer may be `capacity` lines ahead of the
-// slowest reader. A message that is larger than the ring goes through it in pieces, which readers take
-// while the writer writes.
+// count lines of 64 bytes, and wrap around with their 32 bits; they begin at 1, so that of a reader that
+// has not joined is 0. A message is its length in 8 bytes and its content, padded to whole lines. The
+// writer may be `capacity` lines ahead of the slowest reader. A message that is larger than the ring goes
+// through it in pieces, which readers take while the writer writes.
 #include <algorithm>
 #include <cstring>
 #include <new>

@@ -8,6 +8,7 @@ ranks that wait look after the others ten times in a second.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,12 +84,12 @@ def create(
 
 
 def one_round_bytes(world_size: int) -> int:
-    """Bytes of a tensor up to which every rank adds up everything, in one round instead of two.
+    """Bytes of a piece up to which every rank adds up everything, in one round instead of two.
 
-    Measured (benchmarks/all_reduce.py): a second round costs about what reading this many bytes of each
-    rank does.
+    Two ranks read as much in one round as in two. With more ranks a second round costs about what reading
+    this many bytes of each rank does (benchmarks/all_reduce.py).
     """
-    return (128 << 10) // max(1, world_size - 1)
+    return sys.maxsize if world_size <= 2 else (128 << 10) // (world_size - 1)
 
 
 class SharedMemory(Communicator):
