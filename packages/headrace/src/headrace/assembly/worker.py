@@ -148,6 +148,7 @@ def worker_factory(
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
+            "leave_group": ranks.leave,
             "capture": None
             if config.multimodal.only_encodes
             else Capture(
