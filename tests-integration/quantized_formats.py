@@ -82,8 +82,7 @@ PROOFS: dict[str, Proof] = {
         schemes=(V.AWQConv1D,),
     ),
     "bitnet": Proof(
-        (V.BitNet,), "no architecture of BitNet has experts",
-        "all layers of a checkpoint are stored alike, or left in floats together", (V.BitNet,),
+        (V.BitNet,), "no architecture of BitNet has experts", V.BitNetParts, (V.BitNet,),
         schemes=(V.BitNetWhileLoading,), one_rank="tensor_parallel_size = 2",
     ),
     "bitsandbytes": Proof(
@@ -124,11 +123,11 @@ PROOFS: dict[str, Proof] = {
     "int4": while_loading("int4"),
     "int4_g32": while_loading("int4_g32"),
     "int8": Proof(
-        (rounded.TestInt8,), rounded.mixture_suite("int8"), ONE_METHOD, NOTHING_STORED,
-        schemes=(V.OwnInt8Activations,),
+        (rounded.TestInt8,), rounded.mixture_suite("int8"), V.OwnInt8Activations, NOTHING_STORED,
     ),
     "int8_weight_only": Proof(
-        (V.OwnInt8Dense, rounded.SUITES["int8_weight_only"]), V.OwnInt8Mixture, ONE_METHOD, (V.OwnInt8Dense,),
+        (V.OwnInt8Dense, rounded.SUITES["int8_weight_only"]), V.OwnInt8Mixture, V.OwnInt8Parts,
+        (V.OwnInt8Dense,),
     ),
     "modelopt": Proof(
         (V.ModelOptMixed, modelopt.TestNvfp4), modelopt.TestNvfp4Mixture, V.ModelOptMixed,

@@ -626,15 +626,23 @@ class OwnInt8Dense(Dense, OwnInt8):
 
 
 class OwnInt8Activations(Dense, OwnInt8):
-    """transformers' model rounds activations, too: that bounds the tolerance. A rank rounds its own share."""
+    """transformers' model rounds activations, too: that bounds the tolerance. A rank rounds its own share. A
+    value is in floats, which enters as it is."""
 
+    plain = PLAIN
     tolerance = 0.3
-    quantization: ClassVar = {"quant_method": "int8"}
+    quantization: ClassVar = {**OwnInt8.quantization, "quant_method": "int8"}
 
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         made = super().make_checkpoint(folder, seed, **overrides)
-        round_inputs(made)
+        round_inputs(made, besides=self.plain)
         return made
+
+
+class OwnInt8Parts(Dense, OwnInt8):
+    """A value in floats beside a query and a key in int8."""
+
+    plain = PLAIN
 
 
 class OwnInt8Mixture(Mixture, OwnInt8):
@@ -674,6 +682,24 @@ class BitNet(IntegerConformance):
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         made = super().make_checkpoint(folder, seed, **overrides)
         round_inputs(made)
+        return made
+
+
+class BitNetParts(BitNet):
+    """A value in floats, which enters as it is."""
+
+    quantization: ClassVar = {
+        **BitNet.quantization, "modules_to_not_convert": [f"model.layers.{PLAIN}"],
+    }  # fmt: skip
+
+    def module(self, name: str, weight: Tensor) -> Made:
+        plain = name.endswith(PLAIN)
+        return ({"weight": weight}, weight) if plain else super().module(name, weight)
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        made = super().make_checkpoint(folder, seed, **overrides)
+        module = made.reference.get_submodule(f"model.layers.{PLAIN}")
+        module._forward_pre_hooks.clear()
         return made
 
 
