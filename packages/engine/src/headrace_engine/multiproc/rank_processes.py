@@ -79,8 +79,8 @@ class RankProcesses:
                 self._ranks.append(_start(ranked, place))
         except BaseException:
             self.kill()
-            for rank in self._ranks:
-                rank.process.wait()
+            for started in self._ranks:
+                started.process.wait()
             self._close()
             raise
         self._thread = threading.Thread(
