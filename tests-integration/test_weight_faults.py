@@ -355,11 +355,12 @@ def test_a_trainer_that_stops_in_the_middle(
     """It lives, and sends no more: the engine serves, refuses what would come between, and can be told to
     wait no longer."""
     group = TrainerGroup(world_size=2)
-    goes_on = threading.Event()
+    has_sent, goes_on = threading.Event(), threading.Event()
 
     def send_half() -> None:
         group.wait()
         group.send(dict(list(weights.items())[:3]))
+        has_sent.set()
         goes_on.wait(PATIENCE)
         with contextlib.suppress(RuntimeError):  # the engine has left the group
             group.send(dict(list(weights.items())[3:4]))
@@ -368,7 +369,7 @@ def test_a_trainer_that_stops_in_the_middle(
     half.start()
     llm.collective_rpc("init_weight_update_group", args=("127.0.0.1", group.port, 1, 2))
     thread, raised = in_thread(lambda: llm.update_weights(described(weights)))
-    wait_until(lambda: llm.engine.stats() is not None and thread.is_alive())
+    assert has_sent.wait(PATIENCE)
     assert answer(llm)[:2] == answers[0][:2]
     for call in (
         lambda: llm.update_weights({NORM: weights[NORM]}),

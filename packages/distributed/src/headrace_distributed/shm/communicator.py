@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headrace_core.errors import CaptureRefused, ConfigError
 from headrace_core.parallel import Communicator

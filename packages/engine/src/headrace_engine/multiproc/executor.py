@@ -62,7 +62,7 @@ class MultiProcExecutor(UniProcExecutor):
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
             leader = PassLeader(others.run_pass, self._broken)
             place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
-            self.worker_factory = partial(ranked.make, place, leader.lead)
+            self.worker_factory = partial(ranked.make, place, leader)
             super().start()
             others.wait_started()
             self._meeting = meeting

@@ -1,5 +1,5 @@
-"""Cubic resampling as OpenCV does it: every number from its sixteen neighbours, also where an image shrinks, in
-single precision, without rounding to bytes.
+"""Cubic resampling as OpenCV does it: every number from its sixteen neighbours, also where an image shrinks,
+in single precision, without rounding to bytes.
 
 Keys 1981, "Cubic convolution interpolation for digital image processing", with a = -3/4.
 """

@@ -27,8 +27,8 @@ from headrace_multimodal.own_ways.cubic import cubic
 
 
 class MistralsPixtralProcessor(ImageProcessor):
-    """``pixel_values`` are [3, height, width]. Sizes and tokens are those of ``params.json``; a file of settings
-    beside it, which is for transformers' classes, is not looked at."""
+    """``pixel_values`` are [3, height, width]. Sizes and tokens are those of ``params.json``; a file of
+    settings beside it, which is for transformers' classes, is not looked at."""
 
     text = "[IMG]"
 

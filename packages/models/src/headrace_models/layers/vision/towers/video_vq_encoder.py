@@ -1,5 +1,5 @@
-"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and each
-place of that a number of a code book.
+"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and
+each place of that a number of a code book.
 
 Wang et al. 2024, arXiv:2409.18869; Gafni et al. 2022, arXiv:2203.13131. Letters: C channels, T frames, S
 side of what a layer sees.
@@ -150,8 +150,8 @@ class VideoVQEncoder(Layer):
 
 
 class FilmConv(WeightLayer):
-    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of the
-    first.
+    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of
+    the first.
 
     Args:
         kernel: its length, and its side.
