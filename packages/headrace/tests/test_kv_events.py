@@ -21,8 +21,10 @@ def prompt(number: int, length: int) -> list[int]:
     return [100 + number % 2] * (2 * BLOCK) + [200 + number] * (length - 2 * BLOCK)
 
 
-@pytest.mark.parametrize("engine_process", [False, True])
-def test_events_rebuild_what_the_engine_has_cached(tmp_path: Path, engine_process: bool) -> None:
+@pytest.mark.parametrize(("device", "engine_process"), [("cpu", False), ("sim", True)])
+def test_events_rebuild_what_the_engine_has_cached(
+    tmp_path: Path, device: str, engine_process: bool
+) -> None:
     """More prompts than the cache holds, so that blocks are evicted; whoever listens from the middle
     on knows for every prompt how much of it the engine will find."""
     events = {
@@ -31,9 +33,9 @@ def test_events_rebuild_what_the_engine_has_cached(tmp_path: Path, engine_proces
         "replay_endpoint": f"ipc://{tmp_path}/replay",
     }
     settings: dict[str, Any] = {
-        "max_model_len": 128, "block_size": BLOCK, "num_gpu_blocks_override": 16, "device": "cpu",
+        "max_model_len": 128, "block_size": BLOCK, "num_gpu_blocks_override": 16, "device": device,
         "max_num_seqs": 2, "kv_events_config": events, "use_tqdm_on_load": False,
-        "engine_process": engine_process, "enforce_eager": True,
+        "engine_process": engine_process,
     }  # fmt: skip
     blocks, evicted = CachedBlocks(), 0
     with LLM(**settings) as llm:

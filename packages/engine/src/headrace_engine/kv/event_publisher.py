@@ -1,10 +1,10 @@
 """Publishing of the prefix cache's events over ZeroMQ, with numbers, and again on request.
 
 A PUB socket sends three frames: topic, number (8 bytes, big-endian), batch
-(:mod:`headrace_engine.kv.events`). Numbers go up by one, so who misses one knows it. A ROUTER socket repeats: a request holds the first number
-that is wanted, 8 bytes; the answer is a message (number, batch) for each batch that is still kept, then one
-with the number -1 and nothing. The engine never waits: a batch for which there is no room is dropped, and
-its number stays unused.
+(:mod:`headrace_engine.kv.events`). Numbers go up by one, so who misses one knows it. A ROUTER socket
+repeats: a request holds the first number that is wanted, 8 bytes; the answer is a message (number, batch) for
+each batch that is still kept, then one with the number -1 and nothing. The engine never waits: a batch for
+which there is no room is dropped, and its number stays unused.
 """
 
 from __future__ import annotations
