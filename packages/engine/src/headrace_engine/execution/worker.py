@@ -148,6 +148,7 @@ class ServingWorker:
         memory_share: ranks that share the device's memory, this one included.
         leader: makes passes of the model run on the other ranks, too; None: there are none, or this rank
             follows.
+        leave_group: ends exchanges with the other ranks; None: there are none.
     """
 
     def __init__(
@@ -188,11 +189,13 @@ class ServingWorker:
         rank: int = 0,
         memory_share: int = 1,
         leader: LeadsPasses | None = None,
+        leave_group: Callable[[], None] | None = None,
     ) -> None:
         self._build_model = build_model
         self._rank = rank
         self._memory_share = memory_share
         self._leader = leader
+        self._leave_group = leave_group
         self._device = torch.device(device)
         self._dtype = dtype
         self._vocab_size = vocab_size
@@ -579,6 +582,8 @@ class ServingWorker:
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
         self._free()
+        if self._leave_group is not None:
+            self._leave_group()
         self._processors = None
         if self._transfer is not None:
             self._transfer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import KVCacheConfig
+from headrace_core.model import SupportsPooling
 from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.capture import capture_steps
 from headrace_engine.execution.measure import Peak
@@ -97,7 +98,8 @@ class FollowingWorker(ServingWorker):
                 max_num_seqs=self._max_num_seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
-                all_rows=self._pooling is not None and needs_all_rows(runner.model, self._pooling),
+                all_rows=self._pooling is not None
+                and needs_all_rows(cast(SupportsPooling, runner.model), self._pooling),
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),

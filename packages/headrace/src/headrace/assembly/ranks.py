@@ -67,6 +67,12 @@ class Ranks:
             self._communicator = create(self.rank, self.world_size, self._place.rendezvous)
         return self._communicator
 
+    def leave(self) -> None:
+        """Leave the group, if this rank is in one. Idempotent."""
+        group, self._communicator = self._communicator, None
+        if group is not None:
+            group.close()
+
     def threads(self, whole: CpuThreads) -> CpuThreads:
         """This rank's share of the engine's threads, and of the cores that they are bound to."""
         if not self.are_several:

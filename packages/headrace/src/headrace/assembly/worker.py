@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
@@ -148,6 +148,7 @@ def worker_factory(
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
+            "leave_group": ranks.leave,
             "capture": None
             if config.multimodal.only_encodes
             else Capture(
@@ -211,7 +212,8 @@ def ranked_workers(
 
     def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
         made = worker_factory(resolved, timeline, grammars, adapters, place, leader)
-        return timed_workers(made, config.observability)()
+        # Rank 0's is a ModelWorker.
+        return timed_workers(cast("WorkerFactory", made), config.observability)()
 
     if size == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
