@@ -165,8 +165,10 @@ class RingWriter(_End):
         self._check(status, "made room", timeout)
 
     def check_readers(self) -> None:
-        """Raises:
-        PeerLost: a reader died or left; names it.
+        """Look whether all readers that have joined are there still, without waiting.
+
+        Raises:
+            PeerLost: a reader died or left; names it.
         """
         self._check(self._library.hr_ring_look(self._open()), "", None)
 
