@@ -17,6 +17,7 @@ from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.executor import Executor, WorkerFactory
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.executor import MultiProcExecutor
+from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.places import RankedWorkers
 from headrace_testing.engine.echo_ranks import FACTORY, EchoMeeting
 from headrace_testing.engine.executors import PATIENCE, EchoWorker, ExecutorConformance, make_step
@@ -29,11 +30,11 @@ SECONDS = 5.0
 class LedWorker(EchoWorker):
     """Runs a pass of a model, which the other ranks follow, in each step that has ``pass``."""
 
-    def __init__(self, lead: Callable[[Any], None] | None) -> None:
+    def __init__(self, leader: PassLeader | None) -> None:
         super().__init__()
         self.model = Model()
-        if lead is not None:
-            lead(self.model)
+        if leader is not None:
+            leader.lead(self.model)
 
     def execute(self, step: Any) -> Any:
         if "pass" in step.num_scheduled_tokens:
@@ -60,7 +61,7 @@ def executor_of(
 ) -> MultiProcExecutor:
     return MultiProcExecutor(
         RankedWorkers(
-            lambda place, lead: factory(lead),
+            lambda place, leader: factory(leader),
             FACTORY,
             EngineConfig(),
             world_size,
@@ -97,7 +98,7 @@ class TestMultiProcExecutor(ExecutorConformance):
         self.meeting = meeting
 
     def make_executor(self, factory: WorkerFactory) -> Executor:
-        return executor_of(lambda lead: factory(), self.meeting)
+        return executor_of(lambda leader: factory(), self.meeting)
 
     @pytest.fixture
     def workers(self) -> list[Any]:
@@ -197,8 +198,8 @@ def test_a_rank_that_ends_in_a_step(meeting: EchoMeeting, fault: str) -> None:
     """Also while rank 0 waits for it."""
     made: list[LedWorker] = []
 
-    def make(lead: Any) -> LedWorker:
-        made.append(LedWorker(lead))
+    def make(leader: Any) -> LedWorker:
+        made.append(LedWorker(leader))
         made[0].model.hold = threading.Event()
         return made[0]
 

@@ -79,6 +79,8 @@ class RankProcesses:
                 self._ranks.append(_start(ranked, place))
         except BaseException:
             self.kill()
+            for started in self._ranks:
+                started.process.wait()
             self._close()
             raise
         self._thread = threading.Thread(
@@ -187,9 +189,9 @@ class RankProcesses:
         with self._lock:
             future = rank.waiting.pop(message.call_id)
         if isinstance(message, Raised):
-            error = as_exception(message.error)
-            error.add_note(f"raised by rank {rank.place.rank}")
-            future.set_exception(error)
+            raised = as_exception(message.error)
+            raised.add_note(f"raised by rank {rank.place.rank}")
+            future.set_exception(raised)
         elif isinstance(message, Answer):
             future.set_result(message.result)
         return True
