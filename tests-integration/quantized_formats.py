@@ -94,7 +94,8 @@ PROOFS: dict[str, Proof] = {
     "compressed-tensors": Proof(
         (V.W4A16Zeros, V.W4A16, V.W8A16Channels), V.W4A16Mixture, V.W4A16FusedModules,
         (V.W4A16Zeros, CT.TestInt8Zeros, CT.TestNvfp4, CT.TestMxfp4, CT.TestMxfp8, V.Mxfp6, V.NaiveFp8),
-        schemes=(V.W4A16Sorted, CT.TestInt8Zeros, V.Int8Mixture, V.Int8FusedModules, CT.TestInt8Static,
+        schemes=(V.W4A16Sorted, V.W4A16Experts, V.W4A16Head, CT.TestInt8Zeros, V.Int8Mixture,
+                 V.Int8FusedModules, CT.TestInt8Static,
                  CT.TestInt8TokenZeros, CT.TestNvfp4, CT.TestNvfp4Mixture, CT.TestMxfp4, V.Mxfp4Mixture,
                  V.Mxfp6, V.Mxfp6Mixture, CT.TestMxfp8, V.Mxfp8Mixture, V.NaiveFp8, V.FloatQuantizedMixture,
                  V.CompressedConv1D, V.CompressedFp8Conv1D),
@@ -118,7 +119,7 @@ PROOFS: dict[str, Proof] = {
         (integers.TestGPTQMixedParts, integers.TestGPTQ), integers.TestGPTQMixture,
         integers.TestGPTQMixedParts, (integers.TestGPTQ, integers.TestGPTQSorted, integers.TestGPTQConv1D),
         schemes=(integers.TestGPTQOfThreeBits, integers.TestGPTQSorted, V.GPTQOf2Bits, V.GPTQOf8Bits,
-                 V.GPTQv2, integers.TestGPTQConv1D),
+                 V.GPTQv2, V.GPTQHead, integers.TestGPTQConv1D),
     ),
     "int4": while_loading("int4"),
     "int4_g32": while_loading("int4_g32"),

@@ -126,6 +126,13 @@ class GPTQv2(Dense, GPTQCheckpoint):
         return gptq_tensors(weight, bits=bits, group_size=32, symmetric=False, less_one=False)
 
 
+class GPTQHead(Dense, GPTQCheckpoint):
+    """The head is packed as well."""
+
+    layers = r"(.*_proj|lm_head)"
+    quantization = gptq(lm_head=True)
+
+
 class AWQMixedParts(Dense, AWQCheckpoint):
     """A value in floats beside a query and a key in 4 bits, and a gate beside an up."""
 
@@ -216,6 +223,24 @@ class W4A16(Dense, Words):
 
 class W4A16Mixture(Mixture, Words):
     pass
+
+
+class W4A16Experts(Mixture, Words):
+    """Experts that are stored in different ways: one in floats, and of another the gate."""
+
+    floats: ClassVar = (
+        "model.layers.0.mlp.experts.1", "model.layers.0.mlp.experts.2.gate_proj", f"model.layers.{PLAIN}",
+    )  # fmt: skip
+    quantization: ClassVar = {**Words.quantization, "ignore": ["lm_head", *floats]}
+
+    def module(self, name: str, weight: Tensor) -> Made:
+        plain = f"{name}.".startswith(tuple(f"{each}." for each in self.floats))
+        return ({"weight": weight}, weight) if plain else self.packed(weight)
+
+
+class W4A16Head(Dense, Words):
+    layers = r"(.*_proj|lm_head)"
+    quantization: ClassVar = {**Words.quantization, "ignore": [f"model.layers.{PLAIN}"]}
 
 
 class W4A16FusedModules(FusedModules, Words):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,8 +24,9 @@ from test_weight_updates import NORM, PROMPT, QUERY, SETTINGS, answer, make
 
 from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headrace.weight_transfer import STREAMED, SharedWeights, TrainerGroup, WeightSender, described
-from headrace_core.errors import CapacityError, RequestError
+from headrace_core.errors import CapacityError, EngineAsleep, RequestError, WeightsError
 from headrace_engine.weights import broadcast
+from headrace_engine.weights.worker import ModelWorker
 from headrace_models.loading.loader import Filling
 from headrace_testing.waiting import wait_until
 
@@ -193,8 +195,6 @@ def test_no_memory_when_steps_are_recorded(
     llm: LLM, weights: dict[str, torch.Tensor], answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last moment at which an update can fail: it is open as before, and may be finished again."""
-    from headrace_engine.weights.worker import ModelWorker
-
     first, last = in_halves(weights)
     llm.update_weights(first, finish=False)
     llm.update_weights(last, finish=False)
@@ -280,6 +280,45 @@ def test_a_stream_goes_on_through_sleep(
             sender.send(last)
     llm.update_weights(STREAMED)
     llm.wake_up()
+    assert answer(llm) == answers[1]
+
+
+def test_weights_after_a_reload_that_failed(
+    checkpoints: tuple[Path, Path], weights: dict[str, torch.Tensor], answers: Any, tmp_path: Path
+) -> None:
+    """The engine has none then: an update brings all, without having slept."""
+    folder = shutil.copytree(checkpoints[0], tmp_path / "broken")
+    with LLM(str(folder), **SETTINGS) as llm:
+        (folder / "model.safetensors").unlink()  # it may be mapped: what is cut off could not be read
+        (folder / "model.safetensors").write_bytes(b"")
+        with pytest.raises(WeightsError, match=r"model\.safetensors"):
+            llm.collective_rpc("reload_weights")
+        with pytest.raises(EngineAsleep, match="has no weights"):
+            answer(llm)
+        with pytest.raises(RequestError, match="are missing"):
+            llm.update_weights({NORM: weights[NORM]})
+        llm.update_weights(weights, version="whole")
+        assert answer(llm) == answers[1]
+        assert llm.weights_version == "whole"
+
+
+def test_no_memory_for_the_cache_behind_new_weights(
+    llm: LLM, weights: dict[str, torch.Tensor], answers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After level 2 the cache is made when weights have come: without it the call may be repeated."""
+    llm.sleep(level=2)
+    llm.wake_up()
+    with monkeypatch.context() as patch:
+
+        def refused(*_: object) -> None:
+            raise MemoryError("no memory for the cache")
+
+        patch.setattr(ModelWorker, "allocate_cache", refused)
+        with pytest.raises(CapacityError, match="no memory for the cache"):
+            llm.update_weights(weights)
+        with pytest.raises(EngineAsleep):
+            answer(llm)
+    llm.update_weights(weights)
     assert answer(llm) == answers[1]
 
 

@@ -234,6 +234,16 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         create(0, 2, server.address("tp"), timeout=0.2)
 
 
+def test_two_processes_are_not_one_rank() -> None:
+    with RendezvousServer() as server, ThreadPoolExecutor(3) as pool:
+        address = server.address("tp")
+        joined = [pool.submit(create, rank, 2, address, timeout=5) for rank in (1, 1, 0)]
+        failed = [found.exception() for found in joined]
+    assert failed[2] is None
+    [error] = [each for each in failed if each is not None]
+    assert str(error) == "rank 1 was opened before: each is one process's"
+
+
 def test_a_group_that_was_left_says_so() -> None:
     [group] = groups(1)
     group.close()

@@ -21,6 +21,7 @@ from headrace_testing.model.published_mistral import save_published
 class MistralFiles(PixtralConformance):
     """Mistral's encoder has SiLU in its layers."""
 
+    tower_adapters: ClassVar = False
     tower: ClassVar[dict[str, Any]] = {**TOWER, "hidden_act": "silu"}
     encoder: ClassVar[dict[str, Any]] = {}
     """What ``vision_encoder`` says beside its sizes."""

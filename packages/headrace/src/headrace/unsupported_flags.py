@@ -23,7 +23,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
         "all2all_backend", "enable_elastic_ep",
     ),
-    "KV transfer": ("kv_transfer_config", "kv_events_config",
+    "KV transfer": ("kv_transfer_config",
                     "kv_offloading_size", "kv_offloading_backend"),
     "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),

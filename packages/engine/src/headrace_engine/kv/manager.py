@@ -29,6 +29,7 @@ from headrace_engine.kv.contract import (
     KVCacheStats,
     PrefixMatch,
 )
+from headrace_engine.kv.events import BlockEventLog
 from headrace_engine.kv.hashing import BlockHashes
 from headrace_engine.kv.policies import (
     CachePolicy,
@@ -56,6 +57,7 @@ class PagedKVCacheManager(KVCacheManager):
         most_behind: tokens by which a request's recurrent states may be behind what is computed of it, as
             guesses were wrong: windows keep so many more, and states that a request leaves while it generates
             are not kept.
+        events: gets the blocks that become findable, and those that cease to be; None: nobody listens.
 
     Raises:
         ConfigError: no groups, a pool without a usable block, unequal block sizes, or a kind of layer
@@ -69,6 +71,7 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
         most_behind: int = 0,
+        events: BlockEventLog | None = None,
     ) -> None:
         self._policies = [policy_of(group) for group in config.groups]
         _check_config(config, self._policies, enable_prefix_caching)
@@ -109,6 +112,10 @@ class PagedKVCacheManager(KVCacheManager):
         self._branches: dict[str, int] = {}
         """By request: tokens of its prompt that others have computed, where no state of them is."""
         self._queries = self._hits = 0
+        self._events = events
+        if events is not None:
+            for pool in self._pools:
+                pool.on_forgotten = events.removed
 
     def match_prefix(self, sequence: CachedSequence) -> PrefixMatch:
         if not self.enable_prefix_caching or sequence.skip_reading_prefix_cache:
@@ -197,15 +204,19 @@ class PagedKVCacheManager(KVCacheManager):
     def reset_prefix_cache(self) -> bool:
         if self.num_free_blocks != self.num_blocks:
             return False
-        for pool in self._pools:
-            pool.clear_cached()
+        self._clear_cached()
         return True
 
     def forget_prefixes(self) -> None:
-        for pool in self._pools:
-            pool.clear_cached()
+        self._clear_cached()
         for entry in self._entries.values():
             entry.is_private = True
+
+    def _clear_cached(self) -> None:
+        for pool in self._pools:
+            pool.clear_cached()
+        if self._events is not None:
+            self._events.cleared()
 
     @property
     def num_blocks(self) -> int:
@@ -371,7 +382,9 @@ class PagedKVCacheManager(KVCacheManager):
         digests, table = self._digests(entry.sequence), entry.tables[group]
         for index in range(indices.start, min(indices.stop, known)):
             if table[index] != NULL_BLOCK:
-                self._pool_of[group].register(table[index], group, digests[index])
+                is_new = self._pool_of[group].register(table[index], group, digests[index])
+                if is_new and self._events is not None:
+                    self._tell_stored(entry, index)
 
     def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
         """True if the state after ``computed`` tokens is there, and worth being found again."""
@@ -385,9 +398,23 @@ class PagedKVCacheManager(KVCacheManager):
         )
 
     def _keep_state(self, entry: RequestBlocks, computed: int) -> None:
-        digest = self._digests(entry.sequence)[computed // self.block_size - 1]
+        index = computed // self.block_size - 1
+        digest = self._digests(entry.sequence)[index]
         for group in self._states.groups:
-            self._states.keep(entry, group, computed, digest)
+            is_new = self._states.keep(entry, group, computed, digest)
+            if is_new and self._events is not None:
+                self._tell_stored(entry, index)
+
+    def _tell_stored(self, entry: RequestBlocks, index: int) -> None:
+        assert self._events is not None
+        sequence, size = entry.sequence, self.block_size
+        digests = self._digests(sequence)
+        self._events.stored(
+            digests[index],
+            digests[index - 1] if index else None,
+            sequence.all_token_ids[index * size : (index + 1) * size],
+            sequence.adapter_digest,
+        )
 
     def _common_hit(self, groups: Sequence[int], digests: Sequence[bytes], length: int) -> int:
         """Longest hit of all of these groups, in blocks, of at most ``length`` blocks."""

@@ -273,7 +273,7 @@ def _check_bases(files: AdapterFiles, names: ModuleNames) -> None:
         is_table = module in files.factors and files.factors[module].is_table
         if is_table:
             outputs, inputs = inputs, outputs
-        blank = Factors(torch.empty(0, inputs), torch.empty(outputs, 0), 1.0, is_table)
+        blank = Factors(torch.empty(1, inputs), torch.empty(outputs, 1), 1.0, is_table)
         names.pieces(module, blank, files.path)
 
 

@@ -108,7 +108,7 @@ class ModuleNames:
     def is_unread(self, module: str) -> bool:
         """True if a module is one of a tower whose weights are not read, as nothing that the tower gives
         depends on them: behind the layer whose states are read, say."""
-        unread = getattr(self.model, "unread_weights", dict)()
+        unread: Mapping[str, str] = getattr(self.model, "unread_weights", dict)()
         own = (name for spelled in self._spellings(module) for name in self._renamed(spelled))
         return any(re.fullmatch(pattern, f"{name}.weight") for name in own for pattern in unread)
 

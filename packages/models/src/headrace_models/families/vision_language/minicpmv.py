@@ -65,7 +65,8 @@ class MiniCPMV(MediaDecoder):
             drops = settings.flag("drop_vision_last_layer", True)
             vit = NamedVit(context, whole.get("vision_encoder"), _TOWER, drops_last=drops)
             self.tower: FractionalTower | NamedVit = vit
-            self.resampler = _PlacedQueries(context, (vit.size, self.hidden_size()), number)
+            queries = _PlacedQueries(context, (vit.size, self.hidden_size()), number)
+            self.resampler: Resampler = queries
             return
         stated = {**_VISION, **part_of(whole, "vision_config"), "model_type": "siglip_vision_model"}
         if settings.flag("drop_vision_last_layer", True):

@@ -143,8 +143,9 @@ class VideoVQEncoder(Layer):
         for block in self.films:
             film = block(film)
         [states] = self.to_codes(film).unbind(2)
-        flat = states.permute(0, 2, 3, 1).reshape(-1, states.shape[1])
-        codes = self.codes.vector
+        # In single precision: codes are so many and so near that bfloat16 would pick others.
+        flat = states.permute(0, 2, 3, 1).reshape(-1, states.shape[1]).float()
+        codes = self.codes.vector.float()
         away = flat.square().sum(1, keepdim=True) + codes.square().sum(1) - 2 * flat @ codes.T
         return away.argmin(dim=1).view(states.shape[2:])
 
