@@ -218,10 +218,10 @@ class RankProcesses:
             for one in self._ranks:
                 one.waiting.clear()
         self._has_failed.set()
-        for future in waiting:
-            future.set_exception(dead)
         if first and not self._stopping:
             self._died(dead)
+        for future in waiting:  # who gets this finds the executor ended
+            future.set_exception(dead)
 
 
 def _start(ranked: RankedWorkers, place: RankPlace) -> _Rank:
