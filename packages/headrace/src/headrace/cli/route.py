@@ -115,7 +115,7 @@ def knowing_prefixes(router: RouterSettings) -> Any:
     if not router.kv_events:
         yield sent
         return
-    from headrace.router_events import CachedPrefixes
+    from headrace.routing.cached_prefixes import CachedPrefixes
 
     with CachedPrefixes(router, sent) as cached:
         yield cached
