@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.quick:
-        args.servers, args.streams, args.requests, args.groups = 2, 12, 60, 6
+        args.servers, args.streams, args.requests, args.groups = 3, 12, 60, 6
         args.blocks, args.prefix, args.tokens, args.step_ms = 480, 240, 8, 2.0
     return args
 
