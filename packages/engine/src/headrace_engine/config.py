@@ -706,6 +706,40 @@ class MultiModalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVEventsConfig:
+    """Events of the prefix cache, for routers: the blocks that can be found, as they come and go."""
+
+    enable_kv_cache_events: bool = option(
+        False, "Publish the blocks that become findable and those that cease to be.",
+        cost="their token ids are readable for whoever reaches the address",
+    )  # fmt: skip
+    publisher: str | None = option(None, "zmq or null (nobody). Default: zmq, if events are on.")
+    endpoint: str = option(
+        "tcp://127.0.0.1:5557", "Address at which they are published: bound if it is loopback, holds * or "
+        "begins with ipc:// or inproc://, else connected. Port *: any free one.",
+    )  # fmt: skip
+    replay_endpoint: str | None = option(
+        None, "Address at which past ones can be asked for. Default: none."
+    )
+    buffer_steps: int = option(10000, "Steps whose events can be asked for.")
+    hwm: int = option(100000, "Messages that wait for one slow reader; more are dropped.")
+    max_queue_size: int = option(100000, "Steps whose events wait to be sent; more are dropped.")
+    topic: str = option("", "Topic under which they are published.")
+
+    def __post_init__(self) -> None:
+        if self.publisher is not None:
+            require_choice("kv_events_config.publisher", self.publisher, ("zmq", "null"))
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            require(value >= 1, f"kv_events_config.{name}", value, "at least 1")
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            known = value is None or value.startswith(("tcp://", "ipc://", "inproc://"))
+            require(known, f"kv_events_config.{name}", value,
+                   "an address that begins with tcp://, ipc:// or inproc://")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -724,6 +758,7 @@ class EngineConfig:
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     engine_process: bool = option(
         False, "Run the engine in a separate process, connected by ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",
@@ -736,6 +771,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _ = self.profiler  # checked before anything is loaded
+        require(
+            not self.kv_events.enable_kv_cache_events
+            or self.cache.enable_prefix_caching is not False,
+            "kv_events_config.enable_kv_cache_events", True,
+            "False where prefixes are not cached (enable_prefix_caching = False)",
+        )  # fmt: skip
         require(
             not (self.lora.enable_tower_connector_lora and self.multimodal.ec_transfer_config),
             "lora.enable_tower_connector_lora", True,

@@ -41,6 +41,8 @@ from headrace_engine.weights.version import WeightsVersion, checked_version, cou
 
 if TYPE_CHECKING:
     from headrace_engine.execution.memory import CachePlan
+    from headrace_engine.kv.event_publisher import EventPublisher
+    from headrace_engine.kv.events import BlockEventLog
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,7 @@ class EngineCore:
         adapters: AdapterStore | None = None,
         sleep_mode: bool = False,
         extension_calls: frozenset[str] = frozenset(),
+        kv_events: tuple[BlockEventLog, EventPublisher] | None = None,
     ) -> None:
         """
         Args:
@@ -126,6 +129,7 @@ class EngineCore:
             sleep_mode: the workers can give their memory back.
             extension_calls: methods of the workers, beside :data:`WORKER_CALLS`, that may be called from
                 outside.
+            kv_events: of the KV manager, and who sends them; None: nobody listens.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -139,6 +143,7 @@ class EngineCore:
         self.step_timer = step_timer
         self.adapters = adapters
         self.extension_calls = extension_calls
+        self._kv_events = kv_events
         self.weights = WeightsVersion()
         """Version of the weights that compute. Whatever changes them calls :meth:`weights_changed`."""
         self.swap = WeightsSwap(executor, self)
@@ -205,6 +210,8 @@ class EngineCore:
         with timeline.phase("import engine"):
             import headrace_engine.execution.memory  # noqa: F401 - timed here
             from headrace_engine.execution.division import CacheLimits
+            from headrace_engine.kv.event_publisher import make_publisher
+            from headrace_engine.kv.events import BlockEventLog
             from headrace_engine.kv.factory import make_manager
             from headrace_engine.kv.spare_states import without_spares
             from headrace_engine.kv_transfer.scheduler import KVTransfer, check_layers
@@ -231,12 +238,15 @@ class EngineCore:
         with timeline.phase("scheduler"):
             caching = config.cache.enable_prefix_caching is not False
             limits = CacheLimits.of(config, max_model_len)
+            publisher = make_publisher(config.kv_events)
+            events = None if publisher is None else BlockEventLog(plan.config.block_size)
             manager = make_manager(
                 without_spares(plan.config, limits.spare_states),
                 caching,
                 max_model_len,
                 config.scheduler.max_num_batched_tokens,
                 most_behind=limits.most_behind,
+                events=events,
             )
             settings: dict[str, Any] = {**_draft_limits(config)}
             if adapters is not None:
@@ -269,6 +279,7 @@ class EngineCore:
             adapters=adapters,
             sleep_mode=config.device.enable_sleep_mode,
             extension_calls=extension_methods(extension) if extension is not None else frozenset(),
+            kv_events=None if publisher is None or events is None else (events, publisher),
         )
 
     @property
@@ -530,9 +541,10 @@ class EngineCore:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _call_extension(self, method: str, args: Sequence[Any]) -> list[Any]:
-        self._updates.may_hold = True  # by load_weights
         try:
-            return self.executor.call(method, *args)
+            results = self.executor.call(method, *args)
+            self._updates.may_hold = True  # by load_weights
+            return results
         except (SystemExit, KeyboardInterrupt) as error:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
@@ -572,8 +584,17 @@ class EngineCore:
                 waiting[lora.lora_name] = waiting.get(lora.lora_name, 0) + 1
         return stats
 
+    def publish_events(self) -> None:
+        """Send the KV manager's events since the last call, if somebody listens."""
+        if self._kv_events is not None:
+            log, publisher = self._kv_events
+            if events := log.take():
+                publisher.publish(events)
+
     def shutdown(self) -> None:
         """Stop the workers and free everything. Idempotent."""
+        if self._kv_events is not None:
+            self._kv_events[1].shutdown()
         self.executor.shutdown()
         if self.grammars is not None:
             self.grammars.close()

@@ -226,7 +226,9 @@ class EngineLoop:
                 if self._core.swap.is_under_way:
                     self._advance_swap()
                 self._add(self._core.ready(), again=True)
-                if not step():
+                has_run = step()
+                self._core.publish_events()
+                if not has_run:
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)
         except BaseException as error:

@@ -17,7 +17,7 @@ from headrace.suggestions import near_names
 from headrace.unsupported_flags import unbuilt
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig
-from headrace_engine.config import EngineConfig, StructuredOutputsConfig
+from headrace_engine.config import EngineConfig, KVEventsConfig, StructuredOutputsConfig
 from headrace_engine.speculation.config import SpeculativeConfig
 
 SECTIONS: Mapping[str, str] = {
@@ -41,6 +41,7 @@ SECTIONS: Mapping[str, str] = {
 JSON_SECTIONS: Mapping[str, tuple[str, type]] = {
     "structured_outputs_config": ("structured_outputs", StructuredOutputsConfig),
     "speculative_config": ("speculative", SpeculativeConfig),
+    "kv_events_config": ("kv_events", KVEventsConfig),
 }
 """Flag that holds a whole section as JSON -> field of :class:`EngineConfig` and its class."""
 

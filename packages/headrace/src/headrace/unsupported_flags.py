@@ -23,7 +23,6 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
         "all2all_backend", "enable_elastic_ep",
     ),
-    "events of the KV cache": ("kv_events_config",),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",
     ),

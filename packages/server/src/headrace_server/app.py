@@ -31,7 +31,7 @@ from headrace_server.http.middleware import (
     RequestIds,
     RootPath,
 )
-from headrace_server.http.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
+from headrace_server.http.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS, ROUTER_PATHS
 from headrace_server.http.request_pacing import AdmissionQueue
 from headrace_server.lora.served import ServedAdapters, check_adapters
 from headrace_server.observability.fingerprint import installed_version
@@ -59,7 +59,7 @@ from headrace_server.state import ServerState, Serving
 logger = logging.getLogger(__name__)
 
 INVOCATIONS = "/invocations"
-_CONTROLLED = CONTROL_PATHS | MODEL_PATHS
+_CONTROLLED = CONTROL_PATHS | MODEL_PATHS | ROUTER_PATHS
 TOKENS_ONLY_ROUTERS = frozenset({"tokens", "health", "metrics", "models"})
 """The routers that ``tokens_only`` leaves; of others not even the 400s are there."""
 

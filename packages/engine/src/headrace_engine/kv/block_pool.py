@@ -13,7 +13,7 @@ be called again when it is released, which makes it findable if the first has be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from headrace_core.kv import NULL_BLOCK
 
@@ -35,6 +35,8 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self.on_forgotten: Callable[[bytes], None] | None = None
+        """Called with the digest of content that can no longer be found; not by :meth:`clear_cached`."""
         # Index 0 is the null block, which is never free: it serves as the list's two ends.
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -53,7 +55,11 @@ class BlockPool:
         return self._cached[group][digest]
 
     def register(self, block_id: int, group: int, digest: bytes) -> bool:
-        """Make a referenced block findable, unless it or one of equal content already is (False)."""
+        """Make a referenced block findable, unless it or one of equal content already is.
+
+        Returns:
+            True if it has become so now.
+        """
         if self._digests[block_id] is not None or digest in self._cached[group]:
             return False
         self._cached[group][digest] = block_id
@@ -128,6 +134,8 @@ class BlockPool:
         if digest is not None:
             del self._cached[self._group_of[block_id]][digest]
             self._digests[block_id] = None
+            if self.on_forgotten is not None:
+                self.on_forgotten(digest)
 
     def _unlink(self, block_id: int) -> None:
         before, after = self._prev[block_id], self._next[block_id]

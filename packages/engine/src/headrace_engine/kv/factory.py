@@ -10,6 +10,7 @@ from headrace_engine.kv.contract import (
     KVCacheStats,
     PrefixMatch,
 )
+from headrace_engine.kv.events import BlockEventLog
 from headrace_engine.kv.manager import PagedKVCacheManager
 
 
@@ -19,13 +20,14 @@ def make_manager(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     most_behind: int = 0,
+    events: BlockEventLog | None = None,
 ) -> KVCacheManager:
     """A manager; for a config without groups, one that hands out nothing. Arguments as of
     :class:`PagedKVCacheManager`."""
     if not config.groups:
         return UncachedKVManager(max_model_len)
     return PagedKVCacheManager(
-        config, enable_prefix_caching, max_model_len, max_num_batched_tokens, most_behind
+        config, enable_prefix_caching, max_model_len, max_num_batched_tokens, most_behind, events
     )
 
 

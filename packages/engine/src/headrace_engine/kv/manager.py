@@ -30,6 +30,7 @@ from headrace_engine.kv.contract import (
     KVCacheStats,
     PrefixMatch,
 )
+from headrace_engine.kv.events import BlockEventLog
 from headrace_engine.kv.hashing import BlockHashes
 from headrace_engine.kv.policies import (
     CachePolicy,
@@ -57,6 +58,7 @@ class PagedKVCacheManager(KVCacheManager):
         most_behind: tokens by which a request's recurrent states may be behind what is computed of it, as
             guesses were wrong: windows keep so many more, and states that a request leaves while it generates
             are not kept.
+        events: gets the blocks that become findable, and those that cease to be; None: nobody listens.
 
     Raises:
         ConfigError: no groups, a pool without a usable block, unequal block sizes, or a kind of layer
@@ -70,6 +72,7 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
         most_behind: int = 0,
+        events: BlockEventLog | None = None,
     ) -> None:
         self._policies = [policy_of(group) for group in config.groups]
         _check_config(config, self._policies, enable_prefix_caching)
@@ -116,6 +119,10 @@ class PagedKVCacheManager(KVCacheManager):
         """Those that steps wrote which are scheduled already."""
         self.filling: list[CachedBlock] = []
         """Those that are complete only after the step that is being scheduled."""
+        self._events = events
+        if events is not None:
+            for pool in self._pools:
+                pool.on_forgotten = events.removed
 
     def match_prefix(self, sequence: CachedSequence) -> PrefixMatch:
         if not self.enable_prefix_caching or sequence.skip_reading_prefix_cache:
@@ -275,15 +282,19 @@ class PagedKVCacheManager(KVCacheManager):
     def reset_prefix_cache(self) -> bool:
         if self.num_free_blocks != self.num_blocks:
             return False
-        for pool in self._pools:
-            pool.clear_cached()
+        self._clear_cached()
         return True
 
     def forget_prefixes(self) -> None:
-        for pool in self._pools:
-            pool.clear_cached()
+        self._clear_cached()
         for entry in self._entries.values():
             entry.is_private = True
+
+    def _clear_cached(self) -> None:
+        for pool in self._pools:
+            pool.clear_cached()
+        if self._events is not None:
+            self._events.cleared()
 
     @property
     def num_blocks(self) -> int:
@@ -461,7 +472,11 @@ class PagedKVCacheManager(KVCacheManager):
             if table[index] == NULL_BLOCK:
                 continue
             is_new = self._pool_of[group].register(table[index], group, digests[index])
-            if is_new and self.notes_blocks:
+            if not is_new:
+                continue
+            if self._events is not None:
+                self._tell_stored(entry, index)
+            if self.notes_blocks:
                 (self.filled if noted is None else noted).append(
                     CachedBlock(group, table[index], digests[index])
                 )
@@ -478,9 +493,23 @@ class PagedKVCacheManager(KVCacheManager):
         )
 
     def _keep_state(self, entry: RequestBlocks, computed: int) -> None:
-        digest = self._digests(entry.sequence)[computed // self.block_size - 1]
+        index = computed // self.block_size - 1
+        digest = self._digests(entry.sequence)[index]
         for group in self._states.groups:
-            self._states.keep(entry, group, computed, digest)
+            is_new = self._states.keep(entry, group, computed, digest)
+            if is_new and self._events is not None:
+                self._tell_stored(entry, index)
+
+    def _tell_stored(self, entry: RequestBlocks, index: int) -> None:
+        assert self._events is not None
+        sequence, size = entry.sequence, self.block_size
+        digests = self._digests(sequence)
+        self._events.stored(
+            digests[index],
+            digests[index - 1] if index else None,
+            sequence.all_token_ids[index * size : (index + 1) * size],
+            sequence.adapter_digest,
+        )
 
     def _longest_match(self, sequence: CachedSequence) -> int:
         """Most blocks that may be found of a request: one token at least is computed."""

@@ -50,15 +50,16 @@ class StateTables:
         """True if no snapshot of all groups is registered under this digest."""
         return any(self._pools[group].lookup(group, digest) is None for group in self.groups)
 
-    def keep(self, entry: RequestBlocks, group: int, computed: int, digest: bytes) -> None:
-        """Register the state after ``computed`` tokens, which ``entry`` holds."""
+    def keep(self, entry: RequestBlocks, group: int, computed: int, digest: bytes) -> bool:
+        """Register the state after ``computed`` tokens, which ``entry`` holds; True if it was not."""
         pool, block_id = self._pools[group], entry.tables[group][-1]
-        pool.register(block_id, group, digest)
+        is_new = pool.register(block_id, group, digest)
         if computed > entry.num_given:
             older = entry.decoded_states.get(group)
             if older is not None:
                 pool.discard(*older)
             entry.decoded_states[group] = (block_id, digest)
+        return is_new
 
     def move(self, entry: RequestBlocks, group: int, width: int) -> int:
         """The block in which the state goes on, ``width`` entries later; its entry becomes null."""

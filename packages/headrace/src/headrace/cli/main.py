@@ -17,6 +17,7 @@ from headrace.interrupts import INTERRUPTED, leave_interrupted
 
 COMMANDS = {
     "serve": "Serve a model over the OpenAI API (default: the demo model).",
+    "route": "Serve several servers at one address; requests go where their prefix is cached.",
     "chat": "Talk to a model, or to a running server, in the terminal.",
     "complete": "Complete text, line by line or once.",
     "generate": "Complete many prompts offline, from a file or the command line.",

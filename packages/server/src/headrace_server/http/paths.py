@@ -10,6 +10,9 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/version"})
 MODEL_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
 """Control of which models a server of several has."""
 
+ROUTER_PATHS = frozenset({"/router/servers", "/router/drain", "/router/undrain"})
+"""Control of a router's servers."""
+
 CONTROL_PATHS = frozenset({
     "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile",
     "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/swap_weights", "/weights_version",
