@@ -128,6 +128,8 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
          "its methods would run on one rank only"),
+        ("cache.kv_transfer_config", config.cache.kv_transfer_config,
+         "blocks of divided layers do not travel yet"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
     )  # fmt: skip

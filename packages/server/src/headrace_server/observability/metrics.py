@@ -39,6 +39,15 @@ MAX_KEPT_LATENCIES = 4096
 STATS_TIMEOUT = 2.0
 """Longest wait for the engine's numbers, in seconds: a scrape must not hang with a stuck engine."""
 _LABELS = ("model_name", "engine")
+_TRANSFER = (
+    ("queried_tokens", "Tokens of prompts that were looked up in the KV connector."),
+    ("hit_tokens", "Tokens of prompts that were found there."),
+    ("loaded_blocks", "Blocks that came from it."),
+    ("loaded_bytes", "Bytes of these."),
+    ("failed_blocks", "Blocks that it no longer had, or that were damaged."),
+    ("saved_blocks", "Blocks that were offered to it."),
+    ("saved_bytes", "Bytes of these."),
+)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Values of the label ``sleep_state``, by level; vLLM's words."""
 
@@ -101,6 +110,7 @@ class _EngineCollector(Collector):
         yield info
         if self._max_loras:
             yield from self._adapters()
+        yield from self._transfer()
 
     def _adapters(self) -> Iterator[Metric]:
         """Requests by their adapters' names."""
@@ -123,6 +133,16 @@ class _EngineCollector(Collector):
             for name in sorted(counts):
                 gauge.add_metric((*self._values, name), float(counts[name]))
             yield gauge
+
+    def _transfer(self) -> Iterator[Metric]:
+        """Blocks between the cache and a KV connector, if there is one."""
+        for name, text in _TRANSFER:
+            if name in self.stats.kv_transfer:
+                counter = CounterMetricFamily(
+                    f"{self._prefix}kv_offload_{name}", text, labels=_LABELS
+                )
+                counter.add_metric(self._values, float(self.stats.kv_transfer[name]))
+                yield counter
 
     def _accepted(self) -> Metric:
         """Right guesses, one number for each place in a run."""
