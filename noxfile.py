@@ -479,7 +479,7 @@ def imports(session: nox.Session) -> None:
 @nox.session(venv_params=BARE)
 @_tidy
 def wheels(session: nox.Session) -> None:
-    """Build every wheel; install and use three sets of them in fresh environments."""
+    """Build every wheel; install and use four sets of them in fresh environments."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
     if TESTS == "full":

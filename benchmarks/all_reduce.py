@@ -3,8 +3,8 @@
     python benchmarks/all_reduce.py [--ranks 2] [--seconds 0.5] [--kib 4 16 64 256 1024 4096 16384]
     [--one-round KIB]
 
-Each communicator in turn, and again, in the same processes; a figure is the median over both turns of rank
-0's calls, each after a barrier, in us. The ring's is the time from a message's sending to the answer over
+Each communicator in turn, and again, in the same processes; figures are of rank 0's calls, each after a
+barrier. The ring's is the time from a message's sending to the answer over
 another ring, halved.
 """
 
@@ -30,8 +30,8 @@ MESSAGES = (100, 1_000, 10_000, 100_000)
 """Bytes of a step: of few requests, of many, with a long prompt."""
 
 
-def measured(group: Communicator, kib: int, dtype: torch.dtype, seconds: float) -> float:
-    """Median of an all-reduce, in us; all ranks stop after the same call, which rank 0 chooses."""
+def measured(group: Communicator, kib: int, dtype: torch.dtype, seconds: float) -> list[float]:
+    """All-reduces, in us, sorted; all ranks stop after the same call, which rank 0 chooses."""
     tensor = torch.ones((kib << 10) // dtype.itemsize, dtype=dtype)
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -44,7 +44,7 @@ def measured(group: Communicator, kib: int, dtype: torch.dtype, seconds: float) 
             times.append(time.perf_counter() - start)
             tensor.fill_(1)  # a sum of sums would overflow
         going = group.broadcast(torch.tensor([float(time.perf_counter() < end)]))
-    return statistics.median(times[10:] or times) * 1e6
+    return sorted(seconds * 1e6 for seconds in times[10:] or times)
 
 
 def rank(
@@ -88,14 +88,17 @@ def round_trips(writer: RingWriter, reader: RingReader, size: int, seconds: floa
     return sorted(times)
 
 
-def table(found: list[tuple[str, int, str, float]]) -> None:
-    medians: dict[tuple[str, int], dict[str, list[float]]] = {}
+def table(found: list[tuple[str, int, str, list[float]]]) -> None:
+    """Medians of both turns, and in brackets the lowest tenth: what others leave of a machine."""
+    times: dict[tuple[str, int], dict[str, list[float]]] = {}
     for dtype, kib, name, us in found:
-        medians.setdefault((dtype, kib), {}).setdefault(name, []).append(us)
+        times.setdefault((dtype, kib), {}).setdefault(name, []).extend(us)
     print("| tensor | shm | gloo | shm is |\n| --- | --- | --- | --- |")
-    for (dtype, kib), by_name in medians.items():
-        ours, theirs = (statistics.median(by_name[name]) for name in NAMES)
-        print(f"| {kib:,} KiB, {dtype} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.1f}x |")
+    for (dtype, kib), by_name in times.items():
+        each = [sorted(by_name[name]) for name in NAMES]
+        ours, theirs = (f"{us[len(us) // 2]:,.0f} ({us[len(us) // 10]:,.0f})" for us in each)
+        ratio = statistics.median(each[1]) / statistics.median(each[0])
+        print(f"| {kib:,} KiB, {dtype} | {ours} | {theirs} | {ratio:.1f}x |")
 
 
 def main() -> None:
@@ -117,16 +120,15 @@ def main() -> None:
         for process in processes:
             process.start()
         told = [here.recv() for here, _ in pipes]
-    print(f"{args.ranks} ranks, {len(os.sched_getaffinity(0))} cores; medians in us")
+    print(f"{args.ranks} ranks, {len(os.sched_getaffinity(0))} cores; us, medians (lowest tenth)")
     table(told[0][0])
-    print("\n| message | p50 | p99 |\n| --- | --- | --- |")
+    print("\n| message | p10 | p50 | p99 |\n| --- | --- | --- | --- |")
     writer, reader = RingWriter(1), RingReader(told[0][1], 0)
     pipes[0][0].send(str(writer.handle))
     for size in MESSAGES:
         times = round_trips(writer, reader, size, args.seconds)
-        print(
-            f"| {size:,} B | {times[len(times) // 2]:.1f} | {times[len(times) * 99 // 100]:.1f} |"
-        )
+        p10, p50, p99 = (times[len(times) * share // 100] for share in (10, 50, 99))
+        print(f"| {size:,} B | {p10:.1f} | {p50:.1f} | {p99:.1f} |")
     writer.send(b"")
     processes[0].join(10)
 

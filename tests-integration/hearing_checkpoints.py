@@ -194,7 +194,8 @@ MINICPMO_TOKENS = (
 
 
 def save_minicpmo(folder: Path) -> Oracle:
-    """Pieces of 2 s, 25 vectors a second between two tokens; slices of about 32 x 32 pixels, 5 tokens each."""
+    """Pieces of 2 s, 25 vectors a second between two tokens; slices of about 32 x 32 pixels, 5 tokens
+    each."""
     ids = save_tokenizer(folder, (_SILENT, *MINICPMO_TOKENS))
     vision = {
         "model_type": "siglip", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,

@@ -20,6 +20,7 @@ from headrace_testing.model.plain.hcx_vision import PlainHCXVision
 from headrace_testing.model.plain.isaac import PlainIsaac
 from headrace_testing.model.plain.kanana_v import PlainKananaV
 from headrace_testing.model.plain.llava_kin import ENDS, PlainMiniMaxVL01, PlainTarsier
+from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
 from headrace_testing.model.plain.step import PlainStep3VL, PlainStepVL
 from headrace_testing.model.published_molmo2 import published_molmo2
 
@@ -255,6 +256,34 @@ def save_bagel(folder: Path) -> Any:
     return finish(folder, PlainBagel(config), "<|image_pad|>", end)
 
 
+MINICPMV_MARKS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>")
+
+
+def save_minicpmv_2_5(folder: Path) -> Any:
+    """Slices of about 32 x 32 pixels, 5 tokens each, of which none has a number; no version in the config."""
+    ids = save_tokenizer(folder, ("<|endoftext|>", *MINICPMV_MARKS))
+    end = ids["<|endoftext|>"]
+    vision = {
+        "model_type": "idefics2", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 3, "image_size": 56, "patch_size": 8,
+    }  # fmt: skip
+    config = {
+        **TEXT, "hidden_size": 128, "architectures": ["MiniCPMV"], "model_type": "minicpmv",
+        "vision_config": vision, "query_num": 5, "drop_vision_last_layer": False,
+        "image_token": ids["<unk>"], "tie_word_embeddings": False, "eos_token_id": end,
+        "bos_token_id": None, "pad_token_id": end,
+    }  # fmt: skip
+    settings = {
+        "patch_size": 8,
+        "scale_resolution": 32,
+        "max_slice_nums": 4,
+        "image_feature_size": 5,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(0)
+    return finish(folder, PlainMiniCPMV(config), "<unk>", end)
+
+
 EMU3_MARKS = {
     "image_token": "<image>", "boi_token": "<|image start|>", "image_wrapper_token": "<|image token|>",
     "eof_token": "<|extra_201|>", "eoi_token": "<|image end|>", "bos_token": "<|extra_203|>",
@@ -290,7 +319,8 @@ def save_emu3(folder: Path) -> Any:
 def _each_alone(
     model: Any, generate: Any, input_ids: Any, images: Sequence[Any] = (), **settings: Any
 ) -> Any:
-    """What Emu3 of the library generates of images that are encoded by themselves, not filled up to one size."""
+    """What Emu3 of the library generates of images that are encoded by themselves, not filled up to one
+    size."""
     ids, whole = input_ids.clone(), model.model
     found = []
     for image in images:
@@ -307,6 +337,7 @@ KIN = {
     "bagel": save_bagel,
     "emu3": save_emu3,
     "tarsier": save_tarsier,
+    "minicpmv_2_5": save_minicpmv_2_5,
     "minimax_vl": save_minimax_vl,
     "isaac": save_isaac,
     "kanana_v": save_kanana_v,
@@ -325,6 +356,7 @@ def mark_of(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     marks = {
         "bagel": "<|image_pad|>",
+        "minicpmv": "<unk>",
         "molmo2": "<|image|>",
         "step3_vl": "<im_patch>",
         "step_robotics": "<im_patch>",

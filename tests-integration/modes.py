@@ -19,7 +19,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-FEW_BLOCKS = {"mistral": 17, "gemma2": 40, "gemma3": 97, "cohere2": 40, "mamba2": 3}
+FEW_BLOCKS = {"mistral": 17, "gemma2": 40, "gemma3": 97, "cohere2": 40, "gpt_oss": 32, "mamba2": 3}
 """Enough for one request and not for seven; hybrid models need blocks in each cache group."""
 NEVER_GROW = {"mamba2"}
 """Families whose requests hold a state and nothing else: they wait for it, and keep it to their end."""

@@ -82,8 +82,7 @@ PROOFS: dict[str, Proof] = {
         schemes=(V.AWQConv1D,),
     ),
     "bitnet": Proof(
-        (V.BitNet,), "no architecture of BitNet has experts",
-        "all layers of a checkpoint are stored alike, or left in floats together", (V.BitNet,),
+        (V.BitNet,), "no architecture of BitNet has experts", V.BitNetParts, (V.BitNet,),
         schemes=(V.BitNetWhileLoading,), one_rank="tensor_parallel_size = 2",
     ),
     "bitsandbytes": Proof(
@@ -95,7 +94,8 @@ PROOFS: dict[str, Proof] = {
     "compressed-tensors": Proof(
         (V.W4A16Zeros, V.W4A16, V.W8A16Channels), V.W4A16Mixture, V.W4A16FusedModules,
         (V.W4A16Zeros, CT.TestInt8Zeros, CT.TestNvfp4, CT.TestMxfp4, CT.TestMxfp8, V.Mxfp6, V.NaiveFp8),
-        schemes=(V.W4A16Sorted, CT.TestInt8Zeros, V.Int8Mixture, V.Int8FusedModules, CT.TestInt8Static,
+        schemes=(V.W4A16Sorted, V.W4A16Experts, V.W4A16Head, CT.TestInt8Zeros, V.Int8Mixture,
+                 V.Int8FusedModules, CT.TestInt8Static,
                  CT.TestInt8TokenZeros, CT.TestNvfp4, CT.TestNvfp4Mixture, CT.TestMxfp4, V.Mxfp4Mixture,
                  V.Mxfp6, V.Mxfp6Mixture, CT.TestMxfp8, V.Mxfp8Mixture, V.NaiveFp8, V.FloatQuantizedMixture,
                  V.CompressedConv1D, V.CompressedFp8Conv1D),
@@ -119,16 +119,16 @@ PROOFS: dict[str, Proof] = {
         (integers.TestGPTQMixedParts, integers.TestGPTQ), integers.TestGPTQMixture,
         integers.TestGPTQMixedParts, (integers.TestGPTQ, integers.TestGPTQSorted, integers.TestGPTQConv1D),
         schemes=(integers.TestGPTQOfThreeBits, integers.TestGPTQSorted, V.GPTQOf2Bits, V.GPTQOf8Bits,
-                 V.GPTQv2, integers.TestGPTQConv1D),
+                 V.GPTQv2, V.GPTQHead, integers.TestGPTQConv1D),
     ),
     "int4": while_loading("int4"),
     "int4_g32": while_loading("int4_g32"),
     "int8": Proof(
-        (rounded.TestInt8,), rounded.mixture_suite("int8"), ONE_METHOD, NOTHING_STORED,
-        schemes=(V.OwnInt8Activations,),
+        (rounded.TestInt8,), rounded.mixture_suite("int8"), V.OwnInt8Activations, NOTHING_STORED,
     ),
     "int8_weight_only": Proof(
-        (V.OwnInt8Dense, rounded.SUITES["int8_weight_only"]), V.OwnInt8Mixture, ONE_METHOD, (V.OwnInt8Dense,),
+        (V.OwnInt8Dense, rounded.SUITES["int8_weight_only"]), V.OwnInt8Mixture, V.OwnInt8Parts,
+        (V.OwnInt8Dense,),
     ),
     "modelopt": Proof(
         (V.ModelOptMixed, modelopt.TestNvfp4), modelopt.TestNvfp4Mixture, V.ModelOptMixed,

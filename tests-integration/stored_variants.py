@@ -126,6 +126,13 @@ class GPTQv2(Dense, GPTQCheckpoint):
         return gptq_tensors(weight, bits=bits, group_size=32, symmetric=False, less_one=False)
 
 
+class GPTQHead(Dense, GPTQCheckpoint):
+    """The head is packed as well."""
+
+    layers = r"(.*_proj|lm_head)"
+    quantization = gptq(lm_head=True)
+
+
 class AWQMixedParts(Dense, AWQCheckpoint):
     """A value in floats beside a query and a key in 4 bits, and a gate beside an up."""
 
@@ -216,6 +223,24 @@ class W4A16(Dense, Words):
 
 class W4A16Mixture(Mixture, Words):
     pass
+
+
+class W4A16Experts(Mixture, Words):
+    """Experts that are stored in different ways: one in floats, and of another the gate."""
+
+    floats: ClassVar = (
+        "model.layers.0.mlp.experts.1", "model.layers.0.mlp.experts.2.gate_proj", f"model.layers.{PLAIN}",
+    )  # fmt: skip
+    quantization: ClassVar = {**Words.quantization, "ignore": ["lm_head", *floats]}
+
+    def module(self, name: str, weight: Tensor) -> Made:
+        plain = f"{name}.".startswith(tuple(f"{each}." for each in self.floats))
+        return ({"weight": weight}, weight) if plain else self.packed(weight)
+
+
+class W4A16Head(Dense, Words):
+    layers = r"(.*_proj|lm_head)"
+    quantization: ClassVar = {**Words.quantization, "ignore": [f"model.layers.{PLAIN}"]}
 
 
 class W4A16FusedModules(FusedModules, Words):
@@ -626,15 +651,23 @@ class OwnInt8Dense(Dense, OwnInt8):
 
 
 class OwnInt8Activations(Dense, OwnInt8):
-    """transformers' model rounds activations, too: that bounds the tolerance. A rank rounds its own share."""
+    """transformers' model rounds activations, too: that bounds the tolerance. A rank rounds its own share. A
+    value is in floats, which enters as it is."""
 
+    plain = PLAIN
     tolerance = 0.3
-    quantization: ClassVar = {"quant_method": "int8"}
+    quantization: ClassVar = {**OwnInt8.quantization, "quant_method": "int8"}
 
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         made = super().make_checkpoint(folder, seed, **overrides)
-        round_inputs(made)
+        round_inputs(made, besides=self.plain)
         return made
+
+
+class OwnInt8Parts(Dense, OwnInt8):
+    """A value in floats beside a query and a key in int8."""
+
+    plain = PLAIN
 
 
 class OwnInt8Mixture(Mixture, OwnInt8):
@@ -674,6 +707,24 @@ class BitNet(IntegerConformance):
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         made = super().make_checkpoint(folder, seed, **overrides)
         round_inputs(made)
+        return made
+
+
+class BitNetParts(BitNet):
+    """A value in floats, which enters as it is."""
+
+    quantization: ClassVar = {
+        **BitNet.quantization, "modules_to_not_convert": [f"model.layers.{PLAIN}"],
+    }  # fmt: skip
+
+    def module(self, name: str, weight: Tensor) -> Made:
+        plain = name.endswith(PLAIN)
+        return ({"weight": weight}, weight) if plain else super().module(name, weight)
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        made = super().make_checkpoint(folder, seed, **overrides)
+        module = made.reference.get_submodule(f"model.layers.{PLAIN}")
+        module._forward_pre_hooks.clear()
         return made
 
 

@@ -3,6 +3,7 @@ differs in the multiples that sides must have; prompts beside the published form
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,7 @@ def written(grid: list[int], index: int, vectors: int) -> str:
 class TestMiniCPMV(ProcessorConformance):
     architecture = "MiniCPMV"
     config: ClassVar = {
+        "version": 2.6,
         "query_num": 64,
         "vision_config": {"model_type": "siglip", "patch_size": 14},
     }
@@ -124,7 +126,7 @@ class TestMiniCPMV(ProcessorConformance):
         return len(ids(written(made["grids"][0], 0, 64).partition("</image_id>")[2]))
 
     def test_what_the_config_leaves_out_is_the_librarys_default(self, tmp_path: Path) -> None:
-        processor = processor_for(self.architecture, {}, tmp_path)
+        processor = processor_for(self.architecture, {"version": 4.5}, tmp_path)
         (own,) = processor.process([item(picture(700, 400))], {})
         made = library()(images=picture(700, 400), return_tensors="np")
         for name in self.inputs:
@@ -221,6 +223,50 @@ class TestMiniCPMV(ProcessorConformance):
         library(**settings).save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModel, match=named):
             processor_for(self.architecture, self.config, tmp_path)
+
+
+class TestMiniCPMV25:
+    """Slices are images between two tokens; a config without a version is one of 2.5."""
+
+    config: ClassVar = {
+        "query_num": 96,
+        "vision_config": {"model_type": "idefics2", "patch_size": 14},
+    }
+
+    @pytest.fixture
+    def processor(self, tmp_path: Path) -> Any:
+        library(image_feature_size=96).save_pretrained(tmp_path)
+        stated = json.loads((tmp_path / "preprocessor_config.json").read_text())
+        stated.pop("use_image_id", None)
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(stated))
+        return processor_for("MiniCPMV", self.config, tmp_path)
+
+    @pytest.mark.parametrize("size", [(40, 900), (700, 1009), (2000, 2000), (30, 50)])
+    def test_slices_and_tokens(self, size: tuple[int, int], processor: Any) -> None:
+        (own,) = processor.process([item(picture(*size))], {})
+        made = library()(images=picture(*size), return_tensors="np")
+        values = np.asarray(made["pixel_values"])[0]
+        values = values.reshape(3, 14, -1, 14).transpose(2, 0, 1, 3).reshape(-1, 3 * 14 * 14)
+        np.testing.assert_allclose(array(own, "pixel_values"), values, atol=1e-5)
+        assert array(own, "tgt_sizes").tolist() == np.asarray(made["target_sizes"]).tolist()
+        one = f"<image>{'<unk>' * 96}</image>"
+        rows, columns = made["grids"][0]
+        cut = "\n".join([one * columns] * rows)
+        assert list(own.token_ids) == ids(one + (f"<slice>{cut}</slice>" if rows else ""))
+
+    def test_prompts(self, processor: Any) -> None:
+        media = processor.process([item(picture(30, 50)), item(picture(60, 50))], {})
+        one = f"<image>{'<unk>' * 96}</image>"
+        placed = processor.place(ids(f"the {MARK}\nof {MARK}in"), media)
+        assert list(placed.token_ids) == [
+            *ids("the "), *ids(one), *ids("\nof "), *ids(one), *ids("in")
+        ]  # fmt: skip
+        assert tuple(processor.modalities()) == ("image",)
+
+    def test_numbers_are_refused(self, tmp_path: Path) -> None:
+        library(use_image_id=True).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModel, match="use_image_id = True"):
+            processor_for("MiniCPMV", {**self.config, "query_num": 64}, tmp_path)
 
 
 class TestVideos:

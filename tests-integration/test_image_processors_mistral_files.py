@@ -1,6 +1,6 @@
-"""Pixtral's images for Mistral's own files, beside a plain reading of what mistral-common makes: cubic resampling by
-torch in double precision, and its rows of tokens. (By hand: tokens equal those of mistral-common 1.13 for images
-of 16 to 2000 pixels of a side, numbers are within 1e-5 of OpenCV's.)"""
+"""Pixtral's images for Mistral's own files, beside a plain reading of what mistral-common makes: cubic
+resampling by torch in double precision, and its rows of tokens. (By hand: tokens equal those of
+mistral-common 1.13 for images of 16 to 2000 pixels of a side, numbers are within 1e-5 of OpenCV's.)"""
 
 from __future__ import annotations
 

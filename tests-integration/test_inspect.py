@@ -77,6 +77,9 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert memory(path, capsys, "--kv-cache-memory-bytes", str(18 * 16 * token))["spare"] == (
         16 * token
     )
+    large = memory(path, capsys, "--kv-cache-memory-bytes", "900T")
+    assert not large["fits"]
+    assert "--kv-cache-memory-bytes = " in large["why_not"]
     small = memory(path, capsys, "--max-memory-bytes", str(weights // 2))
     assert not small["fits"]
     assert small["longest"] == 0

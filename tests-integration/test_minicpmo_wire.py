@@ -96,7 +96,11 @@ def test_prompts(folder: Path) -> None:
     assert processor.place([5, 6], []).token_ids == [5, 6]
     assert processor.largest("audio", {"num_tokens": 60}).num_tokens <= 60
     assert processor.largest("audio", {}).num_tokens == 30 * 27
-    assert processor.embedded("audio", 30, {}).runs == ((1, 25), (28, 5))
+    given = processor.embedded("audio", 30, {})
+    assert given.runs == ((1, 25), (28, 5))
+    shown = processor.embedded("image", 64, {"image_sizes": [40, 40]})
+    placed = processor.place(token_ids(folder, "<|audio_start|>in<unk>"), [shown, given])
+    assert list(placed.token_ids) == token_ids(folder, f"{written(30 * 640)}in{seen}")
 
 
 def test_what_is_refused(folder: Path) -> None:

@@ -187,7 +187,7 @@ def test_the_engine(name: str, tmp_path: Path) -> None:
     """Native kernels, captured steps, a real scheduler: tokens and log-probabilities are transformers', and
     bits do not depend on how requests run."""
     suite = ENGINES[name]()
-    folder = tmp_path / "model-0"
+    folder = tmp_path / f"{suite.hf_config().model_type}-0"
     made = suite.make_checkpoint(folder, vocab_size=VOCAB_SIZE)
     for module in made.reference.modules():
         module._forward_pre_hooks.clear()  # activations stay as they are below

@@ -113,3 +113,14 @@ def test_images(tmp_path: Path) -> None:
     with LLM(str(tmp_path), **settings, **DIVIDED) as llm:
         divided = answers(llm)
     agree(divided, whole)
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+
+    def vectors(**settings: Any) -> torch.Tensor:
+        with LLM(str(tmp_path), **SETTINGS, runner="pooling", convert="embed", **settings) as llm:
+            return torch.tensor([o.outputs.embedding for o in llm.embed(prompts, use_tqdm=False)])
+
+    torch.testing.assert_close(vectors(**DIVIDED), vectors(), atol=1e-4, rtol=0)

@@ -4,6 +4,7 @@ nothing, and the server answers on."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,11 @@ def test_swaps_of_what_is_no_checkpoint(wire: Wire, tmp_path: Path) -> None:
     for size in (0, 4, 9, 100, len(content) - 1):
         (cut / "model.safetensors").write_bytes(content[:size])
         wire.refused("model.safetensors", "/swap_weights", {"path": str(cut)})
+    (cut / "model.safetensors").unlink()
+    os.mkfifo(cut / "model.safetensors")  # which nobody writes
+    wire.refused("is a FIFO, socket or device: must be a file", "/swap_weights", {"path": str(cut)})
     (cut / "config.json").write_text("[1]")
+    (cut / "model.safetensors").unlink()
     wire.refused("config.json", "/swap_weights", {"path": str(cut)})
     for name in ("/dev/zero", "/dev/null", "/proc/self/mem", str(tmp_path / "no"), str(tmp_path)):
         wire.refused("path", "/swap_weights", {"path": name})

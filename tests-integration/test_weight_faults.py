@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from test_weight_updates import NORM, PROMPT, QUERY, SETTINGS, answer, make
 
 from headrace import LLM, AsyncLLM, EngineArgs, SamplingParams
 from headrace.weight_transfer import STREAMED, SharedWeights, TrainerGroup, WeightSender, described
-from headrace_core.errors import CapacityError, RequestError
+from headrace_core.errors import CapacityError, EngineAsleep, RequestError, WeightsError
 from headrace_engine.weights import broadcast
+from headrace_engine.weights.worker import ModelWorker
 from headrace_models.loading.loader import Filling
 from headrace_testing.waiting import wait_until
 
@@ -193,8 +194,6 @@ def test_no_memory_when_steps_are_recorded(
     llm: LLM, weights: dict[str, torch.Tensor], answers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last moment at which an update can fail: it is open as before, and may be finished again."""
-    from headrace_engine.weights.worker import ModelWorker
-
     first, last = in_halves(weights)
     llm.update_weights(first, finish=False)
     llm.update_weights(last, finish=False)
@@ -232,21 +231,19 @@ def test_tensors_without_plain_numbers(llm: LLM, weights: dict[str, torch.Tensor
 
 
 def test_names_and_counts_are_bounded(llm: LLM, weights: dict[str, torch.Tensor]) -> None:
-    """200,000 empty tensors that nobody knows would take a minute to look at."""
+    """50,000 empty tensors that nobody knows would take many seconds to look at."""
     none = torch.zeros(0)
-    many = {f"unknown.{index}": none for index in range(200_000)}
-    began = time.monotonic()
-    with pytest.raises(RequestError, match=r"200000 in one part: must be at most \d{4}"):
+    many = {f"unknown.{index}": none for index in range(50_000)}
+    with pytest.raises(RequestError, match=r"50000 in one part: must be at most \d{4}"):
         llm.update_weights(many)
     places = [{"name": name, "dtype": "float32", "shape": [0]} for name in many]
     with SharedWeights() as shared:
         told = {**shared.write({NORM: weights[NORM]}), "tensors": places}
-        with pytest.raises(RequestError, match="200000 in one part"):
+        with pytest.raises(RequestError, match="50000 in one part"):
             llm.update_weights(told)
         (norm,) = shared.write({NORM: weights[NORM]})["tensors"]
         with pytest.raises(RequestError, match="comes twice in one part"):
             llm.update_weights({**told, "tensors": [norm] * 1000})
-    assert time.monotonic() - began < PATIENCE
     for given in (
         {"a\nERROR: b": weights[NORM]}, {"a\0": weights[NORM]}, {"a" * 5000: weights[NORM]},
         {f"unknown.{index}": weights[NORM] for index in range(1000)},
@@ -280,6 +277,47 @@ def test_a_stream_goes_on_through_sleep(
             sender.send(last)
     llm.update_weights(STREAMED)
     llm.wake_up()
+    assert answer(llm) == answers[1]
+
+
+def test_weights_after_a_reload_that_failed(
+    checkpoints: tuple[Path, Path], weights: dict[str, torch.Tensor], answers: Any, tmp_path: Path
+) -> None:
+    """The engine has none then: an update brings all, without having slept."""
+    folder = shutil.copytree(checkpoints[0], tmp_path / "broken")
+    with LLM(str(folder), **SETTINGS) as llm:
+        (
+            folder / "model.safetensors"
+        ).unlink()  # it may be mapped: what is cut off could not be read
+        (folder / "model.safetensors").write_bytes(b"")
+        with pytest.raises(WeightsError, match=r"model\.safetensors"):
+            llm.collective_rpc("reload_weights")
+        with pytest.raises(EngineAsleep, match="has no weights"):
+            answer(llm)
+        with pytest.raises(RequestError, match="are missing"):
+            llm.update_weights({NORM: weights[NORM]})
+        llm.update_weights(weights, version="whole")
+        assert answer(llm) == answers[1]
+        assert llm.weights_version == "whole"
+
+
+def test_no_memory_for_the_cache_behind_new_weights(
+    llm: LLM, weights: dict[str, torch.Tensor], answers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After level 2 the cache is made when weights have come: without it the call may be repeated."""
+    llm.sleep(level=2)
+    llm.wake_up()
+    with monkeypatch.context() as patch:
+
+        def refused(*_: object) -> None:
+            raise MemoryError("no memory for the cache")
+
+        patch.setattr(ModelWorker, "allocate_cache", refused)
+        with pytest.raises(CapacityError, match="no memory for the cache"):
+            llm.update_weights(weights)
+        with pytest.raises(EngineAsleep):
+            answer(llm)
+    llm.update_weights(weights)
     assert answer(llm) == answers[1]
 
 
@@ -355,11 +393,12 @@ def test_a_trainer_that_stops_in_the_middle(
     """It lives, and sends no more: the engine serves, refuses what would come between, and can be told to
     wait no longer."""
     group = TrainerGroup(world_size=2)
-    goes_on = threading.Event()
+    has_sent, goes_on = threading.Event(), threading.Event()
 
     def send_half() -> None:
         group.wait()
         group.send(dict(list(weights.items())[:3]))
+        has_sent.set()
         goes_on.wait(PATIENCE)
         with contextlib.suppress(RuntimeError):  # the engine has left the group
             group.send(dict(list(weights.items())[3:4]))
@@ -368,7 +407,7 @@ def test_a_trainer_that_stops_in_the_middle(
     half.start()
     llm.collective_rpc("init_weight_update_group", args=("127.0.0.1", group.port, 1, 2))
     thread, raised = in_thread(lambda: llm.update_weights(described(weights)))
-    wait_until(lambda: llm.engine.stats() is not None and thread.is_alive())
+    assert has_sent.wait(PATIENCE)
     assert answer(llm)[:2] == answers[0][:2]
     for call in (
         lambda: llm.update_weights({NORM: weights[NORM]}),

@@ -133,19 +133,22 @@ def test_measured_cache_scales(old: Path, new: Path) -> None:
         assert answer(llm) == wanted
 
 
-def test_adapters_stay(old: Path, new: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_adapters_stay(old: Path, new: Path, tmp_path: Path, quantization: str | None) -> None:
     """They are of other layers' names, and their own is not the base's; one is replaced in its place."""
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     torch.manual_seed(3)
     name = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
     tensors = {name.format(i, "A"): torch.randn(4, 64) for i in range(2)}
     tensors |= {name.format(i, "B"): torch.randn(64, 4) for i in range(2)}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     adapter = LoRARequest("a", 1, str(tmp_path))
-    with LLM(str(new), **SETTINGS, enable_lora=True) as llm:
+    settings = {**SETTINGS, "enable_lora": True}
+    settings |= {"quantization": quantization} if quantization else {}
+    with LLM(str(new), **settings) as llm:
         wanted = answer(llm), answer(llm, lora_request=adapter)
-    with LLM(str(old), **SETTINGS, enable_lora=True) as llm:
+    with LLM(str(old), **settings) as llm:
         assert answer(llm, lora_request=adapter) != wanted[1]
         llm.update_weights(weights_of(new))
         assert (answer(llm), answer(llm, lora_request=adapter)) == wanted

@@ -1,9 +1,9 @@
 """Install built wheels into fresh environments and use them: ``smoke_wheels.py DIST TORCH``.
 
-Three sets, each in an environment of its own: the kernels alone, the server alone with a fake engine
-(which must bring no torch), and ``headrace[all]``. DIST is the folder of the wheels; TORCH is a folder in
-which torch is installed (``pip install --target``), which the first and the third environment see beside
-their own.
+Four sets, each in an environment of its own: the kernels alone, the communicators alone, the server alone
+with a fake engine (which must bring no torch), and ``headrace[all]``. DIST is the folder of the wheels;
+TORCH is a folder in which torch is installed (``pip install --target``), which all environments but the
+server's see beside their own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,18 @@ assert torch.allclose(ops.rms_norm(x, w, 1e-6), expected, atol=1e-5)
 weight = torch.randn(48, 64)
 assert torch.allclose(ops.linear(x, ops.linear.pack(weight)), x @ weight.T, atol=1e-4)
 print("kernels alone:", ops.providers["linear"])
+"""
+
+DISTRIBUTED = """
+import sys
+from headrace_distributed.shm import library
+from headrace_distributed.shm.ring import RingReader, RingWriter
+if sys.platform == "linux":
+    assert library.available(), "the wheel lacks the native library"
+    with RingWriter(1) as writer, RingReader(str(writer.handle), 0) as reader:
+        writer.send(b"hello")
+        assert reader.receive() == b"hello"
+    print("communicators alone: shared memory works")
 """
 
 SERVER = """
@@ -69,6 +81,7 @@ def main() -> None:
         (torch, ["headrace[all]"], EVERYTHING),
         (None, ["headrace-server", "headrace-testing"], SERVER),
         (torch, ["headrace-kernels"], KERNELS),
+        (torch, ["headrace-distributed"], DISTRIBUTED),
     )
     with ThreadPoolExecutor(2) as pool:  # pip works on one core
         for done in [pool.submit(smoke, dist, *one) for one in sets]:

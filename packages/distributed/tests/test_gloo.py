@@ -82,18 +82,18 @@ def test_groups_overlap() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     with (
         RendezvousServer() as server,
-        pytest.raises(PeerTimeout, match=r"rank 1 of 2 .* within 0.2 s") as caught,
+        pytest.raises(PeerTimeout, match=r"rank 1 of 2 .* within 1 s") as caught,
     ):
-        create(0, 2, server.address("tp"), timeout=0.2)
+        create(0, 2, server.address("tp"), timeout=1)
     assert caught.value.rank == 1
 
 
 def test_a_rank_that_comes_too_late_is_missed() -> None:
     with RendezvousServer() as server, ThreadPoolExecutor(2) as pool:
         address = server.address("tp")
-        joined = [pool.submit(create, rank, 2, address, timeout=1.0) for rank in range(2)]
+        joined = [pool.submit(create, rank, 2, address, timeout=2.0) for rank in range(2)]
         groups = [group.result() for group in joined]
-        with pytest.raises(GroupError, match="barrier: a rank did not come within 1 s"):
+        with pytest.raises(GroupError, match="barrier: a rank did not come within 2 s"):
             groups[0].barrier()
         with pytest.raises(GroupError, match="barrier"):
             groups[1].barrier()

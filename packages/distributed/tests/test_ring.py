@@ -116,6 +116,26 @@ def test_messages_of_every_size_pass_a_ring_of_every_size(
         assert all(found.result() == sent for found in received)
 
 
+@pytest.mark.timeout(120)
+def test_a_sleeper_is_woken() -> None:
+    """Nobody spins, so each message wakes its reader: by themselves they look ten times a second."""
+    forth, back = RingWriter(1, 64, spin_seconds=0), RingWriter(1, 64, spin_seconds=0)
+    there, here = (RingReader(str(end.handle), 0, spin_seconds=0) for end in (forth, back))
+
+    def echo() -> None:
+        while data := there.receive():
+            back.send(data)
+
+    with ThreadPoolExecutor(1) as pool:
+        echoing = pool.submit(echo)
+        for number in range(3000):
+            data = number.to_bytes(4, "big")
+            forth.send(data)
+            assert here.receive() == data
+        forth.send(b"")
+        echoing.result()
+
+
 READER = """
 import hashlib, random, sys
 from headrace_distributed.shm.ring import RingReader
@@ -297,6 +317,15 @@ def test_a_capacity_that_is_none_is_refused(capacity: int) -> None:
 def test_a_handle_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="handle"):
         parse_ring_handle(text)
+
+
+def test_two_readers_are_not_one() -> None:
+    writer, readers = ring(1, 64)
+    with pytest.raises(GroupError, match="reader 0 was opened before"):
+        RingReader(str(writer.handle), 0)
+    readers[0].close()
+    with pytest.raises(GroupError, match="reader 0 was opened before"):
+        RingReader(str(writer.handle), 0)
 
 
 def test_a_reader_that_is_none_is_refused() -> None:

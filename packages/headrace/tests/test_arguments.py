@@ -310,10 +310,10 @@ def test_short_forms_mean_the_long_ones(parser, words, field, value):
     assert getattr(parser.parse_args(words), field) == value
 
 
-@pytest.mark.parametrize("flag", ["-tp", "-pp", "-dp"])
+@pytest.mark.parametrize("flag", ["-pp", "-dp"])
 def test_a_short_form_is_refused_as_its_long_one_is(parser, flag):
     args = EngineArgs.from_cli_args(parser.parse_args([flag, "2"]))
-    with pytest.raises(ConfigError, match="several devices is not built yet"):
+    with pytest.raises(ConfigError, match="not built yet"):
         args.create_engine_config()
 
 

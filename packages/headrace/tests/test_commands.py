@@ -67,7 +67,7 @@ def test_version():
     [
         (("serve", "/no/such/model", "--port", "0"), 2, "/no/such/model"),
         (("serve", "--block-size", "24", "--port", "0"), 2, "24"),
-        (("serve", "--tensor-parallel-size", "2", "--port", "0"), 2, "tensor_parallel_size"),
+        (("serve", "--tensor-parallel-size", "0", "--port", "0"), 2, "tensor_parallel_size"),
         (("generate",), 2, "--prompt"),
         (("chat", "-q", "hi", "--url", "http://127.0.0.1:9/v1"), 2, "127.0.0.1:9"),
         (("serve", "--middleware", "no.such:thing", "--port", "0"), 2, "no.such"),
@@ -98,7 +98,7 @@ def test_version():
             2,
             "override_generation_config.temprature: unknown key; did you mean temperature?",
         ),
-        (("serve", "-tp", "2", "--port", "0"), 2, "tensor_parallel_size"),
+        (("serve", "-pp", "2", "--port", "0"), 2, "pipeline_parallel_size"),
         (("serve", "-n", "2", "--port", "0"), 2, "nnodes: not built yet"),
         (
             ("run-batch", "--offline", "-i", "http://127.0.0.1:9/in?key=secret", "-o", "out"),

@@ -118,6 +118,7 @@ def test_cpu_variables_fill_what_no_setting_says(
         ({environment.KV_SPACE: "-1"}, "must be GiB"),
         ({environment.KV_SPACE: "inf"}, "must be GiB"),
         ({environment.KV_SPACE: "nan"}, "must be GiB"),
+        ({environment.KV_SPACE: "1e9"}, "= '1e9': must be GiB, at most the "),
         ({environment.THREADS_BIND: "0-1|2-3"}, "several ranks"),
         ({environment.THREADS_BIND: "x"}, "must be auto, nobind, all"),
     ],

@@ -170,7 +170,7 @@ FAULTS: Mapping[str, Fault] = {
         "speculative_config.model", "none",
     ),
     "several devices": fault(
-        f"{SERVE} --tensor-parallel-size 2", "tensor_parallel_size", "not built"
+        f"{SERVE} --pipeline-parallel-size 2", "pipeline_parallel_size", "not built"
     ),
     # the checkpoint
     "model missing": fault("serve {none} --device cpu --port 0", "none"),

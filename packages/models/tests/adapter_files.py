@@ -43,9 +43,10 @@ def merge_files(folder: Path, into: Path, slots: Adapters, added: Mapping[str, T
         (into / file.name).write_bytes(file.read_bytes())
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
-        for module, term in added.items():
-            weight = tensors[f"{module}.weight"]
-            tensors[f"{module}.weight"] = weight + (term.T if _turned(slots, module) else term)
+        for name in [f"{module}.weight" for module in added if f"{module}.weight" in tensors]:
+            module = name.removesuffix(".weight")
+            term = added[module]
+            tensors[name] = tensors[name] + (term.T if _turned(slots, module) else term)
         save_file(tensors, into / file.name, metadata={"format": "pt"})
 
 

@@ -21,6 +21,7 @@ from headrace_core.model import CausalLM
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
+from headrace_models.lora import files
 from headrace_models.lora.adapters import Adapters
 from headrace_models.resolve import resolve
 from headrace_testing.model.adapters import linear_modules, merged, write_adapter
@@ -187,6 +188,31 @@ def test_tensors_that_are_refused(
     with pytest.raises((UnsupportedModel, WeightsError), match=words) as caught:
         slots.read(str(folder))
     assert str(folder / "adapter_model.safetensors") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("modules", "rank", "words"),
+    [
+        ({Q: (48, 47)}, 4, r"\[48, 47\] \[out, in\], the model's is \[48, 48\]"),
+        ({Q: (48, 48)}, 9, "rank 9: must be at most max_lora_rank = 8"),
+        ({"model.layers.0.self_attn.r_proj": (48, 48)}, 4, "no place in this model"),
+        ({Q: (1 << 17, 48)}, 4, r"\[131072, 48\] \[out, in\]: no module of the model is so large"),
+        ({Q: (48, 48), "model.layers.1.mlp.up_proj": (80, 44)}, 4, "up_proj.*the model's is"),
+    ],
+)
+def test_shapes_are_checked_before_numbers_are_read(
+    slots: Adapters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    modules: dict[str, tuple[int, int]],
+    rank: int,
+    words: str,
+) -> None:
+    """By the file's header alone."""
+    write_adapter(tmp_path, modules, rank)
+    monkeypatch.setattr(files, "read_tensors", lambda *_: pytest.fail("numbers were read"))
+    with pytest.raises((UnsupportedModel, WeightsError), match=words):
+        slots.read(str(tmp_path))
 
 
 def test_modules_without_a_place_are_named(slots: Adapters, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import test_qwen2_audio as audio
+import test_vision_emu3 as emu3
 import test_vision_gemma3 as gemma3
 import test_vision_language as vision
 import torch
@@ -164,6 +165,18 @@ def test_convolutions_and_tables_are_refused_by_name(tmp_path: Path) -> None:
     add(base, tmp_path / "table", 1, ["position_embedding"]).unload()
     with pytest.raises(UnsupportedModel, match=r"vision_tower.*position_embedding"):
         slots.read(str(tmp_path / "table"))
+
+
+@pytest.mark.parametrize("towers", [False, True])
+def test_a_table_whose_rows_are_in_images_is_refused(tmp_path: Path, towers: bool) -> None:
+    """Emu3's images are tokens: with a request's adapter of the table their vectors would be others."""
+    base = reference(emu3.TestEmu3(), tmp_path / "base")
+    _, slots = opened(tmp_path / "base", towers=towers)
+    add(base, tmp_path / "adapter", 1, ["embed_tokens"]).unload()
+    with pytest.raises(
+        UnsupportedModel, match=r"embed_tokens \(rows of it are in vectors of images"
+    ):
+        slots.read(str(tmp_path / "adapter"))
 
 
 def test_rows_are_those_of_the_item_alone(tmp_path: Path) -> None:

@@ -23,15 +23,8 @@ from headrace_models.formats.mistral import transformers_name
 from headrace_models.loading.loader import load_model
 from headrace_models.resolve import resolve
 from headrace_testing.model.decoders import PagedDriver, build_context
+from headrace_testing.model.published_mistral import params_of, relaid
 
-NAMES = {
-    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
-    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}  # fmt: skip
 LATENT_NAMES = {
     "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_a_layernorm": "attention.q_a_norm",
     "self_attn.q_b_proj": "attention.wq_b", "self_attn.kv_b_proj": "attention.wkv_b",
@@ -48,22 +41,6 @@ ENCODER = {
     "patch_size": 4, "image_size": 16,
 }  # fmt: skip
 """What sees, beside a language model; its tensors are not all there."""
-
-
-def params_of(config: Any) -> dict[str, Any]:
-    return {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "head_dim": config.head_dim,
-        "hidden_dim": config.intermediate_size,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "sliding_window": getattr(config, "sliding_window", None),
-        "max_position_embeddings": config.max_position_embeddings,
-    }
 
 
 def latent_params_of(config: Any) -> dict[str, Any]:
@@ -110,20 +87,6 @@ def by_expert(tensors: Mapping[str, Tensor], gate_up: str, down: str) -> dict[st
                 result[f"{stem}.{expert}.{part}.weight"] = each.contiguous()
         if not name.endswith((gate_up, down)):
             result[name] = tensor
-    return result
-
-
-def relaid(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Under Mistral's names, with rotary pairs as neighbours; head_dim 0: as they are."""
-    result = {}
-    for name, tensor in tensors.items():
-        if head_dim and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = tensor.view(-1, 2, head_dim // 2, tensor.shape[1])
-            tensor = heads.transpose(1, 2).reshape(tensor.shape)
-        stem = name.removesuffix(".weight")
-        for theirs, own in NAMES.items():
-            stem = stem.replace(theirs, own)
-        result[f"{stem.removeprefix('model.')}.weight"] = tensor.contiguous()
     return result
 
 

@@ -143,7 +143,7 @@ BY_HAND = {
     "DeepseekOCRForCausalLM",
     "DeepseekVLV2ForCausalLM", "TarsierForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration",
     "MiDashengLMModel", "HCXVisionForCausalLM", "KananaVForConditionalGeneration",
-    "Molmo2ForConditionalGeneration",
+    "Molmo2ForConditionalGeneration", "PixtralForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,

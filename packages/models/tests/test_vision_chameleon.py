@@ -24,6 +24,7 @@ PIECES = {
 
 
 class TestChameleon(VisionConformance):
+    tower_adapters: ClassVar = False
     tower: ClassVar[dict[str, Any]] = {"attn_resolutions": [4]}
 
     def hf_class(self) -> Any:

@@ -1,9 +1,9 @@
-"""MiniCPM-V 2.6, 4.0 and 4.5 beside a plain reading of them."""
+"""MiniCPM-V 2.0, 2.5, 2.6, 4.0 and 4.5 beside a plain reading of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +12,13 @@ import torch
 from test_vision_language import TEXT, drawn
 from torch import Tensor
 from video_conformance import VALUES, VideoConformance
-from vision_conformance import IMAGE
+from vision_conformance import IMAGE, VisionConformance
 
 from headrace_core.errors import UnsupportedModel
+from headrace_models.layers.vision.towers import named_vit
+from headrace_models.layers.vision.towers.named_vit import VitSizes
 from headrace_testing.model.plain.minicpmv import PlainMiniCPMV
+from headrace_testing.model.plain.minicpmv_2 import PlainMiniCPMV20
 
 SIZE, PATCH, QUERIES = 256, 4, 5
 VISION: dict[str, Any] = {
@@ -92,7 +95,7 @@ class TestMiniCPMV(MiniCPMV):
     @pytest.mark.parametrize(
         ("change", "named"),
         [
-            ({"version": 2.5}, "MiniCPMV"),
+            ({"version": 2.4}, "MiniCPMV"),
             ({"hidden_size": 192, "num_attention_heads": 4}, "hidden_size = 192"),
             ({"query_num": 0}, "query_num = 0"),
         ],
@@ -119,6 +122,74 @@ class TestMiniCPMV(MiniCPMV):
             self.embed(model, self.images()), self.embed(self.load(tmp_path), self.images()), strict=True
         ):  # fmt: skip
             torch.testing.assert_close(found, own)
+
+
+class TestMiniCPMV25(VisionConformance):
+    """Whose config names no version, and has other numbers of vectors."""
+
+    def hf_class(self) -> Any:
+        return PlainMiniCPMV
+
+    def hf_config(self) -> Any:
+        config = TestMiniCPMV().hf_config()
+        config.pop("version")
+        return {**config, "query_num": 7}
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return TestMiniCPMV().images()
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        return {"images": images}
+
+    def test_it_takes_no_videos(self, model: Any) -> None:
+        assert tuple(model.modalities) == ("image",)
+
+    def test_places_are_those_of_one_row(
+        self, reference: Any, model: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        [first, *_] = self.embed(model, self.images())
+        other = self.with_config(folder, tmp_path, version="4.0")
+        [later, *_] = self.embed(self.load(other), self.images())
+        assert float((first - later).abs().max()) > 1e-3
+
+
+class TestMiniCPMV20(VisionConformance):
+    """Whose config names its tower, and no version."""
+
+    sizes: ClassVar = VitSizes(36, 50, 2, 3, PATCH, 5)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def small(cls) -> Iterator[None]:
+        """A tower of a name of its own, which has a block more than is used."""
+        with pytest.MonkeyPatch.context() as patch:
+            more = cls.sizes._replace(layers=cls.sizes.layers + 1)
+            patch.setattr(named_vit, "SIZES", {"small": more})
+            yield
+
+    def hf_class(self) -> Any:
+        return lambda config: PlainMiniCPMV20(config, self.sizes)
+
+    def hf_config(self) -> Any:
+        return {
+            "architectures": ["MiniCPMV"], "model_type": "minicpmv", "vision_encoder": "small",
+            "query_num": 9, "drop_vision_last_layer": True, "image_token": IMAGE, **TEXT,
+            "hidden_size": SIZE, "tie_word_embeddings": False, "scale_emb": 3.0, "scale_depth": 1.4,
+            "dim_model_base": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        }  # fmt: skip
+
+    def images(self) -> Sequence[dict[str, Tensor]]:
+        return TestMiniCPMV().images()
+
+    def hf_inputs(self, images: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        return {"images": images}
+
+    def test_it_takes_no_videos(self, model: Any) -> None:
+        assert tuple(model.modalities) == ("image",)
+
+    def test_unknown_towers_are_refused(self, reference: Any, folder: Path, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedModel, match="vision_encoder = 'vit': must be small"):
+            self.load(self.with_config(folder, tmp_path, vision_encoder="vit"))
 
 
 class TestMiniCPMV4(MiniCPMV):

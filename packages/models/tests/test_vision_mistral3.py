@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from test_vision_language import TEXT
 from test_vision_pixtral import TOWER, PixtralConformance
 from vision_conformance import IMAGE
@@ -65,3 +67,13 @@ class TestLightOnOCR(PixtralConformance):
             text_config={**TEXT, "model_type": "qwen3", "head_dim": 12},
             image_token_id=IMAGE,
         )
+
+    def test_the_first_spelling_of_the_class(
+        self, reference: Any, model: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        named = {"architectures": ["LightOnOCRForConditionalGeneration"]}
+        other = self.load(self.with_config(folder, tmp_path, **named))
+        for own, found in zip(
+            self.embed(model, self.images()), self.embed(other, self.images()), strict=True
+        ):
+            torch.testing.assert_close(found, own)

@@ -3,78 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_mistral_format import params_of, relaid
 from test_vision_language import TEXT, drawn
 from test_vision_pixtral import TOWER, PixtralConformance
 from torch import Tensor
 from vision_conformance import IMAGE
 
 from headrace_core.errors import UnsupportedModel, WeightsError
-
-ENCODER = {
-    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "up_proj": "w3",
-    "down_proj": "w2", "vision_tower": "vision_encoder",
-}  # fmt: skip
-BEHIND = {
-    "multi_modal_projector.linear_1": "vision_language_adapter.w_in",
-    "multi_modal_projector.linear_2": "vision_language_adapter.w_out",
-    "multi_modal_projector.patch_merger": "patch_merger",
-    "multi_modal_projector.norm": "pre_mm_projector_norm",
-}
-
-
-def published(tensors: Mapping[str, Tensor], head_dims: tuple[int, int]) -> dict[str, Tensor]:
-    """Under Mistral's names, with rotary pairs as neighbours.
-
-    Args:
-        head_dims: of the decoder, and of the encoder.
-    """
-    text, found = {}, {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("model.")
-        if not name.startswith(("vision_tower.", "multi_modal_projector.")):
-            name = name.replace("language_model.model.", "language_model.")
-            name = name.removeprefix("language_model.")
-            text[name if name.startswith("lm_head") else f"model.{name}"] = tensor
-            continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = tensor.view(-1, 2, head_dims[1] // 2, tensor.shape[1])
-            tensor = heads.transpose(1, 2).reshape(tensor.shape)
-        for theirs, own in {**ENCODER, **BEHIND}.items():
-            name = name.replace(theirs, own)
-        found[name] = tensor.contiguous()
-    return {**relaid(text, head_dims[0]), **found}
+from headrace_testing.model.published_mistral import save_published
 
 
 class MistralFiles(PixtralConformance):
     """Mistral's encoder has SiLU in its layers."""
 
+    tower_adapters: ClassVar = False
     tower: ClassVar[dict[str, Any]] = {**TOWER, "hidden_act": "silu"}
     encoder: ClassVar[dict[str, Any]] = {}
     """What ``vision_encoder`` says beside its sizes."""
 
     def save(self, reference: Any, folder: Path) -> None:
-        reference.save_pretrained(folder / "transformers")
-        config = reference.config.text_config
-        size = config.hidden_size // config.num_attention_heads
-        config.head_dim = config.head_dim or size
-        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "patch_size", "image_size")  # fmt: skip
-        encoder = {key: self.tower[key] for key in sizes}
-        params = {**params_of(config), "vision_encoder": {
-            **encoder, "num_channels": 3, "rope_theta": 10_000.0, "image_token_id": IMAGE,
-            "image_break_token_id": 12, "image_end_token_id": 13, **self.encoder,
-        }}  # fmt: skip
-        (folder / "params.json").write_text(json.dumps(params))
-        tensors = load_file(folder / "transformers" / "model.safetensors")
-        inner = self.tower["hidden_size"] // self.tower["num_attention_heads"]
-        save_file(published(tensors, (size, inner)), folder / "consolidated.safetensors")
+        save_published(reference, folder, image_token=IMAGE, **self.encoder)
 
     def with_params(self, folder: Path, into: Path, **changed: Any) -> Path:
         params = json.loads((folder / "params.json").read_text())
@@ -144,6 +97,7 @@ class TestMistralSmallOfMistral(MistralFiles):
 
         return Mistral3Config(
             vision_config=self.tower, image_token_index=IMAGE, spatial_merge_size=2,
+            tie_word_embeddings=False,
             text_config={**TEXT, "model_type": "mistral", "head_dim": 12, "rms_norm_eps": 1e-5},
         )  # fmt: skip
 

@@ -12,10 +12,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from adapter_files import merge_files, stored_modules, with_adapters
 from torch import Tensor
 
 from headrace_core.arrays import PackedArray
 from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.model import (
     INPUT_EMBEDS,
     MROPE_POSITIONS,
@@ -26,7 +28,10 @@ from headrace_core.model import (
 from headrace_core.multimodal import MediaInput
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
+from headrace_models.lora.adapters import Adapters
+from headrace_models.lora.files import Factors
 from headrace_models.resolve import resolve
+from headrace_testing.model.adapters import write_adapter
 from headrace_testing.model.decoders import PagedDriver, build_context, randomise
 from headrace_testing.sampling import turns
 
@@ -41,6 +46,10 @@ class VisionConformance:
     tolerance: ClassVar[float] = 1e-4
     sees_whole: ClassVar[bool] = False
     """Tokens of an image all see each other: prompts are cut between images only."""
+    tower_adapters: ClassVar[bool] = True
+    """False: no layer of the towers takes adapters, or the files have names that adapters never have."""
+    chooses_vectors: ClassVar[bool] = False
+    """The towers choose rows of a table, which need not be others with an adapter."""
     names_of_towers: ClassVar[tuple[str, ...]]
     """Beginnings of the names of tensors that text alone does without."""
 
@@ -85,13 +94,17 @@ class VisionConformance:
         (into / "model.safetensors").symlink_to(folder / "model.safetensors")
         return into
 
-    def load(self, folder: Path, **settings: Any) -> Any:
-        """The model, with its towers whether or not a package with processors is installed."""
+    def load(self, folder: Path, *, with_slots: bool = False, **settings: Any) -> Any:
+        """The model, with its towers whether or not a package with processors is installed; with slots for
+        adapters both."""
         config = ModelConfig(model=str(folder), **settings)
         info = resolve(config, LoadConfig(), CpuPlatform())
         if "limit_mm_per_prompt" not in settings:
             info = replace(info, processor=info.architecture)
-        return load_model(info, build_context(info))
+        if not with_slots:
+            return load_model(info, build_context(info))
+        context, slots = with_adapters(build_context(info), towers=True)
+        return load_model(info, context), slots
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -222,6 +235,38 @@ class VisionConformance:
         (own,), (other,) = self.embed(model, [first]), self.embed(model, [changed])
         assert float((own - other).abs().max()) > 1e-3
 
+    def test_an_adapter_of_the_tower(
+        self, reference: Any, model: Any, folder: Path, tmp_path: Path
+    ) -> None:
+        """In a slot it makes the vectors of a checkpoint with its products in the tower's weights."""
+        if not self.tower_adapters:
+            with pytest.raises((ConfigError, AssertionError)):
+                assert self.tower_modules(folder, self.load(folder, with_slots=True)[1])
+            return
+        own, slots = self.load(folder, with_slots=True)
+        modules = self.tower_modules(folder, slots)
+        assert modules
+        added = write_adapter(tmp_path / "adapter", modules, scale=0.5)
+        slots.place(1, slots.read(str(tmp_path / "adapter")))
+        slots.choose_media(1)
+        (tmp_path / "merged").mkdir()
+        merge_files(folder, tmp_path / "merged", slots, added)
+        images = self.images()
+        plain = self.embed(model, images)
+        wanted = self.embed(self.load(tmp_path / "merged"), images)
+        for found, expected, before in zip(self.embed(own, images), wanted, plain, strict=True):
+            assert self.chooses_vectors or float((expected - before).abs().max()) > 1e-3
+            largest = max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(found, expected, atol=2e-4 * largest, rtol=0)
+
+    def tower_modules(self, folder: Path, slots: Adapters) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the towers' modules that take adapters, by the checkpoint's names."""
+        return {
+            name: (outputs, inputs)
+            for name, (outputs, inputs) in stored_modules(folder, slots).items()
+            if is_of_tower(slots, name, outputs, inputs)
+        }
+
     def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
         model = self.load(folder, limit_mm_per_prompt={"image": 0, "video": 0})
         assert not isinstance(model, SupportsMultiModal)
@@ -238,6 +283,17 @@ def last_keys(spans: Sequence[tuple[int, int]], first: int, number: int) -> Tens
     for begin, end in spans:
         last[(last >= begin) & (last < end)] = end - 1
     return last
+
+
+def is_of_tower(slots: Adapters, name: str, outputs: int, inputs: int) -> bool:
+    """True if a module of this shape has a place, and that is in a tower."""
+    assert slots.names is not None
+    blank = Factors(torch.empty(1, inputs), torch.empty(outputs, 1), 1.0)
+    try:
+        pieces = slots.names.pieces(name, blank, Path(name))
+    except WeightsError:
+        return False
+    return bool(pieces) and all(piece.place.rows is slots.media for piece in pieces)
 
 
 def packed(image: dict[str, Tensor]) -> dict[str, PackedArray]:

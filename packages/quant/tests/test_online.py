@@ -147,10 +147,13 @@ def test_choice_is_by_the_unfused_names() -> None:
     assert not method.for_layer(layer("m.o")).is_plain
 
 
-def test_parts_that_disagree_are_named() -> None:
+def test_parts_that_disagree_are_kept_apart() -> None:
     method = Int8WeightOnly(TestOnlineInt8().ops("float32"), stored=("m.q",))
-    with pytest.raises(ConfigError, match=r"m\.q but not m\.k, m\.v"):
-        method.for_layer(layer("m.qkv", "m.q", "m.k", "m.v"))
+    spec = layer("m.qkv", "m.q", "m.k", "m.v")
+    created = method.for_layer(spec).create(spec)
+    assert created["weight@0"].dtype is None
+    assert [created[f"weight@{part}"].dtype for part in (1, 2)] == ["int8"] * 2
+    assert "weight_scale@0" not in created
 
 
 def test_malformed_pattern_is_named() -> None:

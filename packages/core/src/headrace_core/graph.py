@@ -76,7 +76,7 @@ class GraphNeed:
     """Steps may also be run in parts (:meth:`StepGraph.replay_parts`). Only of a model that caches
     nothing, so that no request reads what another one writes. Costs memory for two more results."""
     recorders: tuple[RecordsCalls, ...] = ()
-    """Who else makes native calls in the step, to be recorded with the kernels'."""
+    """Who else makes native calls in the step, to be recorded with the kernels'; it then has no parts."""
 
 
 class StepGraph(ABC):

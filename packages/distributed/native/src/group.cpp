@@ -1,9 +1,10 @@
 // Collective operations of ranks that share a segment of memory.
 //
-// The segment is a line for each rank (waiting.h), then two slots for each. Every operation is a sequence of
-// rounds. In round s a rank writes into its slot s % 2, advances its counter to s, waits until every counter is
-// at s, and reads the others' slots s % 2. Nobody has to say that he has read: a rank writes slot s % 2 again in
-// round s + 2, after all counters were at s + 1, and who is at s + 1 has done with reading in round s.
+// The segment is a line for each rank (waiting.h), then two slots for each. Every operation is a sequence
+// of rounds. In round s a rank writes into its slot s % 2, advances its counter to s, waits until every
+// counter is at s, and reads the others' slots s % 2. Nobody has to say that he has read: a rank writes
+// slot s % 2 again in round s + 2, after all counters were at s + 1, and who is at s + 1 has done with
+// reading in round s.
 #include <cstring>
 #include <new>
 #include <sys/mman.h>
@@ -30,8 +31,6 @@ class Group {
         world_size_(world_size), slot_bytes_(slot_bytes), one_round_bytes_(one_round_bytes),
         patience_(patience), processes_(lines_, world_size) {
     std::memset(slot(rank_, 0), 0, 2 * slot_bytes_);  // pages of its own, and not in the first operation
-    lines_[rank_].pid.store(getpid());
-    lines_[rank_].state.store(JOINED, std::memory_order_release);
   }
 
   ~Group() {
@@ -55,10 +54,12 @@ class Group {
   int32_t all_reduce(void* data, int64_t count, int32_t dtype) {
     const int64_t size = size_of(dtype), bytes = count * size;
     char* at = static_cast<char*>(data);
-    if (bytes <= one_round_bytes_) return small_all_reduce(at, count, dtype);
     const int64_t step = slot_bytes_ / size;
-    for (int64_t start = 0; start < count && outcome_.status == OK; start += step)
-      large_all_reduce(at + start * size, least(step, count - start), dtype, bytes);
+    for (int64_t start = 0; start < count && outcome_.status == OK; start += step) {
+      const int64_t now = least(step, count - start);
+      const auto piece = now * size <= one_round_bytes_ ? &Group::reduce_whole : &Group::reduce_parts;
+      (this->*piece)(at + start * size, now, dtype, bytes);
+    }
     return outcome_.status;
   }
 
@@ -107,17 +108,16 @@ class Group {
 
  private:
   // Every rank adds up everything: one round, each byte read by each rank.
-  int32_t small_all_reduce(char* at, int64_t count, int32_t dtype) {
+  void reduce_whole(char* at, int64_t count, int32_t dtype, int64_t bytes) {
     const void* parts[MOST_RANKS];
     std::memcpy(slot(rank_, next()), at, count * size_of(dtype));
-    if (!begin(ALL_REDUCE, dtype, count * size_of(dtype)) || !all_have_come()) return outcome_.status;
+    if (!begin(ALL_REDUCE, dtype, bytes) || !all_have_come()) return;
     for (int32_t r = 0; r < world_size_; ++r) parts[r] = slot(r, round_);
     sum(at, parts, world_size_, count, dtype);
-    return OK;
   }
 
   // Every rank adds up its part, and then reads the others': two rounds.
-  void large_all_reduce(char* at, int64_t count, int32_t dtype, int64_t bytes) {
+  void reduce_parts(char* at, int64_t count, int32_t dtype, int64_t bytes) {
     const int64_t size = size_of(dtype), line = LINE / size;
     const int64_t share = ((count + world_size_ - 1) / world_size_ + line - 1) / line * line;
     const void* parts[MOST_RANKS];
@@ -204,12 +204,17 @@ HR_EXPORT int64_t hr_group_bytes(int32_t world_size, int64_t slot_bytes) {
 
 HR_EXPORT int32_t hr_group_most_ranks() { return MOST_RANKS; }
 
-// Null if the segment cannot be mapped. slot_bytes is a multiple of 4096.
+// Null, and errno, if the segment cannot be mapped or the rank is another process's. slot_bytes is a
+// multiple of 4096.
 HR_EXPORT void* hr_group_open(int32_t descriptor, int32_t rank, int32_t world_size, int64_t slot_bytes,
                               int64_t one_round_bytes, int64_t spin_ns, int64_t timeout_ns) {
   const int64_t bytes = hr_group_bytes(world_size, slot_bytes);
   void* segment = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (segment == MAP_FAILED) return nullptr;
+  if (!claim(static_cast<Line*>(segment)[rank])) {
+    munmap(segment, bytes);
+    return nullptr;
+  }
   const int64_t one_round = one_round_bytes < slot_bytes ? one_round_bytes : slot_bytes;
   return new (std::nothrow) Group(segment, bytes, rank, world_size, slot_bytes, one_round,
                                   Patience{spin_ns, timeout_ns});

@@ -1,9 +1,10 @@
 // Messages from one process to several through shared memory, in order, each to all.
 //
-// The segment is a line for the writer, one for each reader (waiting.h), and a ring of bytes. Counters count lines
-// of 64 bytes since the beginning, and wrap around with their 32 bits. A message is its length in 8 bytes and its
-// content, padded to whole lines. The writer may be `capacity` lines ahead of the slowest reader. A message that
-// is larger than the ring goes through it in pieces, which readers take while the writer writes.
+// The segment is a line for the writer, one for each reader (waiting.h), and a ring of bytes. Counters
+// count lines of 64 bytes, and wrap around with their 32 bits; they begin at 1, so that of a reader that
+// has not joined is 0. A message is its length in 8 bytes and its content, padded to whole lines. The
+// writer may be `capacity` lines ahead of the slowest reader. A message that is larger than the ring goes
+// through it in pieces, which readers take while the writer writes.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -24,8 +25,6 @@ class Ring {
       : spin_ns_(spin_ns), segment_(segment), bytes_(bytes), own_(own), others_(others),
         num_others_(num_others), capacity_(capacity), processes_(others, num_others),
         data_(static_cast<char*>(segment) + (1 + num_readers) * LINE) {
-    own_.pid.store(getpid());
-    own_.state.store(JOINED, std::memory_order_release);
     advance(own_, 1);
     processes_.watch();
   }
@@ -171,13 +170,18 @@ HR_EXPORT int64_t hr_ring_bytes(int32_t num_readers, int64_t capacity_bytes) {
   return (1 + num_readers) * LINE + capacity_bytes;
 }
 
-// `reader` is -1 for the writer. capacity_bytes is a power of two of 64 or more. Null if the segment cannot be mapped.
+// `reader` is -1 for the writer. capacity_bytes is a power of two of 64 or more. Null, and errno, if the
+// segment cannot be mapped or the end is another's.
 HR_EXPORT void* hr_ring_open(int32_t descriptor, int32_t reader, int32_t num_readers,
                              int64_t capacity_bytes, int64_t spin_ns) {
   const int64_t bytes = hr_ring_bytes(num_readers, capacity_bytes);
   void* segment = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (segment == MAP_FAILED) return nullptr;
   Line* lines = static_cast<Line*>(segment);
+  if (!claim(lines[1 + reader])) {
+    munmap(segment, bytes);
+    return nullptr;
+  }
   const uint32_t capacity = static_cast<uint32_t>(capacity_bytes / LINE);
   if (reader < 0)
     return new (std::nothrow)

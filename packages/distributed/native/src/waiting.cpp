@@ -42,8 +42,21 @@ int64_t now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
+bool claim(Line& line) {
+  uint32_t absent = ABSENT;
+  // The number comes before the state for whoever looks whether the process lives.
+  int32_t nobody = 0;
+  if (!line.pid.compare_exchange_strong(nobody, getpid()) ||
+      !line.state.compare_exchange_strong(absent, JOINED)) {
+    errno = EBUSY;
+    return false;
+  }
+  return true;
+}
+
 void advance(Line& line, uint32_t value) {
-  // Both sequentially consistent: a sleeper counts itself before it compares, so one of the two sees the other.
+  // Both sequentially consistent: a sleeper counts itself before it compares, so one of the two sees the
+  // other.
   line.counter.store(value, std::memory_order_seq_cst);
   if (line.sleepers.load(std::memory_order_seq_cst) != 0)
     syscall(SYS_futex, &line.counter, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);

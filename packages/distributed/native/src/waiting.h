@@ -36,6 +36,9 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 int64_t now_ns();
 
+// Makes a line this process's own; false, with errno EBUSY, if it is or was another's.
+bool claim(Line& line);
+
 // Sets a counter, and wakes who sleeps on it. What was written before is seen by who reads the new value.
 void advance(Line& line, uint32_t value);
 

@@ -8,16 +8,20 @@ from headrace_core.errors import ConfigError
 
 
 def check_ranks(rank: int, world_size: int) -> None:
-    """Raises:
-    ConfigError: ``rank`` is not one of ``world_size`` ranks.
+    """Check that ``rank`` is one of ``world_size`` ranks.
+
+    Raises:
+        ConfigError: it is not.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank = {rank} must be within 0 and world_size - 1 = {world_size - 1}")
 
 
 def check_source(source: int, world_size: int) -> None:
-    """Raises:
-    ValueError: ``source`` is not one of ``world_size`` ranks.
+    """Check that ``source`` is one of ``world_size`` ranks.
+
+    Raises:
+        ValueError: it is not.
     """
     if not 0 <= source < world_size:
         raise ValueError(f"source = {source} must be a rank within 0 and {world_size - 1}")

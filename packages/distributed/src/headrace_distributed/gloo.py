@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from headrace_core.parallel import Communicator
 from headrace_distributed.arguments import check_ranks, check_source, normal_dim, on_cpu
@@ -53,7 +53,7 @@ class Gloo(Communicator):
     def __init__(self, rank: int, world_size: int, store: Store, host: str, timeout: float) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
         self._watch = PeerWatch(introduce(store, rank, world_size, timeout))
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
         options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
         self._group: ProcessGroupGloo | None = None

@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace_core.errors import ConfigError
 from headrace_distributed.errors import PeerTimeout

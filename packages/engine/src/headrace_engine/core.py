@@ -524,9 +524,10 @@ class EngineCore:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _call_extension(self, method: str, args: Sequence[Any]) -> list[Any]:
-        self._updates.may_hold = True  # by load_weights
         try:
-            return self.executor.call(method, *args)
+            results = self.executor.call(method, *args)
+            self._updates.may_hold = True  # by load_weights
+            return results
         except (SystemExit, KeyboardInterrupt) as error:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 

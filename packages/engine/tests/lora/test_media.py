@@ -122,6 +122,21 @@ def test_vectors_of_other_engines_and_of_slices_are_without_adapters(
     assert transfer.saved == ["x"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_loras", 4), ("max_lora_rank", 8), ("max_cpu_loras", 2), ("fully_sharded_loras", True),
+     ("lora_dtype", "float32")],
+)  # fmt: skip
+def test_settings_of_adapters_need_adapters(name: str, value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=f"lora.{name} = {value!r}: must be set together"
+    ) as caught:
+        LoRAConfig(**{name: value}).check_used()
+    assert caught.value.field == f"lora.{name}"
+    LoRAConfig(enable_lora=True, **{name: value}).check_used()
+    LoRAConfig().check_used()
+
+
 def test_settings_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="set together with enable_lora"):
         LoRAConfig(enable_tower_connector_lora=True)

@@ -129,7 +129,7 @@ class AllGood:
 
 @pytest.fixture
 def stream() -> Iterator[WeightStream]:
-    stream = WeightStream(AllGood(), max_bytes=4000)
+    stream = WeightStream(AllGood(), PartLimits(num_tensors=12, num_bytes=4000))
     yield stream
     stream.close()
     wait_until(lambda: not any("headrace-weights" in one.name for one in threading.enumerate()))
@@ -161,6 +161,19 @@ def test_no_more_than_the_model_takes_waits(stream: WeightStream) -> None:
             one.send({"b": torch.ones(200)})
     with sender(stream) as one:
         one.send({"c": torch.ones(700)})  # what was refused takes no room
+
+
+def test_no_more_names_than_the_model_has_wait(stream: WeightStream) -> None:
+    """Of empty tensors, too, and empty parts are forgotten."""
+    with sender(stream) as one:
+        for index in range(3):
+            one.send({})
+            one.send({f"{index}.{name}": torch.ones(0) for name in "abcd"})
+        with pytest.raises(RequestError, match=r"1 tensors, beside 12 .*: must be at most 12"):
+            one.send({"more": torch.ones(0)})
+    assert (stream.parts.num_tensors, len(stream.parts.take())) == (12, 3)
+    with sender(stream) as one:
+        one.send({"more": torch.ones(0)})
 
 
 def headed(header: object, data: bytes = b"") -> bytes:

@@ -117,13 +117,18 @@ def with_cpu_variables(
     cache, device = config.cache, config.device
     sized = (cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override)
     if space and sized == (None, None):
-        cache = _with_space(cache, space)
+        cache = _with_space(cache, space, platform.available_memory())
     if bind and device.cpu_bind == "none":
         device = _with_cores(device, bind)
     return dataclasses.replace(config, cache=cache, device=device)
 
 
-def _with_space(cache: CacheConfig, text: str) -> CacheConfig:
+def _with_space(cache: CacheConfig, text: str, free: int) -> CacheConfig:
+    """The settings with a cache of so many GiB, of which ``free`` bytes are there.
+
+    What the model leaves of them is checked with it, by the name of the flag; a variable that asks for more
+    than there is at all is named here.
+    """
     try:
         gib = float(text)
     except ValueError:
@@ -134,7 +139,13 @@ def _with_space(cache: CacheConfig, text: str) -> CacheConfig:
         )
     if gib == 0:  # as if it were not set
         return cache
-    return dataclasses.replace(cache, kv_cache_memory_bytes=max(1, int(gib * (1 << 30))))
+    size = max(1, int(gib * (1 << 30)))
+    if size > free:
+        raise ConfigError(
+            f"{KV_SPACE} = {text!r}: must be GiB, at most the {free / (1 << 30):.2f} that are free",
+            field=KV_SPACE,
+        )
+    return dataclasses.replace(cache, kv_cache_memory_bytes=size)
 
 
 def _with_cores(device: DeviceConfig, text: str) -> DeviceConfig:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused, ReplayFailed
 from headrace_core.graph import GraphNeed
 from headrace_core.ops import KernelNeed, KernelProvider, bind_ops
@@ -73,6 +75,39 @@ class TestNativeStates(EveryLevel, StateStepConformance): ...
 
 
 class TestNativeParts(EveryLevel, PartsConformance): ...
+
+
+class TestRecorders:
+    """Calls of another library than the ops': here the same kernels, loaded again."""
+
+    def test_their_calls_are_recorded(self) -> None:
+        ops, others = (native_ops(library.load(library.isa())) for _ in range(2))
+        model = SmallModel(ops, "float32")
+
+        def step(batch: ForwardBatch) -> Tensor:
+            result: Tensor = others["scale"](model(batch), 0.5)
+            return result
+
+        graph = CPUProvider().step_graph(ops)
+        graph.capture(model, NEED)
+        alone = graph.num_calls
+        graph.capture(step, dataclasses.replace(NEED, recorders=(others.library,)))
+        assert graph.num_calls == alone + 1
+        for seed, lengths in enumerate(([(1, 5), (1, 9)], [(7, 7)], [(5, 5), (1, 12)])):
+            batch = make_batch(lengths, seed=seed)
+            before = model.caches.clone()
+            expected = step(batch).clone()
+            model.caches.copy_(before)
+            assert bits_equal(graph.replay(batch), expected)
+
+    def test_steps_with_them_have_no_parts(self) -> None:
+        ops, others = (native_ops(library.load(library.isa())) for _ in range(2))
+        ops.library.set_num_threads(2)
+        model, graph = SmallEncoder(ops, "float32", all_rows=True), CPUProvider().step_graph(ops)
+        graph.capture(model, model.need())
+        assert graph.lanes == 2
+        graph.capture(model, dataclasses.replace(model.need(), recorders=(others.library,)))
+        assert graph.lanes == 1
 
 
 @pytest.fixture

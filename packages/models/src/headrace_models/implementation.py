@@ -15,7 +15,12 @@ from headrace_core.config import ModelConfig
 from headrace_core.errors import MissingDependency, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by
-from headrace_models.catalogue.multimodal import REFUSED, WRAPPERS, text_architecture
+from headrace_models.catalogue.multimodal import (
+    REFUSED,
+    WRAPPERS,
+    nested_settings,
+    text_architecture,
+)
 from headrace_models.generating import auto_processor_of
 from headrace_models.pooling.traits import TRAITS
 from headrace_models.transformers_backend import checkpoint_code, library
@@ -53,11 +58,10 @@ def choose_implementation(
         MissingDependency: transformers is asked for and not installed.
     """
     architectures = whole.get("architectures")
-    found = (
-        [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
-    )
+    found = _named(whole)
     known = plugins.installed("headrace.models")
-    refused = next((a for a in found if a in REFUSED and a not in known), None)
+    inner = _named(nested_settings(whole) or {})
+    refused = next((a for a in (*found, *inner) if a in REFUSED and a not in known), None)
     if refused is not None:
         raise UnsupportedModel(f"model {name!r}: {refused} is not supported: {REFUSED[refused]}")
     own = next((a for a in found if served_by(text_architecture(a, whole), known)), None)
@@ -83,6 +87,12 @@ def choose_implementation(
             other,
         )
     return Implementation(other, TRANSFORMERS)
+
+
+def _named(config: Mapping[str, Any]) -> list[str]:
+    """Architectures that a config, or a part of one, names."""
+    stated = config.get("architectures")
+    return [a for a in stated if isinstance(a, str)] if isinstance(stated, list) else []
 
 
 def _sees(config: ModelConfig, architecture: str, whole: Mapping[str, Any], path: Path) -> bool:

@@ -71,6 +71,12 @@ def test_items_in_a_prompt(tmp_path: Path) -> None:
     assert placed.token_ids == expected
     assert processor.placeholder("audio", 0) == "<|audio|>"
     assert processor.largest("audio", {}).num_tokens == 752
+    given = [
+        processor.embedded("image", 0, {"image_sizes": [30, 40]}),
+        processor.embedded("audio", 3, {}),
+    ]
+    placed = processor.place([7, 2, 90], given)  # items that come as vectors, in any order
+    assert placed.token_ids == [8, 7, 7, 7, 9, 2, *given[0].token_ids]
     with pytest.raises(RequestError, match=r"31\.00 s: at most 30 s"):
         processor.process([item(31 * 16_000)], {})
     (cut,) = processor.process([item(31 * 16_000)], {"truncation": True})

@@ -23,9 +23,10 @@ from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.config_checks import listed_names, refusal
-from headrace_quant.ignored_layers import is_ignored
+from headrace_quant.ignored_layers import is_listed
 from headrace_quant.int_linear_methods import IntegerMethod, scale_spec
 from headrace_quant.none import PlainWeight
+from headrace_quant.parted import method_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +170,9 @@ class BitNet(QuantMethod):
         return []
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
-        is_head = spec.name.rpartition(".")[2] == HEAD
-        if is_head or is_ignored(spec, self.plain):
-            return PlainWeight(self.ops)
-        return self.method
+        return method_by_name(
+            spec, self._is_left, lambda is_left: PlainWeight(self.ops) if is_left else self.method
+        )
+
+    def _is_left(self, name: str) -> bool:
+        return name.rpartition(".")[2] == HEAD or is_listed(name, self.plain)

@@ -34,23 +34,15 @@ class PartCounts:
         return scale.reshape(1).expand(self._counts.get(module, 1)) if scale.numel() == 1 else scale
 
 
-def is_ignored(spec: LinearSpec, ignore: Sequence[str]) -> bool:
-    """True if the list has the layer.
+def is_listed(name: str, entries: Sequence[str]) -> bool:
+    """True if a list of plain modules has the module of a name.
 
     An entry is a full name, a prefix of one that ends at a dot, or a pattern after ``re:``.
 
     Raises:
-        ConfigError: it has some of the fused parts but not all; or a pattern is malformed.
+        ConfigError: a pattern is malformed.
     """
-    names = module_names(spec)
-    found = [name for name in names if any(matches(entry, name) for entry in ignore)]
-    if found and len(found) < len(names):
-        raise ConfigError(
-            f"quantization_config: ignore names {', '.join(found)} but not "
-            f"{', '.join(name for name in names if name not in found)}, which are one layer "
-            f"({spec.name}) here: ignore all or none of them"
-        )
-    return bool(found)
+    return any(matches(entry, name) for entry in entries)
 
 
 def matches(entry: str, name: str) -> bool:

@@ -29,9 +29,10 @@ from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable, Rounding
 from headrace_quant.config_checks import listed_names
-from headrace_quant.ignored_layers import is_ignored, module_names
+from headrace_quant.ignored_layers import is_listed, module_names
 from headrace_quant.int_linear_methods import RoundedWeight
 from headrace_quant.none import PlainWeight
+from headrace_quant.parted import method_by_name
 from headrace_quant.stored_integers import StoredInt8
 
 if TYPE_CHECKING:
@@ -83,12 +84,16 @@ class Online(QuantMethod):
 
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         if self.stored is not None:
-            if is_ignored(spec, self.stored):
-                return PlainWeight(self.ops)
-            return StoredInt8(self.ops, activations=self.activations)
+            plain = self.stored
+            return method_by_name(spec, lambda name: is_listed(name, plain), self._stored)
         if spec.name.rpartition(".")[2] == HEAD:
             return RoundedWeight(self.ops, INT8, activations="float")
         return RoundedWeight(self.ops, self.rounding, activations=self.activations)
+
+    def _stored(self, is_plain: bool) -> LinearMethod:
+        if is_plain:
+            return PlainWeight(self.ops)
+        return StoredInt8(self.ops, activations=self.activations)
 
 
 class Int8(Online):

@@ -8,20 +8,21 @@ ranks that wait look after the others ten times in a second.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headrace_core.errors import CaptureRefused, ConfigError
 from headrace_core.parallel import Communicator
 from headrace_distributed.arguments import check_ranks, check_source, normal_dim, on_cpu
 from headrace_distributed.errors import CallMismatch, GroupError, PeerLost, PeerTimeout
 from headrace_distributed.peers import Peer, introduce, on_one_host
-from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, connect, wait_for_value
+from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, connect, exchange, wait_for_value
 from headrace_distributed.shm import library
 from headrace_distributed.shm.segment import (
     create_segment,
@@ -83,12 +84,12 @@ def create(
 
 
 def one_round_bytes(world_size: int) -> int:
-    """Bytes of a tensor up to which every rank adds up everything, in one round instead of two.
+    """Bytes of a piece up to which every rank adds up everything, in one round instead of two.
 
-    Measured (benchmarks/all_reduce.py): a second round costs about what reading this many bytes of each
-    rank does.
+    Two ranks read as much in one round as in two. With more ranks a second round costs about what reading
+    this many bytes of each rank does (benchmarks/all_reduce.py).
     """
-    return (128 << 10) // max(1, world_size - 1)
+    return sys.maxsize if world_size <= 2 else (128 << 10) // (world_size - 1)
 
 
 class SharedMemory(Communicator):
@@ -99,15 +100,16 @@ class SharedMemory(Communicator):
     ) -> None:
         self._rank, self._peers, self._timeout = rank, tuple(peers), timeout
         self._library = library.load()
+        self._group: int | None = None
         self._record: Callable[[Any, tuple[Any, ...]], None] | None = None
         descriptor = self._segment(store, slot_bytes)
         try:
-            self._group: int | None = self._library.hr_group_open(
+            self._group = self._library.hr_group_open(
                 descriptor, rank, len(peers), slot_bytes, one_round_bytes(len(peers)),
-                _spin_ns(len(peers)), int(timeout * 1e9),
+                self._spin_ns(store), int(timeout * 1e9),
             )  # fmt: skip
             if self._group is None:
-                raise GroupError("joining: the segment of shared memory could not be mapped")
+                raise library.why_not_opened(f"rank {rank}")
             # When all have joined, all have opened the segment: its maker may close the descriptor.
             self._check("joining", self._library.hr_group_join(self._group))
         finally:
@@ -121,6 +123,13 @@ class SharedMemory(Communicator):
             return descriptor
         handle = wait_for_value(store, "segment", 0, self.world_size, self._timeout)
         return open_segment(parse_handle(handle), size)
+
+    def _spin_ns(self, store: Store) -> int:
+        """How long a rank looks for another before it sleeps: hardly, if they need each other's cores."""
+        own = ",".join(map(str, os.sched_getaffinity(0)))
+        told = exchange(store, "cores", self.rank, self.world_size, own, self._timeout)
+        cores = {core for text in told for core in text.split(",")}
+        return 50_000 if len(cores) >= self.world_size else 2_000
 
     @property
     def rank(self) -> int:
@@ -247,8 +256,3 @@ def _code(tensor: Tensor, operation: str) -> int:
             f"{', '.join(library.DTYPES)}"
         )
     return library.DTYPES[name]
-
-
-def _spin_ns(world_size: int) -> int:
-    """How long a rank looks for another before it sleeps: hardly, if they need each other's cores."""
-    return 50_000 if len(os.sched_getaffinity(0)) >= world_size else 2_000

@@ -7,12 +7,15 @@ nobody else.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace_core.errors import MissingDependency
+from headrace_distributed.errors import GroupError
 
 INTERFACE = 2
 """Of ``hr_shm_interface`` in native/src/ring.cpp."""
@@ -82,7 +85,7 @@ def load() -> ctypes.CDLL:
     """
     if not available():
         raise _missing(None)
-    library = ctypes.CDLL(str(path()))
+    library = ctypes.CDLL(str(path()), use_errno=True)
     try:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -101,6 +104,14 @@ def recorded(name: str) -> NativeCall:
     packed = ctypes.cast(getattr(load(), f"{name}_packed"), ctypes.c_void_p).value
     assert packed is not None
     return NativeCall(name.removeprefix("hr_group_"), tuple(_SIGNATURES[name][1]), packed)
+
+
+def why_not_opened(who: str) -> GroupError:
+    """The error of an end that the library has just not opened."""
+    number = ctypes.get_errno()
+    if number == errno.EBUSY:
+        return GroupError(f"{who} was opened before: each is one process's")
+    return GroupError(f"{who}: shared memory could not be mapped: {os.strerror(number)}")
 
 
 def _missing(found: str | None) -> MissingDependency:

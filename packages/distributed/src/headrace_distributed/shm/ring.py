@@ -66,7 +66,7 @@ class _End:
             descriptor, reader, handle.num_readers, handle.capacity_bytes, int(spin * 1e9)
         )
         if self._ring is None:
-            raise GroupError("the ring's shared memory could not be mapped")
+            raise library.why_not_opened("the writer" if reader < 0 else f"reader {reader}")
 
     def close(self) -> None:
         """Leave the ring; the other end notices."""
@@ -165,8 +165,10 @@ class RingWriter(_End):
         self._check(status, "made room", timeout)
 
     def check_readers(self) -> None:
-        """Raises:
-        PeerLost: a reader died or left; names it.
+        """Look whether all readers that have joined are there still, without waiting.
+
+        Raises:
+            PeerLost: a reader died or left; names it.
         """
         self._check(self._library.hr_ring_look(self._open()), "", None)
 

@@ -23,8 +23,8 @@ class Capture:
     sizes: tuple[int, ...]
     """See :attr:`headrace_core.graph.GraphNeed.capture_sizes`."""
     enforce_eager: bool = False
-    recorders: tuple[RecordsCalls, ...] = ()
-    """See :attr:`headrace_core.graph.GraphNeed.recorders`."""
+    recorders: Callable[[], tuple[RecordsCalls, ...]] = tuple
+    """Asked once the model is built; see :attr:`headrace_core.graph.GraphNeed.recorders`."""
 
     @property
     def largest(self) -> int:
@@ -51,7 +51,7 @@ def capture_steps(
     graph = factory()
     start = time.perf_counter()
     try:
-        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders, **need))
+        graph.capture(step, GraphNeed(capture.sizes, recorders=capture.recorders(), **need))
     except CaptureRefused as error:
         logger.info("%s run eagerly: %s", kind, error)
         return None

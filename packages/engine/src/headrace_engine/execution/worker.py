@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
+from headrace_core.graph import StepGraph
 from headrace_core.kv import CacheSpec, KVCacheConfig
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
@@ -86,6 +88,22 @@ WARM_UP_SEQS = 16
 """Requests of the largest warm-up step on a CPU, where nothing is compiled or sized for more."""
 
 
+class LeadsPasses(Protocol):
+    """Makes passes of rank 0 run on every rank."""
+
+    def lead(self, model: CausalLM) -> None:
+        """Those of a model, from now on."""
+        ...
+
+    def lead_replays(self, graph: StepGraph | None) -> None:
+        """Those that are recorded."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """None, while this lasts."""
+        ...
+
+
 class ServingWorker:
     """Computes steps with a model on one device. One thread only. With weights that may change it is a
     :class:`~headrace_engine.weights.worker.ModelWorker`.
@@ -128,8 +146,9 @@ class ServingWorker:
         memory_pool: holds weights and cache of an engine that may sleep, if the device has such memory.
         rank: its place among the ranks over which the model's layers are divided.
         memory_share: ranks that share the device's memory, this one included.
-        lead: makes the passes of a model that was built run on the other ranks, too; None: there are none,
-            or this rank follows.
+        leader: makes passes of the model run on the other ranks, too; None: there are none, or this rank
+            follows.
+        leave_group: ends exchanges with the other ranks; None: there are none.
     """
 
     def __init__(
@@ -169,12 +188,14 @@ class ServingWorker:
         memory_pool: MemoryPool | None = None,
         rank: int = 0,
         memory_share: int = 1,
-        lead: Callable[[CausalLM], None] | None = None,
+        leader: LeadsPasses | None = None,
+        leave_group: Callable[[], None] | None = None,
     ) -> None:
         self._build_model = build_model
         self._rank = rank
         self._memory_share = memory_share
-        self._lead = lead
+        self._leader = leader
+        self._leave_group = leave_group
         self._device = torch.device(device)
         self._dtype = dtype
         self._vocab_size = vocab_size
@@ -241,8 +262,8 @@ class ServingWorker:
             slots = self._make_slots()
             model = self._build_model(*slots)
             draft = None if self._build_draft is None else self._build_draft()
-        if self._lead is not None:
-            self._lead(model)
+        if self._leader is not None:
+            self._leader.lead(model)
         self._hold(model, draft)
         if self._prompt_embeds and not _takes_prompt_embeds(model):
             raise ConfigError(
@@ -470,7 +491,12 @@ class ServingWorker:
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),
             )
-            runner.graph = record(runner.whole_step, parts=parts)
+            if self._leader is None:
+                runner.graph = record(runner.whole_step, parts=parts)
+            else:  # each rank records its own steps; a step in parts has no order for exchanges
+                with self._leader.alone():
+                    runner.graph = record(runner.whole_step)
+                self._leader.lead_replays(runner.graph)
             if self._draft_proposer is not None:
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
@@ -556,6 +582,8 @@ class ServingWorker:
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
         self._free()
+        if self._leave_group is not None:
+            self._leave_group()
         self._processors = None
         if self._transfer is not None:
             self._transfer.close()

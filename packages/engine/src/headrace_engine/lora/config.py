@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -80,6 +81,17 @@ class LoRAConfig:
         )
         for modality in (part for key in self.default_mm_loras for part in key.split("+")):
             require_choice("lora.default_mm_loras", modality, tuple(MODALITIES))
+
+    def check_used(self) -> None:
+        """Refuse settings of adapters for an engine that takes none, once it is known that it takes none.
+
+        Raises:
+            ConfigError: names the first that is not its default.
+        """
+        for field in () if self.enable_lora else dataclasses.fields(self):
+            value = getattr(self, field.name)
+            default = field.default if field.default_factory is dataclasses.MISSING else {}
+            require(value == default, f"lora.{field.name}", value, "set together with enable_lora")
 
     @property
     def num_kept(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
-from headrace_engine.multiproc.places import RankedWorkers, RankPlace
+from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
 from headrace_engine.multiproc.rank_process import CALLS
 from headrace_engine.multiproc.rank_processes import RankProcesses
 from headrace_engine.uniproc import UniProcExecutor
@@ -43,6 +43,8 @@ class MultiProcExecutor(UniProcExecutor):
         super().__init__(worker_factory)
         self._others: RankProcesses | None = None
         self._outstanding: set[Future[Any]] = set()
+        self._meeting: Rendezvous | None = None
+        """Where the communicator's ranks meet, until they have."""
 
     @property
     def pids(self) -> list[int]:
@@ -56,20 +58,17 @@ class MultiProcExecutor(UniProcExecutor):
         if not isinstance(ranked, RankedWorkers) or ranked.world_size == 1:
             super().start()
             return
-        meeting = None if ranked.meet is None else ranked.meet()
+        self._meeting = None if ranked.meet is None else ranked.meet()
         try:
-            rendezvous = "" if meeting is None else meeting.address("tp")
+            rendezvous = "" if self._meeting is None else self._meeting.address("tp")
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
             leader = PassLeader(others.run_pass, self._broken)
             place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
-            self.worker_factory = partial(ranked.make, place, leader.lead)
+            self.worker_factory = partial(ranked.make, place, leader)
             super().start()
             others.wait_started()
-            self._meeting = meeting
         except BaseException:
             self.shutdown()
-            if meeting is not None:
-                meeting.close()
             raise
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
@@ -96,9 +95,12 @@ class MultiProcExecutor(UniProcExecutor):
                 f"{method}: not while tensor_parallel_size is above 1; ranks in other processes do "
                 f"{', '.join(CALLS)} only"
             )
-        return list(
-            self._queue(partial(_on_every_rank, others, method, args), is_step=False).result()
-        )
+        results: list[Any] = self._queue(
+            partial(_on_every_rank, others, method, args), is_step=False
+        ).result()
+        if method == "load":  # in which every rank joins
+            self._have_met()
+        return results
 
     def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
         """As :meth:`UniProcExecutor.call_beside`, of an engine with one rank.
@@ -117,6 +119,12 @@ class MultiProcExecutor(UniProcExecutor):
         super().shutdown()
         if self._others is not None:
             self._others.stop()
+        self._have_met()
+
+    def _have_met(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
 
     def _join_seconds(self) -> float | None:
         return JOIN_SECONDS if self._others is not None and self._failure is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,9 +13,14 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import KVCacheConfig
+from headrace_core.model import SupportsPooling
+from headrace_engine.execution.cache import cross_groups
+from headrace_engine.execution.capture import capture_steps
 from headrace_engine.execution.measure import Peak
+from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.execution.worker import ServingWorker
-from headrace_engine.multiproc.leader import PASSES
+from headrace_engine.kv.states import state_groups
+from headrace_engine.multiproc.leader import PASSES, REPLAY
 
 
 class FollowingWorker(ServingWorker):
@@ -37,9 +42,20 @@ class FollowingWorker(ServingWorker):
         Raises:
             ModelError: there is no such pass.
         """
+        if method == REPLAY:
+            self._replay(*args)
+            return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
         getattr(self._loaded(), method)(*(self._prepared(arg) for arg in args))
+
+    def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
+        """The exchanges of a step are the same whether it is replayed or not."""
+        runner = self._ready()
+        if runner.graph is not None and runner.graph.fits(batch, num_logits):
+            runner.graph.replay(batch, num_logits)
+        else:
+            runner.model.forward(runner.with_metadata(batch))
 
     def _prepared(self, arg: Any) -> Any:
         if not isinstance(arg, ForwardBatch) or self._runner is None:
@@ -70,8 +86,24 @@ class FollowingWorker(ServingWorker):
         self._activations = self._peak.bytes
         return MemoryProfile(self._weights, self._activations, self._available)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
+        """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
+        if self._capture is not None:
+            runner, cache = self._ready(), self._cache
+            assert cache is not None
+            runner.graph = capture_steps(
+                self._capture,
+                lambda batch: runner.model.forward(runner.with_metadata(batch)),
+                max_num_seqs=self._max_num_seqs,
+                num_groups=len(runner.backends),
+                device=self._device.type,
+                all_rows=self._pooling is not None
+                and needs_all_rows(cast(SupportsPooling, runner.model), self._pooling),
+                token_types=self._takes_token_types,
+                cross_groups=tuple(cross_groups(cache)),
+                state_groups=tuple(state_groups(cache)),
+            )
         for populator in self._populators:
             populator.start()
         self._binding.narrow()

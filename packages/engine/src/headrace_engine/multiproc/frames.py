@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -174,7 +174,10 @@ def _packed_tensor(value: Tensor, tensors: list[Tensor], offsets: list[int]) -> 
 def _bytes(tensor: Tensor) -> bytes | memoryview:
     import torch
 
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    if not tensor.numel():
+        return b""
+    # As bytes: numpy has no bfloat16.
+    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
 
 
 def _tensor(dtype: str, shape: list[int], start: int, data: bytearray) -> Tensor:
@@ -199,7 +202,8 @@ def _unpacked(tree: Any, data: bytearray) -> Any:
         return tree
     kind = tree[0]
     if kind == _TENSOR:
-        return _tensor(*tree[1:], data=data)
+        _, dtype, shape, start = tree
+        return _tensor(dtype, shape, start, data)
     if kind == _OBJECT:
         return CLASSES[tree[1]](*(_unpacked(field, data) for field in tree[2]))
     if kind == _TUPLE:

@@ -7,15 +7,19 @@ on the object, so that who calls them (steps, dummy steps, encoders, recordings)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from headrace_core.batch import ForwardBatch
+from headrace_core.graph import StepGraph
 from headrace_engine.multiproc.messages import ModelPass
 
 PASSES = ("forward", "forward_streams", "embed_media", "encode")
 """Methods of models whose layers are divided; another method is rank 0's own affair."""
+REPLAY = "replay"
+"""A pass that rank 0 replays: of a batch, and with so many rows of logits."""
 
 
 class PassLeader:
@@ -42,6 +46,21 @@ class PassLeader:
             own = getattr(model, name, None)
             if own is not None:
                 setattr(model, name, partial(self._run, name, own))
+
+    def lead_replays(self, graph: StepGraph | None) -> None:
+        """Have what a graph replays run on every rank, from its own recording or eagerly."""
+        if graph is not None:
+            replay = cast(Any, graph).replay
+            setattr(graph, "replay", partial(self._run, REPLAY, replay))  # noqa: B010 - as in lead
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this lasts, passes are rank 0's only: they are recorded, and exchange nothing."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
         if self._is_running:  # a pass that is part of another one

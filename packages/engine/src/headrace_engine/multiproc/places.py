@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from headrace_core.executor import Worker
 from headrace_engine.config import EngineConfig
+from headrace_engine.multiproc.leader import PassLeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,13 @@ class Rendezvous(Protocol):
         ...
 
 
-Lead = Callable[[Any], None]
-"""Makes the passes of a built model run on every rank."""
-
-
 @dataclass(frozen=True)
 class RankedWorkers:
     """Makes the workers of an engine with several ranks; a :data:`headrace_core.executor.WorkerFactory` of
     an engine with one."""
 
-    make: Callable[[RankPlace, Lead | None], Worker]
-    """Rank 0's worker."""
+    make: Callable[[RankPlace, PassLeader | None], Worker]
+    """Rank 0's worker, given what leads the others."""
     factory: str
     """``module:function`` for the other ranks' processes: called with (config, place), returns a worker that
     also has ``run_pass``."""

@@ -6,6 +6,7 @@ what rank 0 says, so that its end, however it comes, is seen at once and is the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -63,11 +64,13 @@ def main() -> None:
         _serve(hello, connection, messages)
     except BaseException as error:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
-        frames.send(connection, frames.pack(Failed(type(error).__name__, str(error))))
+        with contextlib.suppress(OSError):
+            frames.send(connection, frames.pack(Failed(type(error).__name__, str(error))))
         logging.shutdown()
-        os._exit(
-            1
-        )  # at once: threads of a communicator may wait for ranks that are no longer in step
+        # Threads of a communicator may wait for ranks that are no longer in step.
+        os._exit(1)
+    logging.shutdown()
+    os._exit(0)  # the interpreter would take a second to take torch apart
 
 
 def _configure_logging(hello: RankHello) -> None:

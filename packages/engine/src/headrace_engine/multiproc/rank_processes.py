@@ -79,6 +79,8 @@ class RankProcesses:
                 self._ranks.append(_start(ranked, place))
         except BaseException:
             self.kill()
+            for started in self._ranks:
+                started.process.wait()
             self._close()
             raise
         self._thread = threading.Thread(
@@ -187,9 +189,9 @@ class RankProcesses:
         with self._lock:
             future = rank.waiting.pop(message.call_id)
         if isinstance(message, Raised):
-            error = as_exception(message.error)
-            error.add_note(f"raised by rank {rank.place.rank}")
-            future.set_exception(error)
+            raised = as_exception(message.error)
+            raised.add_note(f"raised by rank {rank.place.rank}")
+            future.set_exception(raised)
         elif isinstance(message, Answer):
             future.set_result(message.result)
         return True
@@ -216,10 +218,10 @@ class RankProcesses:
             for one in self._ranks:
                 one.waiting.clear()
         self._has_failed.set()
-        for future in waiting:
-            future.set_exception(dead)
         if first and not self._stopping:
             self._died(dead)
+        for future in waiting:  # who gets this finds the executor ended
+            future.set_exception(dead)
 
 
 def _start(ranked: RankedWorkers, place: RankPlace) -> _Rank:

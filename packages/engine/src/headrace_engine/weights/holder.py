@@ -249,7 +249,7 @@ class WeightHolder:
             self._stream.close()
         if self._loaded is None:
             raise no_updates()
-        stream = self._stream = WeightStream(self, self._limits().num_bytes)
+        stream = self._stream = WeightStream(self, self._limits())
         return {"host": stream.host, "port": stream.port, "token": stream.token}
 
     def close_ways(self) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from headrace_core.errors import HeadraceError, RequestError
 from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.weights.messages import TensorPlace
+from headrace_engine.weights.part_limits import PartLimits
 from headrace_engine.weights.stream_header import MAX_HEADER, read_header
 
 logger = logging.getLogger(__name__)
@@ -66,15 +67,17 @@ class PartCheck(Protocol):
 
 
 class WaitingParts:
-    """Parts that have come and wait for ``update_weights``: so many bytes at most. For several threads.
+    """Parts that have come and wait for ``update_weights``, within limits. For several threads.
 
     Args:
-        max_bytes: of all of them, and of those that are being read.
+        limits: of all of them together, and of the bytes that are being read.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, limits: PartLimits) -> None:
+        self._limits = limits
         self._parts: list[Part] = []
+        self._names: set[str] = set()
+        """Of tensors that wait."""
         self._waiting_bytes = self._coming_bytes = 0
         self._lock = threading.Lock()
 
@@ -87,10 +90,10 @@ class WaitingParts:
         """
         with self._lock:
             taken = self._waiting_bytes + self._coming_bytes
-            if taken + num_bytes > self._max_bytes:
+            if taken + num_bytes > self._limits.num_bytes:
                 raise RequestError(
                     f"part: {num_bytes} bytes, beside {taken} that wait for update_weights: must be at most "
-                    f"{self._max_bytes} together",
+                    f"{self._limits.num_bytes} together",
                     param="weights",
                 )
             self._coming_bytes += num_bytes
@@ -104,30 +107,37 @@ class WaitingParts:
         """Keep a part.
 
         Raises:
-            RequestError: a tensor waits already.
+            RequestError: a tensor waits already, or too many do.
         """
         with self._lock:
-            waiting = {name for one in self._parts for name, _ in one}
-            twice = next((name for name, _ in part if name in waiting), None)
+            twice = next((name for name, _ in part if name in self._names), None)
             if twice is not None:
                 raise RequestError(
                     f"tensor {twice!r:.200} comes twice: it waits for update_weights already",
                     param="weights",
                 )
-            self._parts.append(part)
-            self._waiting_bytes += _num_bytes(part)
+            if len(self._names) + len(part) > self._limits.num_tensors:
+                raise RequestError(
+                    f"part: {len(part)} tensors, beside {len(self._names)} that wait for update_weights: "
+                    f"must be at most {self._limits.num_tensors} together",
+                    param="weights",
+                )
+            if part:
+                self._parts.append(part)
+                self._names.update(name for name, _ in part)
+                self._waiting_bytes += sum(tensor.nbytes for _, tensor in part)
 
     def take(self) -> list[Part]:
         """All that wait, which wait no longer."""
         with self._lock:
-            parts, self._parts, self._waiting_bytes = self._parts, [], 0
+            parts = self._parts
+            self._keep([])
         return parts
 
     def give_back(self, parts: Sequence[Part]) -> None:
         """Have parts that were taken wait again, before those that came meanwhile."""
         with self._lock:
-            self._parts[:0] = parts
-            self._waiting_bytes += sum(map(_num_bytes, parts))
+            self._keep([*parts, *self._parts])
 
     @property
     def num_tensors(self) -> int:
@@ -135,19 +145,25 @@ class WaitingParts:
         with self._lock:
             return sum(map(len, self._parts))
 
+    def _keep(self, parts: list[Part]) -> None:
+        """Let these be what waits. The lock is held."""
+        self._parts = parts
+        self._names = {name for part in parts for name, _ in part}
+        self._waiting_bytes = sum(tensor.nbytes for part in parts for _, tensor in part)
+
 
 class WeightStream:
     """Listens for parts, in threads of its own: one for the listener, and one for each connection.
 
     Args:
         check: of what comes.
-        max_bytes: of all parts that wait for ``update_weights``.
+        limits: of all parts that wait for ``update_weights``.
         host: the address that is listened at.
     """
 
-    def __init__(self, check: PartCheck, max_bytes: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, check: PartCheck, limits: PartLimits, host: str = "127.0.0.1") -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
-        self.parts = WaitingParts(max_bytes)
+        self.parts = WaitingParts(limits)
         self._check = check
         self._strangers: dict[socket.socket, threading.Thread] = {}
         """Connections that have not shown the token, the oldest first."""
@@ -272,10 +288,6 @@ class WeightStream:
                 part.append((one.name, tensor))
         self.parts.add(part)
         return part
-
-
-def _num_bytes(part: Part) -> int:
-    return sum(tensor.nbytes for _, tensor in part)
 
 
 def _shut(one: socket.socket) -> None:

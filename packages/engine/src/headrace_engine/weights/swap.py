@@ -118,7 +118,7 @@ class WeightsSwap:
         self._order, self._built, self._answer = order, built, Future()
         self.is_under_way = True
         self._began, self._times = self._clock(), {}
-        logger.info("swap_weights: reading %s beside the running weights", order.path)
+        logger.info("swap_weights: reading %r beside the running weights", order.path)
         return self._answer
 
     def advance(self) -> None:
@@ -158,7 +158,7 @@ class WeightsSwap:
         facts |= self._built.result(0)[0]
         seconds = {phase: round(value, 3) for phase, value in self._times.items()}
         logger.info(
-            "swap_weights: %s serves now: %s",
+            "swap_weights: %r serves now: %s",
             order.path,
             ", ".join(f"{phase} {value:.3f} s" for phase, value in seconds.items()),
         )
@@ -170,7 +170,7 @@ class WeightsSwap:
         assert self._order is not None
         ours = isinstance(error, HeadraceError)
         logger.error(
-            "swap_weights: %s is given up; the weights before serve on: %s",
+            "swap_weights: %r is given up; the weights before serve on: %s",
             self._order.path,
             error,
             exc_info=None if ours else error,

@@ -94,11 +94,10 @@ class EngineUpdates:
         self._sleep.check_may_update()
         self._check_not_receiving(UPDATE)
         began = not (self.may_hold and self._held()[0])
-        self.may_hold = True
         try:
             return self._update(message, began)
         except BaseException as error:
-            if began:  # what came in a single call, and was refused, is not kept
+            if began and self.may_hold:  # what came in a single call, and was refused, is not kept
                 self._executor.call("refuse_weights")
             raise _for_caller(error) from error
 
@@ -119,11 +118,11 @@ class EngineUpdates:
             return self._beside[JOIN]
         message = WeightsMessage.parse(args[0])
         self._sleep.check_may_update()
-        self.may_hold = True
         try:
             self._executor.call("expect_weights", message)
         except BaseException as error:
             raise _for_caller(error) from error
+        self.may_hold = True
         received, told = self._executor.call_beside("receive_weights", message), Future[list[Any]]()
 
         def tell(future: Future[list[Any]]) -> None:
@@ -174,11 +173,13 @@ class EngineUpdates:
         if method == "open_weight_stream":
             self._sleep.check_may_update(method)
             self._check_not_receiving(method)
-            self.may_hold = True
-        return self._executor.call(method, *args)
+        results = self._executor.call(method, *args)
+        self.may_hold = True
+        return results
 
     def _update(self, message: WeightsMessage, began: bool) -> list[Any]:
         counts = self._executor.call("stage_weights", message)
+        self.may_hold = True
         if not message.finish:
             if message.prepare:
                 self._executor.call("seal_weights")

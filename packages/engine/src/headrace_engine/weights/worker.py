@@ -317,7 +317,7 @@ class ModelWorker(ServingWorker):
             RequestError: the model computes vectors of media, of which requests that run have a part.
             WeightsError, CapacityError: the old weights are in their place again.
         """
-        if self._model is None:
+        if self._runner is None:  # no model, or no cache, for which there was no memory behind it
             self._new_weights.apply()
             self._hold(self._new_weights.model, self._draft, self._head)
             return

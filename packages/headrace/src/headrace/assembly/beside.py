@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +37,28 @@ _PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")
 """Entries of ``tokenizer.json`` that say so. Others, truncation for one, tools change as they write it."""
 
 
+def check_files(path: str) -> None:
+    """Check that what lies in a folder has an end: whoever opens a FIFO waits for its other end, and nobody
+    could end the swap.
+
+    Raises:
+        RequestError: names the first that is no file, folder or link to one.
+    """
+    if not os.path.isdir(path):
+        return
+    with os.scandir(path) as entries:
+        for entry in entries:
+            try:
+                mode = entry.stat().st_mode
+            except OSError:  # a link to nothing: whoever needs it says so
+                continue
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise RequestError(
+                    f"path = {path!r:.300}: {entry.name!r:.200} is a FIFO, socket or device: must be a file",
+                    param="path",
+                )
+
+
 def beside_builder(
     resolved: ResolvedConfig, ops: OpTable, slices: EncoderSlices | None
 ) -> BuildBeside:
@@ -56,6 +80,7 @@ def beside_builder(
         from headrace_models.loading.update import LoadRecord
         from headrace_models.weight_bytes import kept_bytes
 
+        check_files(path)
         new = resolved_beside(resolved, path)
         config, info = new.config, new.info
         choose, record = backend_chooser(new, ops), LoadRecord()

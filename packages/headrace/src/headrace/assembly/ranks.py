@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
+from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
@@ -42,6 +43,21 @@ class Ranks:
         """True if layers are divided."""
         return self.world_size > 1
 
+    def recorders(self) -> tuple[RecordsCalls, ...]:
+        """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
+        group = self.communicator()
+        return (group,) if self.are_several and isinstance(group, RecordsCalls) else ()
+
+    def can_record(self) -> bool:
+        """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
+        if not self.are_several or self.recorders():
+            return True
+        if self.rank == 0 and self._place is not None:
+            logger.info(
+                "communicator %r: its exchanges cannot be recorded", self._place.communicator
+            )
+        return False
+
     def communicator(self) -> Communicator:
         """The group of all ranks, which this one joins when it is first asked for."""
         if self._place is None or not self.are_several:
@@ -51,6 +67,12 @@ class Ranks:
             self._communicator = create(self.rank, self.world_size, self._place.rendezvous)
         return self._communicator
 
+    def leave(self) -> None:
+        """Leave the group, if this rank is in one. Idempotent."""
+        group, self._communicator = self._communicator, None
+        if group is not None:
+            group.close()
+
     def threads(self, whole: CpuThreads) -> CpuThreads:
         """This rank's share of the engine's threads, and of the cores that they are bound to."""
         if not self.are_several:
@@ -58,8 +80,8 @@ class Ranks:
         count = max(1, whole.num_threads // self.world_size)
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
-                "tensor_parallel_size = %d ranks share %d CPU threads: each has one, and they wait for each "
-                "other; more ranks than cores are for trying things out",
+                "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
+                "takes one: they wait for each other. Use as many ranks as cores at most",
                 self.world_size,
                 whole.num_threads,
             )

@@ -77,6 +77,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
         config = dataclasses.replace(config, model=model)
     if not isinstance(platform, BringsWorker):  # whose workers have no slots
         config = with_own_adapters(config, info)
+        config.lora.check_used()
     fit_context = config.model.max_model_len == -1
     return ResolvedConfig(resolve(config, info, platform), info, platform, fit_context)
 

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from headrace_core.lora import AdapterSlots
     from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.encoder.slices import EncoderSlices
-    from headrace_engine.execution.worker import ServingWorker
+    from headrace_engine.execution.worker import LeadsPasses, ServingWorker
     from headrace_engine.lora.store import AdapterStore
-    from headrace_engine.multiproc.places import Lead, RankPlace
+    from headrace_engine.multiproc.places import RankPlace
     from headrace_engine.sleep.memory_pool import MemoryPool
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
@@ -75,14 +75,14 @@ def worker_factory(
     grammars: GrammarStore | None = None,
     adapters: AdapterStore | None = None,
     place: RankPlace | None = None,
-    lead: Lead | None = None,
+    leader: LeadsPasses | None = None,
 ) -> Callable[[], ServingWorker]:
     """Makes the worker of the resolved model, which loads it when asked to.
 
     Args:
         adapters: of requests; None: they have none.
         place: its rank; None: there is one.
-        lead: makes the model's passes run on the other ranks; None: there are none, or this one follows.
+        leader: makes the model's passes run on the other ranks; None: there are none, or this one follows.
     """
     from headrace_engine.execution.capture import Capture
     from headrace_engine.multiproc.following import FollowingWorker
@@ -148,13 +148,22 @@ def worker_factory(
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
+            "leave_group": ranks.leave,
+            "capture": None
+            if config.multimodal.only_encodes
+            else Capture(
+                lambda: ops.step_graph if ranks.can_record() else None,
+                sizes,
+                enforce_eager=bool(config.graph.enforce_eager),
+                recorders=ranks.recorders,
+            ),
         }
         if ranks.rank:
             return FollowingWorker(lambda: build(resolved), **of_rank)
         return worker_class(
             lambda slots=None: build(resolved, slots),
             **of_rank,
-            lead=lead,
+            leader=leader,
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             kv_scales=kv_scales,
@@ -183,13 +192,6 @@ def worker_factory(
             build_beside=beside_builder(resolved, ops, slices),
             max_bytes=config.cache.max_memory_bytes,
             weights=weights,
-            capture=None
-            if config.multimodal.only_encodes
-            else Capture(
-                lambda: ops.step_graph,
-                sizes,
-                enforce_eager=bool(config.graph.enforce_eager) or ranks.are_several,
-            ),
         )
 
     return make_worker
@@ -208,9 +210,10 @@ def ranked_workers(
     config = resolved.config
     size = config.parallel.tensor_parallel_size
 
-    def make(place: RankPlace, lead: Lead | None) -> Worker:
-        made = worker_factory(resolved, timeline, grammars, adapters, place, lead)
-        return timed_workers(made, config.observability)()
+    def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
+        made = worker_factory(resolved, timeline, grammars, adapters, place, leader)
+        # Rank 0's is a ModelWorker.
+        return timed_workers(cast("WorkerFactory", made), config.observability)()
 
     if size == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)

@@ -188,10 +188,14 @@ class NativeStepGraph(StepGraph):
         )
 
     def _in_parts(self, program: Program, need: GraphNeed) -> PartsProgram | None:
-        """The program for parts of steps, None if there are to be none or their results would mingle."""
+        """The program for parts of steps, None if there are to be none or their results would mingle.
+
+        Nor if others make calls in it: what ranks say to each other has one order.
+        """
         lanes = min(self._library.num_threads(), MOST_LANES)
         rows = TOKENS if need.all_rows else LOGITS
-        if not need.parts or lanes < 2 or not result_is_apart(program, rows):
+        wanted = need.parts and not need.recorders
+        if not wanted or lanes < 2 or not result_is_apart(program, rows):
             return None
         num_tokens = need.capture_sizes[-1]
         seqs = min(num_tokens, need.max_num_seqs)

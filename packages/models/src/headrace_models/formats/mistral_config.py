@@ -113,7 +113,8 @@ def _seeing_config(encoder: Settings, text: Mapping[str, Any]) -> dict[str, Any]
     projector = encoder.config.get("mm_projector_id") or ""
     if projector not in ("", _MERGES):
         raise UnsupportedModel(
-            f"params.json: vision_encoder.mm_projector_id = {projector!r:.200}: must be {_MERGES!r} or left out"
+            f"params.json: vision_encoder.mm_projector_id = {projector!r:.200}: must be {_MERGES!r} or left "
+            "out"
         )
     merge = encoder.integer("spatial_merge_size", 1)
     if not projector and merge != 1:

@@ -134,6 +134,8 @@ class WeightLayer(Layer, ABC):
     takes_views: bool = False
     """True if :meth:`load` keeps nothing of its tensors: they may then be views of the
     checkpoint's file, or of memory that is used again for the next leaf."""
+    no_adapters: str = ""
+    """Why the leaf takes no low-rank adapters, where one of its kind usually does."""
     is_twin: bool = False
     """True of an object that loads tensors in the place of the leaf, which gets its state later
     (:mod:`headrace_models.loading.update`): it writes into nothing but itself."""

@@ -72,8 +72,6 @@ class Linear(WeightLayer):
 
     low_rank: LinearPlace | None = None
     """The layer's adapters; None: it takes none."""
-    no_adapters: str = ""
-    """Why it takes none, where a layer of its kind usually does."""
 
     def __init__(
         self,

@@ -126,7 +126,18 @@ class Adapters:
 
     def read(self, path: str) -> ReadAdapter:
         """See :meth:`headrace_core.lora.AdapterSlots.read`."""
+        self._checked(read_folder(Path(path), values=False))
         files = read_folder(Path(path))
+        kept = self._kept(self._checked(files))
+        shared = {id(t): t.nbytes for piece in kept for t in piece.factors[:2]}
+        changes_media = any(_is_tower(piece.place) for piece in kept)
+        return ReadAdapter(files.path, kept, sum(shared.values()), _digest(files), changes_media)
+
+    def _checked(self, files: AdapterFiles) -> list[Piece]:
+        """The parts of layers that an adapter is for, all of which have places.
+
+        Raises: WeightsError, UnsupportedModel: it cannot be used; says why.
+        """
         places, without = list[Piece](), list[str]()
         for module, pieces in self._pieces(files):
             places += pieces
@@ -137,10 +148,7 @@ class Adapters:
         _check_once(files, places)
         self._check_ranks(files, places)
         _check_bases(files, self._names())
-        kept = self._kept(places)
-        shared = {id(t): t.nbytes for piece in kept for t in piece.factors[:2]}
-        changes_media = any(_is_tower(piece.place) for piece in kept)
-        return ReadAdapter(files.path, kept, sum(shared.values()), _digest(files), changes_media)
+        return places
 
     def place(self, slot: int, adapter: ReadAdapter) -> None:
         """See :meth:`headrace_core.lora.AdapterSlots.place`."""
@@ -265,7 +273,7 @@ def _check_bases(files: AdapterFiles, names: ModuleNames) -> None:
         is_table = module in files.factors and files.factors[module].is_table
         if is_table:
             outputs, inputs = inputs, outputs
-        blank = Factors(torch.empty(0, inputs), torch.empty(outputs, 0), 1.0, is_table)
+        blank = Factors(torch.empty(1, inputs), torch.empty(outputs, 1), 1.0, is_table)
         names.pieces(module, blank, files.path)
 
 

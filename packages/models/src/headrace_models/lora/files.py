@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_models.formats.header import read_header
 from headrace_models.formats.pickled import read_pickled
-from headrace_models.formats.safetensors import read_tensors
+from headrace_models.formats.safetensors import DTYPES, read_tensors
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import listed
 from headrace_models.lora.settings import CONFIG, AdapterSettings
@@ -84,8 +86,12 @@ class AdapterFiles:
     base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def read_folder(folder: Path) -> AdapterFiles:
+def read_folder(folder: Path, *, values: bool = True) -> AdapterFiles:
     """Settings and tensors of a folder, checked against each other.
+
+    Args:
+        values: False: tensors are on the device ``meta``, with shapes and dtypes as the file's header says,
+            and none of its numbers is read.
 
     Raises:
         UnsupportedModel: its settings or tensors ask for more than products that are added.
@@ -98,7 +104,7 @@ def read_folder(folder: Path) -> AdapterFiles:
         raise WeightsError(
             f"{folder / SAFETENSORS}: is missing, and {CONFIG} is there; accepted are {', '.join(WEIGHTS)}"
         )
-    stored = _tensors(path)
+    stored = _tensors(path) if values else _shapes(path)
     factors, stacks = dict[str, Factors](), list[StackedFactors]()
     for end, other, is_table in _PAIRS:
         for name in [name for name in stored if name.endswith(end)]:
@@ -128,6 +134,15 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return read_pickled(path)
 
 
+def _shapes(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        return {
+            entry.name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+            for entry in read_header(path)
+        }
+    return {name: tensor.to("meta") for name, tensor in read_pickled(path).items()}
+
+
 def _check_pair(path: Path, module: str, down: Tensor, up: Tensor | None) -> Tensor:
     """The second factor, if both are such."""
     if up is None:
@@ -137,7 +152,8 @@ def _check_pair(path: Path, module: str, down: Tensor, up: Tensor | None) -> Ten
             raise WeightsError(
                 f"{path}: factors of {module!r} have dtype {tensor.dtype}: must be {', '.join(_FLOATS)}"
             )
-        check_finite(module, tensor, path)
+        if not tensor.is_meta:
+            check_finite(module, tensor, path)
     if down.ndim != 2 or up.ndim != 2:
         raise UnsupportedModel(
             f"{path}: factors of {module!r} have shapes {list(down.shape)} and {list(up.shape)}: must be "

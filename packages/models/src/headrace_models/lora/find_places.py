@@ -98,7 +98,9 @@ def _names(leaf: Any) -> tuple[str, ...]:
 
 
 def _linear(layer: Linear, memory: Memory, rows: RowSlots) -> Place:
-    made = partial(TowerPlace if isinstance(rows, MediaSlot) else LinearPlace, memory)
+    made: Callable[..., Place] = partial(
+        TowerPlace if isinstance(rows, MediaSlot) else LinearPlace, memory
+    )
     group = layer.communicator
     if memory.fully_sharded and group.world_size > 1:
         made = partial(ShardedPlace, memory, communicator=group)

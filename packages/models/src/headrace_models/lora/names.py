@@ -17,7 +17,7 @@ import torch
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.model import TranslatesWeights, WeightRule
 from headrace_models.loading.mapping import Place as Where
-from headrace_models.loading.mapping import WeightMap
+from headrace_models.loading.mapping import WeightMap, stored_shape
 from headrace_models.lora.files import Factors
 from headrace_models.lora.places import ExpertsPlace, LinearPlace, Place, TablePlace
 from headrace_models.lora.targets import Piece, Target, pieces_of
@@ -29,6 +29,9 @@ _HEAD, _HEAD_MODULE = "head", "lm_head"
 """The head's attribute in a decoder, and its name in transformers' newer classes, whatever files call it."""
 _TRUNK = "model."
 """Begins names of an architecture with a head; those of the model without one lack it."""
+_MOST_LAYERS = 16
+"""Layers that one module may be of, in all families; more is refused before memory is taken for it."""
+_WHOLE = WeightRule("", "", split=())
 
 
 class ModuleNames:
@@ -44,6 +47,12 @@ class ModuleNames:
     ) -> None:
         self.model, self.places = model, places
         self.map = WeightMap(rules, places)
+        self._largest = _MOST_LAYERS * max(
+            size
+            for slots in self.map.slots.values()
+            for slot in slots.values()
+            for size in stored_shape(slot, range(slot.num_parts), _WHOLE)
+        )
         self.by_name = {
             name: (place, *where)
             for place in places.values()
@@ -63,6 +72,11 @@ class ModuleNames:
         """
         outputs, inputs = len(factors.up), factors.down.shape[1]
         sizes = (inputs, outputs) if factors.is_table else (outputs, inputs)
+        if max(sizes) > self._largest:
+            raise WeightsError(
+                f"{file}: factors of {module!r} are of a weight {list(sizes)} [out, in]: no module of the "
+                "model is so large"
+            )
         targets = self._targets(module, sizes, file)
         if any(isinstance(target.place, TablePlace) != factors.is_table for target in targets):
             raise WeightsError(
@@ -94,7 +108,7 @@ class ModuleNames:
     def is_unread(self, module: str) -> bool:
         """True if a module is one of a tower whose weights are not read, as nothing that the tower gives
         depends on them: behind the layer whose states are read, say."""
-        unread = getattr(self.model, "unread_weights", dict)()
+        unread: Mapping[str, str] = getattr(self.model, "unread_weights", dict)()
         own = (name for spelled in self._spellings(module) for name in self._renamed(spelled))
         return any(re.fullmatch(pattern, f"{name}.weight") for name in own for pattern in unread)
 

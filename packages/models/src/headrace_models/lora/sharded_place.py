@@ -1,9 +1,9 @@
 """Places whose factors are both cut over the ranks of tensor parallelism (``fully_sharded_loras``).
 
 A layer's own cut leaves one of the factors whole on every rank: ``down`` of layers whose outputs are cut,
-``up`` of those whose inputs are. Here that one is cut along the adapter's rank: each of W ranks computes its share
-of ``down @ x``, and all get what they need of the others' by one exchange of numbers as wide as the rank. What is
-exchanged has the activations' dtype, as it has between PEFT's two layers.
+``up`` of those whose inputs are. Here that one is cut along the adapter's rank: each rank of the group
+computes its share of ``down @ x``, and gets what it needs of the others' by one exchange, of as many numbers
+as the adapter's rank is. These have the activations' dtype, as they have between PEFT's two layers.
 
 Adapters under tensor parallelism: Sheng et al. 2023, arXiv:2311.03285. A cut along the rank needs nothing to
 divide: shares of a rank may be of different sizes.

@@ -45,13 +45,18 @@ class MiniCPMVProcessor(ImageProcessor):
     """
 
     written: ClassVar[str] = "(<image>./</image>)"
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    """Keys of special tokens in the settings -> the tokens where settings leave them out."""
+    counts: ClassVar[bool] = True
+    """Images have numbers where settings do not say it."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
         super().__init__(config, path)
         stated = self.stated
         self._side = _number(stated, "scale_resolution", 448)
         self._patch = _number(stated, "patch_size", 14)
-        if part(config, "vision_config").get("patch_size", 14) != self._patch:
+        own = part(config, "vision_config").get("patch_size", config.get("patch_size", 14))
+        if own != self._patch:
             raise UnsupportedModel(
                 f"image processor: patch_size = {self._patch}: config.json says another for vision_config"
             )
@@ -64,11 +69,11 @@ class MiniCPMVProcessor(ImageProcessor):
                 f"image processor: image_feature_size = {self._number}: config.json says query_num = "
                 f"{config.get('query_num', 64)!r}"
             )
-        self._counts = bool(stated.get("use_image_id", True))
+        self._counts = bool(stated.get("use_image_id", self.counts))
         means = {f"image_{x}": stated.get(f"norm_{x}", HALVES) for x in ("mean", "std")}
         self._numbers = Numbers.of(means)
         self._words = Words(path)
-        self._words.check(**{self._name(key): None for key in _NAMES})
+        self._words.check(**{self._name(key): None for key in self.names})
         self._tokens = lru_cache(maxsize=64)(self._expanded)
 
     def find_placeholder(self) -> int:
@@ -161,10 +166,38 @@ class MiniCPMVProcessor(ImageProcessor):
         return found
 
     def _name(self, key: str) -> str:
-        value = self.stated.get(key, _NAMES[key])
+        value = self.stated.get(key, self.names[key])
         if not isinstance(value, str) or not value:
             raise UnsupportedModel(f"image processor: {key} = {value!r}: must be a token's text")
         return value
+
+
+class OlderMiniCPMVProcessor(MiniCPMVProcessor):
+    """The same for 2.0 and 2.5: slices are marked as images, and all of them together as slices; images have
+    no numbers."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        key: text for key, text in _NAMES.items() if key not in ("im_id_start", "im_id_end")
+    }
+    counts: ClassVar[bool] = False
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        super().__init__(config, path)
+        if self._counts:
+            raise UnsupportedModel(
+                "image processor: use_image_id = True: must be false, or config.json must say a version from "
+                "2.6"
+            )
+
+    def _expanded(self, grid: Grid | None) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        name = self._name
+        one = f"{name('im_start')}{name('unk')}{name('im_end')}"
+        text = one
+        if grid is not None:
+            columns, rows = grid
+            cut = "\n".join([one * columns] * rows)
+            text += f"{name('slice_start')}{cut}{name('slice_end')}"
+        return widened(self._words.ids(text), self.placeholder_id, self._number)
 
 
 def check_shape(pixels: Pixels) -> None:

@@ -85,4 +85,10 @@ class ByModality:
         return expanded_by_kind(token_ids, kinds, tuple(self._placeholders.values()))
 
     def _kind(self, item: ProcessedMedia) -> int:
-        return next(token for name, token in self._placeholders.items() if name in item.inputs)
+        """The token that stands for an item in a prompt. One that comes as vectors has no input that tells,
+        but its tokens do."""
+        for name, token in self._placeholders.items():
+            if name in item.inputs:
+                return token
+        first, _ = item.runs[0]
+        return item.token_ids[first]

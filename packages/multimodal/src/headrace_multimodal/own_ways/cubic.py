@@ -1,5 +1,5 @@
-"""Cubic resampling as OpenCV does it: every number from its sixteen neighbours, also where an image shrinks, in
-single precision, without rounding to bytes.
+"""Cubic resampling as OpenCV does it: every number from its sixteen neighbours, also where an image shrinks,
+in single precision, without rounding to bytes.
 
 Keys 1981, "Cubic convolution interpolation for digital image processing", with a = -3/4.
 """
@@ -21,10 +21,14 @@ def cubic(pixels: Pixels, height: int, width: int) -> Float:
     if pixels.shape[:2] == (height, width):
         return x
     across, along = _neighbours(pixels.shape[1], width)
-    rows = sum(x[:, across[:, i]] * along[None, :, i, None] for i in range(4))
     down, weights = _neighbours(pixels.shape[0], height)
-    made = sum(rows[down[:, i]] * weights[:, i, None, None] for i in range(4))
-    return np.ascontiguousarray(made, np.float32)
+    rows = np.zeros((pixels.shape[0], width, 3), np.float32)
+    made = np.zeros((height, width, 3), np.float32)
+    for i in range(4):
+        rows += x[:, across[:, i]] * along[None, :, i, None]
+    for i in range(4):
+        made += rows[down[:, i]] * weights[:, i, None, None]
+    return made
 
 
 def _neighbours(before: int, after: int) -> tuple[npt.NDArray[np.int64], Float]:

@@ -68,7 +68,8 @@ class Emu3Processor(ImageProcessor):
 
     def one(self, pixels: Pixels, options: Mapping[str, Any]) -> ProcessedMedia:
         """Raises: RequestError: an image is 200 times as long as it is wide."""
-        height, width = smart_size(*pixels.shape[:2], _PLACE, *self._bounds)
+        height, width = pixels.shape[:2]
+        height, width = smart_size(height, width, _PLACE, *self._bounds)
         values = self._numbers(resized(pixels, height, width, self._resample))
         rows, columns = height // _PLACE, width // _PLACE
         name, number = self._names, rows * (columns + 1)

@@ -27,8 +27,8 @@ from headrace_multimodal.own_ways.cubic import cubic
 
 
 class MistralsPixtralProcessor(ImageProcessor):
-    """``pixel_values`` are [3, height, width]. Sizes and tokens are those of ``params.json``; a file of settings
-    beside it, which is for transformers' classes, is not looked at."""
+    """``pixel_values`` are [3, height, width]. Sizes and tokens are those of ``params.json``; a file of
+    settings beside it, which is for transformers' classes, is not looked at."""
 
     text = "[IMG]"
 
@@ -36,11 +36,12 @@ class MistralsPixtralProcessor(ImageProcessor):
         super().__init__(config, path)
         merge = config.get("spatial_merge_size")
         self._unit = model_unit({**config, "spatial_merge_size": 1 if merge is None else merge}, 1)
-        self._side = part(config, "vision_config").get("image_size")
-        if type(self._side) is not int or not 0 < self._side <= 1 << 14:
+        side = part(config, "vision_config").get("image_size")
+        if type(side) is not int or not 0 < side <= 1 << 14:
             raise UnsupportedModel(
-                f"params.json: vision_encoder.max_image_size = {self._side!r}: must be a size"
+                f"params.json: vision_encoder.max_image_size = {side!r}: must be a size"
             )
+        self._side = side
         self._break = token_id(config, "image_break_token_id")
         self._end = token_id(config, "image_end_token_id")
 

@@ -6,16 +6,33 @@ Yao et al. 2024, arXiv:2408.01800.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace_core.multimodal import MediaPlacement, Modality, ProcessedMedia
-from headrace_multimodal.images.minicpmv import SIZES, MiniCPMVProcessor, check_shape
+from headrace_multimodal.images.minicpmv import (
+    SIZES,
+    MiniCPMVProcessor,
+    OlderMiniCPMVProcessor,
+    check_shape,
+)
 from headrace_multimodal.images.processor import packed
 from headrace_multimodal.images.vocabulary import special_token_id
 from headrace_multimodal.images.words import widened
 from headrace_multimodal.video.processor import PIXEL_VALUES_VIDEOS, Frames, VideoProcessor
+
+
+def minicpmv_processor(config: Mapping[str, Any], path: Path) -> MiniCPMVProcessor:
+    """The processor of a checkpoint, by its version; a config that names none is of 2.0 or 2.5.
+
+    Args:
+        config: ``config.json``, whole.
+        path: its folder.
+    """
+    older = config.get("version") is None or str(config["version"]) in ("2.0", "2.5")
+    return (OlderMiniCPMVProcessor if older else MiniCPMVVideos)(config, path)
 
 
 class MiniCPMVVideos(VideoProcessor, MiniCPMVProcessor):

@@ -74,10 +74,12 @@ def _decoded(text: str) -> Any:
 
 
 def _from_object(item: Any, word: str) -> AdapterModule:
-    if not isinstance(item, dict) or not {"name", "path"} <= item.keys():
+    if not isinstance(item, dict):
         raise _refused(word)
-    unknown = item.keys() - set(AdapterModule._fields)
-    if unknown or not all(isinstance(value, str | None) for value in item.values()):
+    if unknown := sorted(item.keys() - set(AdapterModule._fields)):
+        raise _refused(word, f"field {unknown[0][:64]!r} is unknown; ")
+    texts = all(isinstance(value, str | None) for value in item.values())
+    if not texts or not {"name", "path"} <= item.keys():
         raise _refused(word)
     return AdapterModule(**item)
 
@@ -92,5 +94,5 @@ def _checked(module: AdapterModule, word: str) -> AdapterModule:
     return module
 
 
-def _refused(word: str) -> ConfigError:
-    return ConfigError(f"{FIELD} = {word!r}: must be {_FORMS}", field=FIELD)
+def _refused(word: str, why: str = "") -> ConfigError:
+    return ConfigError(f"{FIELD} = {word!r}: {why}must be {_FORMS}", field=FIELD)

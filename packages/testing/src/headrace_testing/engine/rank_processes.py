@@ -128,12 +128,14 @@ def _serve(connection: Connection, name: str, rank: int, world_size: int, rendez
     torch.set_num_threads(1)
     group = None
     call: tuple[Callable[..., Any], Sequence[Any]] | None = None
+    reply: tuple[Any, Any]
     while True:
         try:
             if group is None:
                 group = plugins.load("headrace.communicators", name)(rank, world_size, rendezvous)
                 reply = (None, None)
-            elif call is not None:
+            else:
+                assert call is not None
                 function, arguments = call
                 reply = (None, function(group, *arguments))
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Models that score or embed with a model that answers: its class, with another head."""
+"""Models that score or embed with a model that answers: its class, with another head; and second spellings of
+classes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ _SCORERS = (
     ("Qwen3VLForSequenceClassification", "Qwen3VLForConditionalGeneration", "Qwen3-VL-Reranker"),
 )
 """(class, the class that it is with labels for a head, models)."""
+_SPELLINGS = (("LightOnOCRForConditionalGeneration", "LightOnOcrForConditionalGeneration"),)
+"""(class as first published, the same in transformers)."""
 _RETRIEVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ColPaliForRetrieval": (
         "PaliGemmaForConditionalGeneration",
@@ -36,6 +39,8 @@ def derived(wrappers: Mapping[str, Wrapper]) -> Iterable[Wrapper]:
     """
     for name, base, models in _SCORERS:
         yield replace(wrappers[base], name=name, models=models, processor=base)
+    for name, base in _SPELLINGS:
+        yield replace(wrappers[base], name=name, processor=base)
     for name, (base, differences) in _RETRIEVERS.items():
         renames = (*_IN_RETRIEVERS, *wrappers[base].renames)
         yield replace(wrappers[base], name=name, renames=renames, task="pool", **differences)

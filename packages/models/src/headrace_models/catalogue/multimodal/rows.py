@@ -25,7 +25,17 @@ WRAPPERS: Mapping[str, Wrapper] = {**_WHOLE, **{row.name: row for row in derived
 _NEEDS_IMAGE = (
     "its class takes no prompt without an image, and headrace does not serve its images yet"
 )
+_MAKES_MAPS = (
+    "it makes maps of satellite images, by the library terratorch, and no text or vectors; headrace has no "
+    "task for that yet"
+)
 REFUSED: Mapping[str, str] = {
     "InstructBlipVideoForConditionalGeneration": _NEEDS_IMAGE,
+    "InternLM2VEForCausalLM": (
+        "it is Mono-InternVL's decoder, whose layers have weights of their own for tokens of images; "
+        "headrace has no such layers yet"
+    ),
+    "PrithviGeoSpatialMAE": _MAKES_MAPS,
+    "Terratorch": _MAKES_MAPS,
 }
-"""Class that joins a known language model with towers -> why not even its text is served."""
+"""Class of a whole, or of the language model in it -> why not even its text is served."""

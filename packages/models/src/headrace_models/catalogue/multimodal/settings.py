@@ -25,8 +25,8 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     if wrapper is None:
         return architecture
     inner = nested_settings(whole)
-    stated = (whole if inner is None else inner).get(wrapper.text_key)
-    return wrapper.texts.get(str(stated), architecture)
+    kind = wrapper.text_kind(whole if inner is None else inner)
+    return wrapper.texts.get(kind, architecture)
 
 
 def of_inner_model(whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Wrapper:
     """Settings of the language model that the class fixes, whatever ``config.json`` says of them."""
     text_key: str = "model_type"
     """The key of the config by which :attr:`texts` are told apart."""
+    known_by: Mapping[str, str] = field(default_factory=dict)
+    """Key that a config has -> what :attr:`text_key` is where the config leaves it out."""
     towers: Mapping[str, str] = field(default_factory=dict)
     """``model_type`` of the first part in :attr:`takes` ("": any) -> the class that joins towers of that
     kind with the language model, as ``module:Class`` below ``headrace_models.families``."""
@@ -98,6 +100,17 @@ class Wrapper:
         part = thinker_of(whole).get(next(iter(self.takes)))
         kind = str(part.get("model_type", "")) if isinstance(part, Mapping) else ""
         return self.towers.get(kind, self.towers.get(""))
+
+    def text_kind(self, stated: Mapping[str, Any]) -> str:
+        """The key of :attr:`texts` for a config.
+
+        Args:
+            stated: the language model's part of it, or the whole where that is no part.
+        """
+        found = stated.get(self.text_key)
+        if found is None:
+            found = next((kind for key, kind in self.known_by.items() if key in stated), None)
+        return str(found)
 
     def without_towers(self, whole: Mapping[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
         """A config without the parts of towers all of whose modalities are limited to 0; they are neither

@@ -13,7 +13,7 @@ import torch
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.layers.decoders.pieces import image_tokens
-from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.media_decoder import TABLE_IN_VECTORS, MediaDecoder, part_of
 from headrace_models.layers.vision.towers.vq_encoder import VQEncoder, encoder_rules
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Chameleon(MediaDecoder):
     media_rules: ClassVar[Sequence[WeightRule]] = encoder_rules(_TOWER, "encoder")
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        self.embed.no_adapters = TABLE_IN_VECTORS
         self.encoder = VQEncoder(context, part_of(whole, "vq_config"), _TOWER)
         number = self.settings.integer("vocab_size")
         tokens = image_tokens(whole.get("vocabulary_map"), number)

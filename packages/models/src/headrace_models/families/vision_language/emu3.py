@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
+from headrace_models.layers.vision.media_decoder import TABLE_IN_VECTORS, MediaDecoder, part_of
 from headrace_models.layers.vision.towers.video_vq_encoder import (
     VideoVQEncoder,
     video_encoder_rules,
@@ -36,6 +36,7 @@ class Emu3(MediaDecoder):
     media_rules: ClassVar[Sequence[WeightRule]] = video_encoder_rules(_TOWER, "encoder")
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        self.embed.no_adapters = TABLE_IN_VECTORS
         self.encoder = VideoVQEncoder(context, part_of(whole, "vq_config"), _TOWER)
         number = self.settings.integer("vocab_size")
         tokens, self.row_end = visual_tokens(part_of(whole, "vocabulary_map"), number)

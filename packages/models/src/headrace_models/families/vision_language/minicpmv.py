@@ -19,8 +19,9 @@ from headrace_models.layers.base import Layer
 from headrace_models.layers.vision.media_decoder import MediaDecoder, part_of
 from headrace_models.layers.vision.mlp import Projector
 from headrace_models.layers.vision.resampler import Resampler, resampler_rules
-from headrace_models.layers.vision.towers.clip import tower_rules
+from headrace_models.layers.vision.towers.clip import Vector, tower_rules
 from headrace_models.layers.vision.towers.fractional import FractionalTower
+from headrace_models.layers.vision.towers.named_vit import NamedVit, named_vit_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,30 +34,53 @@ _VISION: Mapping[str, Any] = {
     "image_size": 980, "patch_size": 14,
 }  # fmt: skip
 """Values that configs may leave out."""
+_NAMED, _IN_A_ROW = "2.0", "2.5"
+"""The versions before 2.6."""
 _PIXELS: Mapping[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 """Modality -> name of the model's input."""
 
 
 class MiniCPMV(MediaDecoder):
     """An image is a small picture of the whole, and slices of it, a video is frames; each is as many
-    vectors."""
+    vectors. The config may name no version where it is 2.0 or 2.5, which take no videos. The tower of 2.5
+    tells the places of a slice's patches as if they stood in one row; that of 2.0 is called by a name, and
+    queries of its resampler have places."""
 
-    modalities: ClassVar[Sequence[str]] = ("image", "video")
     media_rules: ClassVar[Sequence[WeightRule]] = (
         *tower_rules(_TOWER, "tower"),
+        *named_vit_rules(_TOWER, "tower"),
         *resampler_rules(_RESAMPLER, "resampler"),
+        WeightRule(f"{_RESAMPLER}.pos_embed", "resampler.places.vector"),
     )
+
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """The version decides which modalities there are."""
+        self.version = _version(whole)
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
         settings = Settings(whole)
+        self.in_a_row = self.version == _IN_A_ROW
+        number = settings.integer("query_num", 64)
+        if self.version == _NAMED:
+            drops = settings.flag("drop_vision_last_layer", True)
+            vit = NamedVit(context, whole.get("vision_encoder"), _TOWER, drops_last=drops)
+            self.tower: FractionalTower | NamedVit = vit
+            queries = _PlacedQueries(context, (vit.size, self.hidden_size()), number)
+            self.resampler: Resampler = queries
+            return
         stated = {**_VISION, **part_of(whole, "vision_config"), "model_type": "siglip_vision_model"}
         if settings.flag("drop_vision_last_layer", True):
             layers = Settings(stated).integer("num_hidden_layers", minimum=2)
             stated["num_hidden_layers"] = layers - 1
-        self.tower = FractionalTower(context, stated, _TOWER, final_norm=True)
-        sizes = (self.tower.positions.size, self.hidden_size())
-        number = settings.integer("query_num", 64)
+        tower = FractionalTower(context, stated, _TOWER, final_norm=True)
+        self.tower = tower
+        sizes = (tower.positions.size, self.hidden_size())
         self.resampler = Resampler(context, _RESAMPLER, sizes, number)
+
+    @property
+    def modalities(self) -> Sequence[str]:  # type: ignore[override]
+        """Of the version."""
+        return ("image",) if self.version in (_NAMED, _IN_A_ROW) else ("image", "video")
 
     def embed_media(
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
@@ -70,9 +94,30 @@ class MiniCPMV(MediaDecoder):
         """
         sizes = [[(rows, columns) for rows, columns in own["tgt_sizes"].tolist()] for own in inputs]
         grids = [grid for own in sizes for grid in own]
-        states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), grids)
+        placed = [(1, rows * columns) for rows, columns in grids] if self.in_a_row else grids
+        states = self.tower.packed(torch.cat([own[_PIXELS[modality]] for own in inputs]), placed)
         vectors = self.resampler(states, grids)
         return torch.split(vectors, [len(own) * self.resampler.number for own in sizes])
+
+
+class _PlacedQueries(Resampler):
+    """Queries stand on a square, as patches do on an image."""
+
+    def __init__(self, context: BuildContext, sizes: tuple[int, int], number: int) -> None:
+        super().__init__(context, _RESAMPLER, sizes, number)
+        self.places = Vector(f"{_RESAMPLER}.pos_embed", number, sizes[1])
+
+    def asked(self) -> Tensor:
+        """See :meth:`Resampler.asked`."""
+        return super().asked() + self.places.vector
+
+
+def _version(whole: Mapping[str, Any]) -> str:
+    """As ``config.json`` says it; the first configs do not."""
+    stated = whole.get("version")
+    if stated is not None:
+        return str(stated)
+    return _NAMED if "vision_encoder" in whole else _IN_A_ROW
 
 
 _EAR, _PROJECTION = "apm", "audio_projection_layer"
@@ -98,18 +143,22 @@ class MiniCPMO(MiniCPMV):
         WeightRule(f"{_PROJECTION}.linear2", "hearing.projector.down"),
     )
 
+    def place_media(self, whole: Mapping[str, Any]) -> None:
+        """The parts of the config decide which modalities there are."""
+        super().place_media(whole)
+        self.sees, self.hears = (f"{part}_config" in whole for part in ("vision", "audio"))
+
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
-        self.sees, self.hearing = "vision_config" in whole, None
         if self.sees:
             super().make_towers(context, whole)
-        if "audio_config" in whole:
+        if self.hears:
             self.hearing = _Hearing(context, whole, self.hidden_size())
 
     @property
     def modalities(self) -> Sequence[str]:  # type: ignore[override]
-        """Modalities of the towers that were made."""
-        seen = MiniCPMV.modalities if self.sees else ()
-        return (*seen, *(() if self.hearing is None else ("audio",)))
+        """Modalities of the towers that the config has."""
+        seen = ("image", "video") if self.sees else ()
+        return (*seen, "audio") if self.hears else seen
 
     def unread_weights(self) -> Mapping[str, str]:
         """Tensors of towers that were not made."""
@@ -132,7 +181,6 @@ class MiniCPMO(MiniCPMV):
         """
         if modality != "audio":
             return super().embed_media(modality, inputs)
-        assert self.hearing is not None
         return [self.hearing(item["input_features"]) for item in inputs]
 
 

@@ -19,7 +19,7 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.media_decoder import MediaDecoder
+from headrace_models.layers.vision.media_decoder import TABLE_IN_VECTORS, MediaDecoder
 from headrace_models.layers.vision.mlp import QuickMLP
 from headrace_models.layers.vision.patches import PatchEmbedding
 from headrace_models.layers.vision.towers.clip import Vector
@@ -72,6 +72,7 @@ class Molmo(MediaDecoder):
     )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        self.embed.no_adapters = TABLE_IN_VECTORS
         said = whole.get(_BACKBONE)
         settings = Settings({**_VISION, **(said if isinstance(said, Mapping) else {})})
         self.tower = _Tower(context, settings)

@@ -21,7 +21,7 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.vision.blocks import Segments, VisionAttention, VisionBlock
-from headrace_models.layers.vision.media_decoder import part_of
+from headrace_models.layers.vision.media_decoder import TABLE_IN_VECTORS, part_of
 from headrace_models.layers.vision.mlp import vision_mlp
 from headrace_models.layers.vision.patches import PatchEmbedding
 from headrace_models.layers.vision.sees_ahead import SeesAhead
@@ -79,6 +79,7 @@ class Molmo2(SeesAhead):
     )
 
     def make_towers(self, context: BuildContext, whole: Mapping[str, Any]) -> None:
+        self.embed.no_adapters = TABLE_IN_VECTORS
         vision = _stated(whole, "vit_config" if whole.get("vit_config") else "vision_config")
         adapter = _stated(whole, "adapter_config")
         adapter.refuse("pooling_attention_mask", True)

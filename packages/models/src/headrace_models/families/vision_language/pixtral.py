@@ -1,5 +1,5 @@
-"""Pixtral, in LLaVA's frame and in Mistral's own files: an image of any size is its patches, or squares of them,
-through a small MLP.
+"""Pixtral, in LLaVA's frame and in Mistral's own files: an image of any size is its patches, or squares of
+them, through a small MLP.
 
 Agrawal et al. 2024, arXiv:2410.07073.
 """
@@ -76,8 +76,8 @@ class Pixtral(MediaDecoder):
 
 
 class MistralsPixtral(MediaDecoder):
-    """Mistral's own ``params.json`` says whether a norm and a product that joins squares of patches stand in front
-    of the MLP: Pixtral 12B and Large have neither, Mistral Small 3.1 and later models both."""
+    """Mistral's own ``params.json`` says whether a norm and a product that joins squares of patches stand in
+    front of the MLP: Pixtral 12B and Large have neither, Mistral Small 3.1 and later models both."""
 
     media_rules: ClassVar[Sequence[WeightRule]] = merging_rules(_TOWER, _PROJECTOR)
 

@@ -50,8 +50,6 @@ class Experts(WeightLayer):
     low_rank: ExpertsPlace | None = None
     """The experts' adapters; None: they take none. With a place plain weights are packed for two products,
     between which it adds."""
-    no_adapters: str = ""
-    """See :class:`~headrace_models.layers.linear.Linear`."""
 
     def __init__(
         self,

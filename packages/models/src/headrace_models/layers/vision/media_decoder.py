@@ -78,6 +78,10 @@ class MediaModel(Layer, ABC):
         """See :class:`headrace_core.model.SupportsMultiModal`."""
 
 
+TABLE_IN_VECTORS = "rows of it are in vectors of images, which are kept for all requests"
+"""``no_adapters`` of the table of input vectors, in families where that is so."""
+
+
 class MediaDecoder(MediaModel, Decoder):
     """The model of text is a decoder."""
 

@@ -1,5 +1,6 @@
-"""A plain reading of MiniCPM-o 2.6, which transformers does not have: MiniCPM-V 2.6 with that library's encoder of
-Whisper under the names in the published files, whose states hear their own second and those before."""
+"""A plain reading of MiniCPM-o 2.6, which transformers does not have: MiniCPM-V 2.6 with that library's
+encoder of Whisper under the names in the published files, whose states hear their own second and those
+before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain reading of MiniCPM-V 2.6 and later, which transformers does not have: its tower and its language
+"""A plain reading of MiniCPM-V 2.5 and later, which transformers does not have: its tower and its language
 model are transformers' (Idefics 2's tower has the same places), its resampler is written with torch's
 attention, by the paper (arXiv:2408.01800) and the names in the published files."""
 
@@ -14,7 +14,7 @@ from headrace_testing.model.plain.wrapper import PlainWrapper
 
 _EPS = 1e-6
 _OF_THE_WHOLE = ("architectures", "model_type")
-_TEXTS = {"2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
+_TEXTS = {"2.5": "Llama", "2.6": "Qwen2", "4.0": "Llama", "4.5": "Qwen3"}
 """Version -> the language model's class in transformers."""
 
 
@@ -59,7 +59,8 @@ class PlainMiniCPMV(PlainWrapper):
         from transformers.models.idefics2.configuration_idefics2 import Idefics2VisionConfig
         from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 
-        kind = _TEXTS[str(config["version"])]
+        self.version = str(config.get("version") or "2.5")
+        kind = _TEXTS[self.version]
         config_class = getattr(transformers, f"{kind}Config")
         known = config_class().to_dict()
         own = {key: value for key, value in config.items() if key in known}
@@ -91,6 +92,9 @@ class PlainMiniCPMV(PlainWrapper):
             flat = flat[rows * columns :]
             pixels = patches.permute(2, 0, 3, 1, 4).reshape(1, 3, rows * patch, columns * patch)
             mask = torch.ones(1, rows, columns, dtype=torch.bool)
+            if self.version == "2.5":  # all patches in a row, of which the mask knows no more
+                pixels = patches.permute(2, 3, 0, 1, 4).reshape(1, 3, patch, rows * columns * patch)
+                mask = torch.ones(1, 1, rows * columns, dtype=torch.bool)
             states = self.vpm(pixels, patch_attention_mask=mask).last_hidden_state[0]
             found.append(self.resampler(states, rows, columns))
         return torch.cat(found)

@@ -1,5 +1,5 @@
-"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and each
-place of that a number of a code book.
+"""The encoder of Emu3's tokenizer: an image is a still film of a few frames, whose frames become one, and
+each place of that a number of a code book.
 
 Wang et al. 2024, arXiv:2409.18869; Gafni et al. 2022, arXiv:2203.13131. Letters: C channels, T frames, S
 side of what a layer sees.
@@ -143,15 +143,16 @@ class VideoVQEncoder(Layer):
         for block in self.films:
             film = block(film)
         [states] = self.to_codes(film).unbind(2)
-        flat = states.permute(0, 2, 3, 1).reshape(-1, states.shape[1])
-        codes = self.codes.vector
+        # In single precision: codes are so many and so near that bfloat16 would pick others.
+        flat = states.permute(0, 2, 3, 1).reshape(-1, states.shape[1]).float()
+        codes = self.codes.vector.float()
         away = flat.square().sum(1, keepdim=True) + codes.square().sum(1) - 2 * flat @ codes.T
         return away.argmin(dim=1).view(states.shape[2:])
 
 
 class FilmConv(WeightLayer):
-    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of the
-    first.
+    """A convolution over time and both axes of a frame, [1, C, T, S, S]; two empty frames stand in front of
+    the first.
 
     Args:
         kernel: its length, and its side.
