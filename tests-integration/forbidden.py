@@ -22,6 +22,20 @@ SCHEDULES = frozenset({"create_task", "ensure_future", "wait_until", "gather", "
 """Who is given a coroutine bounds it, or it is cancelled."""
 
 ALLOWED = {
+    ("distributed/gloo.py", "Gloo._wait: wait wait"): "the group's own limit ends it, with an error",
+    ("engine/multiproc/executor.py", "MultiProcExecutor.call: wait result"):
+        "as UniProcExecutor.call; a rank's end fails it",
+    ("engine/multiproc/executor.py", "_on_every_rank: wait result"):
+        "a rank's answer, or its end, which fails the future",
+    ("engine/multiproc/rank_process.py", "_serve: wait get"):
+        "idle: the thread that reads puts Stop, or an error when the connection ends",
+    ("engine/multiproc/rank_processes.py", "RankProcesses.__init__: wait wait"):
+        "of a process that was killed just before",
+    ("engine/multiproc/rank_processes.py", "RankProcesses.wait_started: wait result"):
+        "a worker's creation has no limit; a rank's end fails it",
+    ("engine/multiproc/rank_processes.py", "RankProcesses.stop: wait join"):
+        "of a thread that was woken just before to end",
+    ("server/router/proxy.py", "Proxy.__call__: wait result"): "the task is done",
     ("engine/input_processing/chat/sandbox.py", "jinja2 environment"): "the one renderer",
     ("engine/log_lines.py", "ThreadedHandler._write_all: wait get"):
         "idle: a daemon thread, ended by the end mark",
@@ -38,8 +52,6 @@ ALLOWED = {
         "a worker's creation has no limit (CUDA's first start takes a minute)",
     ("engine/uniproc.py", "UniProcExecutor.call: wait result"):
         "loading a model takes as long as the disk does; the front end waits with a limit",
-    ("engine/uniproc.py", "UniProcExecutor.shutdown: wait join"):
-        "of a daemon thread, after the step that runs; whoever calls has a limit of its own",
     ("engine/uniproc.py", "UniProcExecutor._serve: wait get"):
         "idle: shutdown puts the end mark; a daemon thread",
     ("engine/clients/child.py", "Commands._answer.send: wait result"): "called when the future is done",

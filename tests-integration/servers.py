@@ -68,7 +68,16 @@ def serving(
 
     A fork serves, unless its environment or ``fresh`` asks for a fresh interpreter (see :mod:`forks`).
     """
-    words = ("serve", *words, "--port", "0")
+    with running("serve", *words, environment=environment, fresh=fresh) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    *words: str, environment: dict[str, str] | None = None, fresh: bool = False
+) -> Iterator[RunningServer]:
+    """:func:`serving`, of any command that serves: its name comes first."""
+    words = (*words, "--port", "0")
     process = start(*words, environment=environment, stderr=subprocess.STDOUT, fresh=fresh)
     server = RunningServer(process)
     reader = threading.Thread(target=_read, args=(server,), daemon=True)

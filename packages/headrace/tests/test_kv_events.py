@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace_engine.kv.event_subscriber import KVEventSubscriber
 from headrace_engine.kv.events import CachedBlocks
+from headrace_testing.waiting import wait_until
 
-PATIENCE = 20.0
 BLOCK = 16
 
 
@@ -51,10 +50,7 @@ def test_events_rebuild_what_the_engine_has_cached(
                 evicted += expected < (len(ids) - 1) // BLOCK * BLOCK
             _hear(subscriber, blocks, known)
             llm.reset_prefix_cache()
-            deadline = time.monotonic() + PATIENCE
-            while len(blocks):
-                assert time.monotonic() < deadline
-                _take(subscriber, blocks)
+            wait_until(lambda: not len(blocks) or _take(subscriber, blocks))
             assert subscriber.num_lost == 0
     assert evicted, "nothing was evicted: the test is too easy"
 
@@ -68,10 +64,8 @@ def _run(llm: LLM, ids: list[int]) -> tuple[int, list[int]]:
 
 def _hear(subscriber: KVEventSubscriber, blocks: CachedBlocks, known: list[int]) -> None:
     """Events up to those of a request's end: nothing happens after them in an idle engine."""
-    deadline = time.monotonic() + PATIENCE
-    while blocks.num_cached_tokens(known) < len(known) // BLOCK * BLOCK:
-        assert time.monotonic() < deadline
-        _take(subscriber, blocks)
+    whole = len(known) // BLOCK * BLOCK
+    wait_until(lambda: blocks.num_cached_tokens(known) >= whole or _take(subscriber, blocks))
 
 
 def _take(subscriber: KVEventSubscriber, blocks: CachedBlocks) -> None:

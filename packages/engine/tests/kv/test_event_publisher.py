@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,10 +46,12 @@ def stored(number: int) -> BlockStored:
 def received(subscriber: KVEventSubscriber, num_batches: int) -> list[KVEventBatch]:
     """So many batches that are not clearings."""
     found: list[KVEventBatch] = []
-    deadline = time.monotonic() + PATIENCE
-    while sum(b.events != [AllBlocksCleared()] for b in found) < num_batches:
-        assert time.monotonic() < deadline, found
-        found += subscriber.poll(0.05)
+
+    def enough() -> bool:
+        found.extend(subscriber.poll(0.05))
+        return sum(b.events != [AllBlocksCleared()] for b in found) >= num_batches
+
+    wait_until(enough, PATIENCE, f"{num_batches} batches did not come")
     return found
 
 
@@ -126,7 +127,6 @@ def _publish_until_heard(
 ) -> None:
     """Subscribing takes a moment: what is sent before is not heard."""
     base = 100 if source._next else 0
-    deadline = time.monotonic() + PATIENCE
     for number in range(base, base + 100):
         source.publish([stored(number)])
         batches = subscriber.poll(0.1)
@@ -134,7 +134,6 @@ def _publish_until_heard(
             blocks.apply(batch)
         if batches:
             return
-        assert time.monotonic() < deadline
     raise AssertionError("nothing was heard")
 
 

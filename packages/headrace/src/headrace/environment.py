@@ -60,6 +60,7 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_OBJECT_STORAGE_SHM_BUFFER_NAME": "name of the memory of --mm-processor-cache-type shm in "
     "/proc/PID/maps; unset: headrace-objects",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",
+    "HEADRACE_SERVER_API_KEY": "key that `headrace route` sends to its servers",
     "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",
     "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not supported",
 }

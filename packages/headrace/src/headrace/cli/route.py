@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser, flag_name, options_of
@@ -107,15 +107,15 @@ def _log(settings: ServerSettings) -> None:
 
 
 @contextlib.contextmanager
-def knowing_prefixes(router: RouterSettings) -> Any:
+def knowing_prefixes(router: RouterSettings) -> Iterator[PrefixKnowledge]:
     """What knows which server has which prefix, for the time of the block."""
     from headrace_server.router.prefixes import SentPrefixes
 
-    sent: PrefixKnowledge = SentPrefixes(router.prefix_entries)
+    sent = SentPrefixes(router.prefix_entries)
     if not router.kv_events:
         yield sent
         return
-    from headrace.router_events import CachedPrefixes
+    from headrace.routing.cached_prefixes import CachedPrefixes
 
     with CachedPrefixes(router, sent) as cached:
         yield cached

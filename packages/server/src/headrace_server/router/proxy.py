@@ -33,6 +33,7 @@ from headrace_server.router.requests import ReadRequest, read_request
 from headrace_server.router.servers import Server, ServerPool
 from headrace_server.router.upstream import ConnectError, UpstreamAnswer, UpstreamError
 from headrace_server.state import Lifecycle
+from headrace_server.streaming.event_stream import named_event
 
 logger = logging.getLogger(__name__)
 
@@ -316,9 +317,9 @@ class _Reply:
         path = route_path(self._scope)
         if anthropic.is_ours(path):
             body: Any = anthropic.error_body(error.status, error.message)
-            return anthropic.named_event("error", body)
+            return named_event("error", body)
         if path == _RESPONSES:
-            return anthropic.named_event("error", {
+            return named_event("error", {
                 "type": "error", "code": "server_error", "message": error.message, "param": None,
             })  # fmt: skip
         return b"data: " + error.encoded() + b"\n\ndata: [DONE]\n\n"

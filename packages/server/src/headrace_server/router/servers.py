@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LIST = 4 * 1024 * 1024
 """Most bytes of a server's list of models."""
+MODELS_SECONDS = 30.0
+"""Seconds after which a server is asked again what it serves."""
 _NEVER_TRIED = "it has not been asked yet"
 
 
@@ -45,6 +48,7 @@ class Server:
         self.models: frozenset[str] | None = None
         """Names of what it serves; None: it has not said."""
         self.num_requests = self.num_failures = 0
+        self._learn_at = 0.0
         self._failures_in_a_row = 0
         self._max_failures = settings.max_failures
         self._health_timeout = settings.health_timeout
@@ -82,8 +86,9 @@ class Server:
         try:
             async with asyncio.timeout(self._health_timeout):
                 status = await self._get(b"/health")
-                if status == 200:
+                if status == 200 and (self.problem or time.monotonic() > self._learn_at):
                     await self._learn_models()
+                    self._learn_at = time.monotonic() + MODELS_SECONDS
             # It says itself that it is not well: what it has begun it may still finish.
             self._set_problem("" if status == 200 else f"its /health is a {status}")
         except TimeoutError:

@@ -23,6 +23,8 @@ MAX_HEAD = 256 * 1024
 IDLE_SECONDS = 3.0
 """Seconds for which an idle connection is kept: servers close theirs after five."""
 MAX_IDLE = 64
+STALE_SECONDS = 0.5
+"""Seconds within which a connection that was closed while it was idle shows it."""
 
 
 class UpstreamError(Exception):
@@ -192,10 +194,12 @@ class Upstream:
             own.append((b"content-length", str(len(body)).encode()))
         path = self._target.base + target
         while (connection := self._from_idle()) is not None:
+            sent_at = time.monotonic()
             try:
                 return await self._exchange(connection, method, path, [*own, *headers], body)
-            except UpstreamError:  # closed while it was idle, most likely: a fresh one will tell
-                continue
+            except UpstreamError:
+                if time.monotonic() - sent_at > STALE_SECONDS:
+                    raise  # it was at work on this: not one that was closed while it was idle
         connection = await self._connected()
         return await self._exchange(connection, method, path, [*own, *headers], body)
 

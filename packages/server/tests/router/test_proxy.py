@@ -1,0 +1,469 @@
+"""The router between a real client's socket and scripted servers' sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import h11
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from headrace_server.http.h11_protocol import protocol
+from headrace_server.router.app import create_router_app
+from headrace_server.router.prefixes import SentPrefixes
+from headrace_server.router.servers import ServerPool
+from headrace_server.router.settings import RouterSettings
+from headrace_server.settings import ServerSettings
+
+PATIENCE = 20.0
+CHAT = "/v1/chat/completions"
+SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+class Received(NamedTuple):
+    """A request, as a server got it."""
+
+    target: str
+    headers: dict[str, str]
+    body: bytes
+    writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
+
+
+Script = Callable[[Received], Awaitable[None]]
+
+
+class ScriptedServer:
+    """A server that is always well, and otherwise does what its script says."""
+
+    def __init__(self, script: Script, models: str = '{"data": [{"id": "m"}]}') -> None:
+        self._script = script
+        self._models = models
+        self.received: list[Received] = []
+        self.url = ""
+        self._open: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> ScriptedServer:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._server.close()
+        for writer in self._open:
+            writer.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.append(writer)
+        try:
+            while (request := await _read(reader, writer)) is not None:
+                if request.target == "/health":
+                    writer.write(whole(200, b""))
+                elif request.target == "/v1/models":
+                    writer.write(whole(200, self._models.encode()))
+                else:
+                    self.received.append(request)
+                    await self._script(request)
+        finally:
+            writer.close()
+
+
+async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Received | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+        return None  # the other side, or the test, has ended
+    headers = {}
+    for line in head[1:-2]:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return Received(head[0].split()[1], headers, body, writer, reader)
+
+
+def whole(status: int, body: bytes, *lines: str) -> bytes:
+    head = "".join(f"{line}\r\n" for line in lines)
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n{head}\r\n".encode() + body
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_whole: bool
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@asynccontextmanager
+async def routed(
+    *servers: ScriptedServer, settings: dict[str, Any] | None = None, **router: Any
+) -> AsyncIterator[Router]:
+    made = RouterSettings(server=tuple(one.url for one in servers), **router)
+    pool = ServerPool(made, SentPrefixes(made.prefix_entries), made.key_of_servers({}))
+    app = create_router_app(pool, ServerSettings(disable_fastapi_docs=True, **(settings or {})))
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http=protocol(app.state.headrace.connections),
+        log_config=None,
+        lifespan="on",
+        h11_max_incomplete_event_size=1 << 20,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+        assert not serving.done()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Router(port, pool, app)
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+        pool.close()
+
+
+class Router:
+    def __init__(self, port: int, pool: ServerPool, app: FastAPI) -> None:
+        self.port = port
+        self.pool = pool
+        self.app = app
+
+    async def open(
+        self, path: str = CHAT, body: Any = None, method: str = "POST", **headers: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        data = b"" if method == "GET" else json.dumps(body or {"messages": []}).encode()
+        lines = "".join(f"{k.replace('_', '-')}: {v}\r\n" for k, v in headers.items())
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{lines}\r\n"
+        writer.write(head.encode() + data)
+        return reader, writer
+
+    async def ask(self, *args: Any, **how: Any) -> Answer:
+        reader, writer = await self.open(*args, **how)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await _answer(reader)
+        finally:
+            writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader) -> Answer:
+    http = h11.Connection(h11.CLIENT)
+    http.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    http.send(h11.EndOfMessage())
+    status, headers, body = 0, {}, b""
+    while True:
+        try:
+            event = http.next_event()
+        except h11.RemoteProtocolError:
+            return Answer(status, headers, body, False)
+        if event is h11.NEED_DATA:
+            http.receive_data(await reader.read(65536))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+            headers = {k.decode(): v.decode() for k, v in event.headers}
+        elif isinstance(event, h11.Data):
+            body += event.data
+        else:
+            return Answer(status, headers, body, isinstance(event, h11.EndOfMessage))
+
+
+async def says_yes(request: Received) -> None:
+    request.writer.write(whole(200, b'{"ok": 1}', "content-type: application/json", "x-own: 1"))
+
+
+async def hangs_up(request: Received) -> None:
+    request.writer.close()
+
+
+def refuses(status: int) -> Script:
+    async def script(request: Received) -> None:
+        request.writer.write(whole(status, b'{"error": {"message": "no"}}', "retry-after: 7"))
+
+    return script
+
+
+async def test_requests_and_answers_pass_whole() -> None:
+    async with ScriptedServer(says_yes) as one, routed(one) as router:
+        answer = await router.ask(
+            "/v1/x?a=1&b=%20", {"messages": ["hi"]}, authorization="Bearer k", connection="x-hop",
+            x_hop="1", te="trailers", x_request_id="mine", x_other="2",
+        )  # fmt: skip
+        assert (answer.status, answer.body) == (200, b'{"ok": 1}')
+        assert answer.headers["x-own"] == "1"
+        [got] = one.received
+        assert got.target == "/v1/x?a=1&b=%20"
+        assert json.loads(got.body) == {"messages": ["hi"]}
+        assert got.headers["authorization"] == "Bearer k"
+        assert got.headers["x-request-id"] == "mine"
+        assert got.headers["x-other"] == "2"
+        assert got.headers["host"] == one.url.removeprefix("http://")
+        assert not {"x-hop", "te"} & set(got.headers)
+
+
+async def test_events_come_one_by_one() -> None:
+    heard = asyncio.Event()
+
+    async def script(request: Received) -> None:
+        request.writer.write(SSE + chunk(b"data: 1\n\n"))
+        await asyncio.wait_for(
+            heard.wait(), PATIENCE
+        )  # the first has come before the second is sent
+        request.writer.write(chunk(b"data: 2\n\n") + END)
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        reader, writer = await router.open()
+        await asyncio.wait_for(reader.readuntil(b"data: 1\n\n"), PATIENCE)
+        heard.set()
+        await asyncio.wait_for(reader.readuntil(b"data: 2\n\n"), PATIENCE)
+        writer.close()
+
+
+@pytest.mark.parametrize("bad", [hangs_up, refuses(503), refuses(429), refuses(502)])
+async def test_another_server_answers_what_one_has_not_begun(bad: Script) -> None:
+    async with (
+        ScriptedServer(bad) as one, ScriptedServer(says_yes) as two, routed(one, two) as router,
+    ):  # fmt: skip
+        for _ in range(4):
+            assert (await router.ask()).body == b'{"ok": 1}'
+        assert one.received
+        assert len(two.received) == 4
+        metrics = (await router.ask("/metrics", method="GET")).body.decode()
+        assert re.search(r"headrace:router_retries_total [1-4]\.0\n", metrics)
+
+
+async def test_a_head_without_a_body_is_no_answer_yet() -> None:
+    async def script(request: Received) -> None:
+        request.writer.write(SSE)
+        await request.writer.drain()
+        request.writer.close()
+
+    async with (
+        ScriptedServer(script) as one, ScriptedServer(says_yes) as two, routed(one, two) as router,
+    ):  # fmt: skip
+        for _ in range(2):
+            assert (await router.ask()).body == b'{"ok": 1}'
+        assert one.received
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (CHAT, b'data: {"error":{"message":"server 1 broke off in the middle'),
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"api_error"'),
+        ("/v1/responses", b'event: error\ndata: {"type":"error","code":"server_error"'),
+    ],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error(path: str, form: bytes) -> None:
+    async def script(request: Received) -> None:
+        request.writer.write(SSE + chunk(b"data: 1\n\n"))
+        await request.writer.drain()
+        request.writer.close()
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        answer = await router.ask(path)
+        assert answer.status == 200
+        assert answer.is_whole
+        assert answer.body.startswith(b"data: 1\n\n" + form)
+        assert len(one.received) == 1  # never again after the first byte
+
+
+async def test_an_answer_that_breaks_off_within_is_cut() -> None:
+    async def script(request: Received) -> None:
+        request.writer.write(whole(200, b"{" * 100)[:-50])
+        await request.writer.drain()
+        request.writer.close()
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        answer = await router.ask()
+        assert answer.body == b"{" * 50
+        assert not answer.is_whole
+
+
+async def test_the_last_refusal_is_passed_on() -> None:
+    async with (
+        ScriptedServer(refuses(503)) as one, ScriptedServer(refuses(429)) as two,
+        routed(one, two) as router,
+    ):  # fmt: skip
+        answer = await router.ask()
+        assert answer.status in (429, 503)
+        assert answer.headers["retry-after"] == "7"
+        assert answer.json()["error"]["message"] == "no"
+
+
+async def test_a_request_that_ends_servers_does_not_end_all() -> None:
+    async with (
+        ScriptedServer(hangs_up) as one, ScriptedServer(hangs_up) as two,
+        ScriptedServer(hangs_up) as three, routed(one, two, three) as router,
+    ):  # fmt: skip
+        answer = await router.ask()
+        assert answer.status == 502
+        assert "closed the connection before its answer" in answer.json()["error"]["message"]
+        assert sum(not server.received for server in (one, two, three)) == 1
+
+
+async def test_who_breaks_off_again_and_again_gets_no_more() -> None:
+    async with (
+        ScriptedServer(hangs_up) as one, ScriptedServer(says_yes) as two,
+        routed(one, two, health_interval=1000.0, max_failures=2) as router,
+    ):  # fmt: skip
+        for _ in range(10):
+            assert (await router.ask()).status == 200
+        assert len(one.received) in (2, 3)  # once more if the connection was idle before
+        assert not router.pool.servers[0].is_well
+        await router.pool.look()
+        assert router.pool.servers[0].is_well  # a good look brings it back
+
+
+async def test_a_server_that_cannot_be_reached_gets_nothing() -> None:
+    async with (
+        ScriptedServer(says_yes) as one, ScriptedServer(says_yes) as two,
+        routed(one, two, health_interval=1000.0) as router,
+    ):  # fmt: skip
+        two.stop()
+        for _ in range(6):
+            assert (await router.ask()).status == 200
+        assert not router.pool.servers[1].is_well
+        one.stop()
+        answer = await router.ask()
+        assert answer.status == 503
+        assert "of 2, 2 cannot be reached" in answer.json()["error"]["message"]
+        assert (await router.ask("/health", method="GET")).status == 503
+        assert (await router.ask("/livez", method="GET")).status == 200
+
+
+async def test_a_client_that_leaves_ends_its_request() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def script(request: Received) -> None:
+        began.set()
+        await request.reader.read()
+        ended.set()
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        _, writer = await router.open()
+        await asyncio.wait_for(began.wait(), PATIENCE)
+        writer.close()
+        await asyncio.wait_for(ended.wait(), PATIENCE)
+
+
+async def test_a_stopping_router_tells_its_clients() -> None:
+    async def script(request: Received) -> None:
+        request.writer.write(SSE + chunk(b"data: 1\n\n"))
+        await request.reader.read()
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        reader, writer = await router.open()
+        await asyncio.wait_for(reader.readuntil(b"data: 1\n\n"), PATIENCE)
+        lifecycle = router.app.state.headrace.lifecycle
+        assert lifecycle.num_in_flight == 1
+        lifecycle.begin_drain()
+        assert (await router.ask()).status == 503
+        lifecycle.stop_all()
+        rest = await asyncio.wait_for(reader.readuntil(b"[DONE]\n\n"), PATIENCE)
+        assert b"the server is shutting down" in rest
+        writer.close()
+
+
+async def test_drain_and_undrain_by_hand() -> None:
+    settings = {"enable_control_routes": True, "api_key": ("key-key-key",)}
+    async with (
+        ScriptedServer(says_yes) as one, ScriptedServer(says_yes) as two,
+        routed(one, two, settings=settings) as router,
+    ):  # fmt: skip
+        key = {"authorization": "Bearer key-key-key", "content_type": "application/json"}
+        assert (await router.ask("/router/drain", {"server": one.url})).status == 401
+        wrong = await router.ask("/router/drain", {"server": "http://x"}, **key)
+        assert wrong.status == 400
+        assert one.url in wrong.json()["error"]["message"]
+        told = (await router.ask("/router/drain", {"server": one.url}, **key)).json()
+        assert (told["draining"], told["available"]) == (True, False)
+        for _ in range(4):
+            assert (await router.ask(**key)).status == 200
+        assert not one.received
+        await router.ask("/router/undrain", {"server": one.url}, **key)
+        await router.ask(**key)
+        await router.ask(body={"messages": ["other"]}, **key)
+        assert one.received
+        states = (await router.ask("/router/servers", method="GET", **key)).json()["servers"]
+        assert [state["requests"] for state in states] == [len(one.received), len(two.received)]
+
+
+async def test_keys() -> None:
+    settings = {"api_key": ("for-the-router",)}
+    async with (
+        ScriptedServer(says_yes) as one,
+        routed(one, settings=settings, server_api_key="for-the-server") as router,
+    ):
+        assert (await router.ask(authorization="Bearer wrong")).status == 401
+        assert (await router.ask(authorization="Bearer for-the-router")).status == 200
+        assert one.received[0].headers["authorization"] == "Bearer for-the-server"
+
+
+async def test_models_are_merged_and_requests_go_where_theirs_is() -> None:
+    async with (
+        ScriptedServer(says_yes, '{"data": [{"id": "a"}, {"id": "b"}]}') as one,
+        ScriptedServer(says_yes, '{"data": [{"id": "b"}, {"id": "c"}]}') as two,
+        routed(one, two) as router,
+    ):
+        models = (await router.ask("/v1/models", method="GET")).json()["data"]
+        assert [model["id"] for model in models] == ["a", "b", "c"]
+        assert (await router.ask("/v1/models/c", method="GET")).json() == {"id": "c"}
+        assert (await router.ask("/v1/models/d", method="GET")).status == 404
+        for _ in range(3):
+            await router.ask(body={"model": "c", "messages": []})
+        assert len(two.received) == 3
+
+
+async def test_control_routes_of_servers_are_not_passed_on() -> None:
+    async with ScriptedServer(says_yes) as one, routed(one) as router:
+        answer = await router.ask("/pause")
+        assert answer.status == 404
+        assert "ask the server itself" in answer.json()["error"]["message"]
+        assert not one.received
+
+
+async def test_bodies_have_a_limit() -> None:
+    async with (
+        ScriptedServer(says_yes) as one, routed(one, settings={"max_body_bytes": 100}) as router,
+    ):  # fmt: skip
+        assert (await router.ask(body={"messages": "x" * 200})).status == 413
+        assert not one.received
+
+
+async def test_stored_responses_are_where_they_were_made() -> None:
+    def storing(name: bytes) -> Script:
+        async def script(request: Received) -> None:
+            request.writer.write(whole(200, b'{"id": "resp_%b"}' % name))
+
+        return script
+
+    async with (
+        ScriptedServer(storing(b"one")) as one, ScriptedServer(storing(b"two")) as two,
+        routed(one, two) as router,
+    ):  # fmt: skip
+        made = [(await router.ask("/v1/responses", {"input": str(n)})).json()["id"] for n in "abcd"]
+        assert set(made) == {"resp_one", "resp_two"}
+        for server, name in ((one, "resp_one"), (two, "resp_two")):
+            before = len(server.received)
+            for _ in range(3):
+                await router.ask(f"/v1/responses/{name}", method="GET")
+                await router.ask("/v1/responses", {"previous_response_id": name})
+            assert len(server.received) == before + 6
