@@ -226,6 +226,8 @@ class SchedulerConfig:
 
 MOST_RANKS = 64
 """Largest ``tensor_parallel_size``."""
+MOST_ENGINES = 64
+"""Largest ``data_parallel_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,11 @@ class ParallelConfig:
         "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
     )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
-    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
+    data_parallel_size: int = option(
+        1, "Engines behind one front end: processes of this machine, each with a whole model, a KV cache of "
+        "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
+        cost="the weights' memory, once for each engine",
+    )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
         "rank), or a plug-in's name. Default: uni for one rank, else mp.",
@@ -264,9 +270,11 @@ class ParallelConfig:
         require(
             1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
         )
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
-                   "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        engines, stages = self.data_parallel_size, self.pipeline_parallel_size
+        require(1 <= engines <= MOST_ENGINES, "parallel.data_parallel_size", engines,
+               f"in 1..{MOST_ENGINES}")  # fmt: skip
+        require(stages == 1, "parallel.pipeline_parallel_size", stages,
+               "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
         executor = self.distributed_executor_backend
         require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
