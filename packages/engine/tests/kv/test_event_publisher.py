@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,12 +125,15 @@ def test_an_engine_that_begins_anew_clears_what_was_believed(context: zmq.Contex
 
 def _at_free_address(context: zmq.Context[Any], endpoint: str) -> ZmqEventPublisher:
     """ZeroMQ gives an address up a moment after its socket is closed."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return publisher(context, endpoint=endpoint, replay_endpoint=None)
-        except AddressError:
-            assert time.monotonic() < deadline
+    found: list[ZmqEventPublisher] = []
+
+    def binds() -> bool:
+        with contextlib.suppress(AddressError):
+            found.append(publisher(context, endpoint=endpoint, replay_endpoint=None))
+        return bool(found)
+
+    wait_until(binds, PATIENCE)
+    return found[0]
 
 
 def _publish_until_heard(

@@ -20,6 +20,7 @@ from headrace_server.router.prefixes import SentPrefixes
 from headrace_server.router.servers import ServerPool
 from headrace_server.router.settings import RouterSettings
 from headrace_server.settings import ServerSettings
+from headrace_testing.waiting import until
 
 PATIENCE = 20.0
 CHAT = "/v1/chat/completions"
@@ -127,9 +128,8 @@ async def routed(
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-        assert not serving.done()
+    await until(lambda: server.started or serving.done())
+    assert server.started
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Router(port, pool, app)

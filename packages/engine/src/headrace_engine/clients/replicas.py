@@ -284,8 +284,9 @@ class ReplicatedClient(CoreClient):
         def merged(found: list[EngineStats | BaseException]) -> EngineStats:
             by_engine = {index: EngineStats(ended=why) for index, why in ended.items()}
             for index, stats in zip(indices, found, strict=True):
-                died = isinstance(stats, BaseException)
-                by_engine[index] = EngineStats(ended=f"engine {index}: {stats}") if died else stats
+                if isinstance(stats, BaseException):
+                    stats = EngineStats(ended=f"engine {index}: {stats}")
+                by_engine[index] = stats
             return summed_stats([by_engine[index] for index in sorted(by_engine)])
 
         return _gathered(list(asked.values()), merged, errors=True)

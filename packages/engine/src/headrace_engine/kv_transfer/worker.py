@@ -80,7 +80,7 @@ class BlockMover:
     def _load(self, move: KVMove) -> bool:
         staged = torch.empty(self._sizes[move.group], dtype=torch.uint8)
         try:
-            if not self._connector.load(move.key, staged.numpy().data):
+            if not self._connector.load(move.key, memoryview(staged.numpy().data)):
                 return False
         except OSError as error:
             self._warn("loaded", error)
@@ -99,7 +99,7 @@ class BlockMover:
             pieces = [view[:, move.block_id].reshape(-1) for view in self._views[move.group]]
             content = torch.cat(pieces).cpu()
             try:
-                self._connector.save(move.key, content.numpy().data)
+                self._connector.save(move.key, memoryview(content.numpy().data))
             except OSError as error:
                 self._warn("saved", error)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headrace.assembly.kv_transfer import kv_connector, model_name
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
+from headrace.assembly.transfer.kv import kv_connector, model_name
 from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, ranked_workers
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import plugins

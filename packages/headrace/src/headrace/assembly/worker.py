@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
-from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
@@ -27,6 +26,7 @@ from headrace.assembly.ranks import (
 )
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
+from headrace.assembly.transfer.encoder import transfer_maker
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core import plugins
 from headrace_core.attention import (
