@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.errors import EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Executor, WorkerFactory
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.executor import MultiProcExecutor
@@ -226,6 +226,46 @@ def test_a_pass_that_raises_ends_the_executor(meeting: EchoMeeting) -> None:
     with pytest.raises(ArithmeticError, match="thirteen"):
         executor.submit(make_step(13, "pass")).result(PATIENCE)
     assert isinstance(executor.failure, ArithmeticError), "the ranks are no longer in step"
+    executor.shutdown()
+    assert ended(executor.pids)
+
+
+class RetryingWorker(LedWorker):
+    """Replays each step, and runs it eagerly if that fails, as the runner does with one rank."""
+
+    def __init__(self, leader: PassLeader | None) -> None:
+        super().__init__(leader)
+        self.graph = FailingGraph()
+        if leader is not None:
+            leader.lead_replays(cast(Any, self.graph))
+
+    def execute(self, step: Any) -> Any:
+        try:
+            self.graph.replay(step.step_id)
+        except ReplayFailed:
+            self.model.forward(step.step_id)
+        return EchoWorker.execute(self, step)
+
+
+class FailingGraph:
+    def replay(self, batch: Any) -> None:
+        raise ReplayFailed("call 3, embedding, reported status 4")
+
+
+def test_a_replay_that_fails_on_rank_0_is_not_run_again(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how far the other ranks' replays came, so an eager pass would meet their exchanges."""
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.CAUSE_SECONDS", 0.01)
+    workers: list[RetryingWorker] = []
+    executor = executor_of(
+        lambda leader: workers.append(RetryingWorker(leader)) or workers[0], meeting
+    )
+    executor.start()
+    with pytest.raises(EngineDead, match="rank 0 .*embedding, reported status 4"):
+        executor.submit(make_step(1)).result(PATIENCE)
+    assert isinstance(executor.failure, EngineDead)
+    assert workers[0].model.passes == []
     executor.shutdown()
     assert ended(executor.pids)
 

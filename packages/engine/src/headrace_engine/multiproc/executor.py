@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.errors import EngineDead, GraphError, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
@@ -139,9 +140,11 @@ class MultiProcExecutor(UniProcExecutor):
         return future
 
     def _broken(self, error: BaseException) -> BaseException:
-        """Rank 0 failed in a pass."""
+        """Rank 0 failed in a pass. What is returned is no error that a step handles by itself."""
         assert self._others is not None
         cause = self._others.cause_of(error)
+        if isinstance(cause, GraphError):
+            cause = EngineDead(f"rank 0 (process {os.getpid()}) failed in a captured step: {cause}")
         if self._failure is None:
             self._end(cause)
         return cause
