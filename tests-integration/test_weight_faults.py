@@ -289,7 +289,9 @@ def test_weights_after_a_reload_that_failed(
     """The engine has none then: an update brings all, without having slept."""
     folder = shutil.copytree(checkpoints[0], tmp_path / "broken")
     with LLM(str(folder), **SETTINGS) as llm:
-        (folder / "model.safetensors").unlink()  # it may be mapped: what is cut off could not be read
+        (
+            folder / "model.safetensors"
+        ).unlink()  # it may be mapped: what is cut off could not be read
         (folder / "model.safetensors").write_bytes(b"")
         with pytest.raises(WeightsError, match=r"model\.safetensors"):
             llm.collective_rpc("reload_weights")

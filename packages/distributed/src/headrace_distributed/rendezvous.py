@@ -8,6 +8,7 @@ apart. No global process group exists, so a process can be in any number of grou
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -16,10 +17,12 @@ from urllib.parse import urlsplit
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace_core.errors import ConfigError
-from headrace_distributed.errors import PeerTimeout
+from headrace_distributed.errors import PeerLost, PeerTimeout
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for others, unless told otherwise."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two looks for what another rank has yet to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ def exchange(
 
     Raises:
         PeerTimeout: names the first rank that gave nothing within ``timeout`` seconds.
+        PeerLost: the store has closed, as somebody gave the meeting up.
     """
     store.set(f"{key}/{rank}", value)
     return tuple(
@@ -87,16 +91,27 @@ def exchange(
 def wait_for_value(store: Store, key: str, peer: int, world_size: int, timeout: float) -> str:
     """What rank ``peer`` of a group puts under a key.
 
+    It is looked for again and again: a wait in the store would not end when the store does, and torch
+    would write a stack of its own about that.
+
     Raises:
         PeerTimeout: it has put nothing within ``timeout`` seconds.
+        PeerLost: the store has closed, as somebody gave the meeting up.
     """
+    deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
     try:
-        store.wait([key], timedelta(seconds=timeout))
+        while not store.check([key]):
+            if time.monotonic() >= deadline:
+                raise PeerTimeout(
+                    f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",
+                    rank=peer,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         found: bytes = store.get(key)
-    except RuntimeError as error:  # also of a store that has gone
-        raise PeerTimeout(
-            f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",
-            rank=peer,
+    except RuntimeError as error:
+        raise PeerLost(
+            f"the rendezvous closed before rank {peer} of {world_size} joined the group", rank=peer
         ) from error
     return found.decode()
 

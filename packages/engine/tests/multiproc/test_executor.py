@@ -230,6 +230,38 @@ def test_a_pass_that_raises_ends_the_executor(meeting: EchoMeeting) -> None:
     assert ended(executor.pids)
 
 
+class OpenMeeting:
+    """Where rank 0 waits for a rank that has died."""
+
+    def __init__(self, echo: EchoMeeting) -> None:
+        self.echo = echo
+        self.closed = threading.Event()
+
+    def address(self, name: str) -> str:
+        return self.echo.address(name)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class MeetingWorker(EchoWorker):
+    """Cannot be made before the meeting is over."""
+
+    def __init__(self, meeting: OpenMeeting) -> None:
+        super().__init__()
+        assert meeting.closed.wait(PATIENCE), "nobody gave the meeting up"
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_died_before_it_joined(meeting: EchoMeeting) -> None:
+    held = OpenMeeting(meeting._replace(fault="kill create"))
+    executor = executor_of(lambda leader: MeetingWorker(held), cast(Any, held))
+    begin = time.monotonic()
+    with pytest.raises(EngineDead, match="killed by signal 9"):
+        executor.start()
+    assert time.monotonic() - begin < 4 * SECONDS
+    assert ended(executor.pids)
+
+
 class RetryingWorker(LedWorker):
     """Replays each step, and runs it eagerly if that fails, as the runner does with one rank."""
 
@@ -262,7 +294,7 @@ def test_a_replay_that_fails_on_rank_0_is_not_run_again(
         lambda leader: workers.append(RetryingWorker(leader)) or workers[0], meeting
     )
     executor.start()
-    with pytest.raises(EngineDead, match="rank 0 .*embedding, reported status 4"):
+    with pytest.raises(EngineDead, match=r"rank 0 .*embedding, reported status 4"):
         executor.submit(make_step(1)).result(PATIENCE)
     assert isinstance(executor.failure, EngineDead)
     assert workers[0].model.passes == []

@@ -123,9 +123,9 @@ class MultiProcExecutor(UniProcExecutor):
         self._have_met()
 
     def _have_met(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
 
     def _join_seconds(self) -> float | None:
         return JOIN_SECONDS if self._others is not None and self._failure is not None else None
@@ -152,6 +152,7 @@ class MultiProcExecutor(UniProcExecutor):
     def _rank_died(self, error: EngineDead) -> None:
         logger.error("%s", error)
         self._end(error)
+        self._have_met()  # rank 0 may wait for it there
         for future in list(self._outstanding):
             _fail(future, error)
 

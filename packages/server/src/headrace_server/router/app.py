@@ -134,9 +134,7 @@ def _health(pool: ServerPool, state: Serving) -> APIRouter:
 
     async def healthy() -> Response:
         """200 if a server takes requests; 503 while draining, and if none does."""
-        return Response(
-            status_code=200 if pool.available and not state.lifecycle.draining else 503
-        )
+        return Response(status_code=200 if pool.available and not state.lifecycle.draining else 503)
 
     async def live() -> Response:
         """200: the router's process works, whatever its servers do."""

@@ -8,7 +8,16 @@ import msgspec
 
 from headrace_server.router.prefixes import PromptText
 
-PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "query", "documents")
+PROMPT_FIELDS = (
+    "tools",
+    "system",
+    "instructions",
+    "messages",
+    "prompt",
+    "input",
+    "query",
+    "documents",
+)
 """Fields of all protocols that become part of a prompt, in the order in which templates write them."""
 UNREAD_BYTES = 4096
 """Of a body that is no JSON object: bytes that count as its prompt."""

@@ -58,12 +58,11 @@ class RouterSettings:
         "none for its cached prefix.", cost="more spreads load, less keeps prefixes together",
     )  # fmt: skip
     imbalance_slack: int = option(
-        8, "Requests in flight that a server may have more than the least busy one, whatever max_imbalance."
+        8,
+        "Requests in flight that a server may have more than the least busy one, whatever max_imbalance.",
     )
     health_interval: float = option(1.0, "Seconds between looks at each server's health.")
-    health_timeout: float = option(
-        5.0, "Seconds that a server may take to say that it is healthy."
-    )
+    health_timeout: float = option(5.0, "Seconds that a server may take to say that it is healthy.")
     connect_timeout: float = option(5.0, "Seconds that a connection to a server may take.")
     max_failures: int = option(
         3, "Answers in a row that a server breaks off before it gets no more requests; its next good look "
