@@ -11,8 +11,7 @@ from headrace_distributed.rendezvous import RendezvousServer, connect, exchange
 PATIENCE = 60.0
 
 
-def test_who_waits_is_told_when_the_meeting_is_given_up() -> None:
-    """Rank 1 has died before it joined: rank 0 need not wait for the whole timeout."""
+def test_who_waits_is_told_when_the_store_closes() -> None:
     server = RendezvousServer()
     has_begun = threading.Event()
 
@@ -26,6 +25,21 @@ def test_who_waits_is_told_when_the_meeting_is_given_up() -> None:
         assert has_begun.wait(PATIENCE)
         server.close()
         with pytest.raises(PeerLost, match="rendezvous closed before rank"):
+            joining.result(PATIENCE)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_meeting_that_was_given_up_ends_waits(when: str) -> None:
+    with RendezvousServer() as server, ThreadPoolExecutor(1) as pool:
+        address = server.address("tp")
+        if when == "before":  # the rank has not even connected
+            server.give_up()
+        joining = pool.submit(
+            lambda: exchange(connect(address), "process", 0, 2, "me", timeout=10 * PATIENCE)
+        )
+        if when == "after":
+            server.give_up()
+        with pytest.raises(PeerLost, match="given up before rank 1 of 2 joined"):
             joining.result(PATIENCE)
 
 

@@ -21,6 +21,8 @@ from headrace_distributed.errors import PeerLost, PeerTimeout
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for others, unless told otherwise."""
+GIVEN_UP = "given up"
+"""Key of a group that will never be whole."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two looks for what another rank has yet to say."""
 
@@ -79,7 +81,7 @@ def exchange(
 
     Raises:
         PeerTimeout: names the first rank that gave nothing within ``timeout`` seconds.
-        PeerLost: the store has closed, as somebody gave the meeting up.
+        PeerLost: the meeting was given up, or the store has closed.
     """
     store.set(f"{key}/{rank}", value)
     return tuple(
@@ -96,11 +98,16 @@ def wait_for_value(store: Store, key: str, peer: int, world_size: int, timeout: 
 
     Raises:
         PeerTimeout: it has put nothing within ``timeout`` seconds.
-        PeerLost: the store has closed, as somebody gave the meeting up.
+        PeerLost: the meeting was given up, or the store has closed.
     """
     deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
     try:
         while not store.check([key]):
+            if store.check([GIVEN_UP]):
+                raise PeerLost(
+                    f"the meeting was given up before rank {peer} of {world_size} joined the group",
+                    rank=peer,
+                )
             if time.monotonic() >= deadline:
                 raise PeerTimeout(
                     f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",
@@ -133,11 +140,23 @@ class RendezvousServer:
                 timeout=timedelta(seconds=timeout), master_listen_fd=listener.detach(),
             )  # fmt: skip
         self.host = host
+        self._names: set[str] = set()
 
     def address(self, name: str) -> str:
         """The address of the group of that name."""
+        self._names.add(name)
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{name}"
+
+    def give_up(self) -> None:
+        """Tell the ranks that wait for another one, and those that join from now on, that it will not come.
+
+        The store is served until :meth:`close`: a rank that finds nobody there would try for its whole
+        timeout.
+        """
+        if self._store is not None:
+            for name in self._names:
+                PrefixStore(name, self._store).set(GIVEN_UP, "")
 
     def close(self) -> None:
         """Serve no longer. Groups that have met do not need the store."""

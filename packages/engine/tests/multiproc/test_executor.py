@@ -230,26 +230,39 @@ def test_a_pass_that_raises_ends_the_executor(meeting: EchoMeeting) -> None:
     assert ended(executor.pids)
 
 
+def test_a_terminals_signals_do_not_reach_ranks(meeting: EchoMeeting) -> None:
+    """Ctrl-C, while a rank still imports, would end it with a stack trace."""
+    executor = executor_of(LedWorker, meeting)
+    executor.start()
+    try:
+        assert all(os.getpgid(pid) != os.getpgrp() for pid in executor.pids)
+    finally:
+        executor.shutdown()
+
+
 class OpenMeeting:
     """Where rank 0 waits for a rank that has died."""
 
     def __init__(self, echo: EchoMeeting) -> None:
         self.echo = echo
-        self.closed = threading.Event()
+        self.given_up = threading.Event()
 
     def address(self, name: str) -> str:
         return self.echo.address(name)
 
+    def give_up(self) -> None:
+        self.given_up.set()
+
     def close(self) -> None:
-        self.closed.set()
+        pass
 
 
 class MeetingWorker(EchoWorker):
-    """Cannot be made before the meeting is over."""
+    """Waits for the other rank."""
 
     def __init__(self, meeting: OpenMeeting) -> None:
         super().__init__()
-        assert meeting.closed.wait(PATIENCE), "nobody gave the meeting up"
+        assert meeting.given_up.wait(PATIENCE), "nobody gave the meeting up"
 
 
 def test_rank_0_does_not_wait_for_a_rank_that_died_before_it_joined(meeting: EchoMeeting) -> None:

@@ -152,7 +152,9 @@ class MultiProcExecutor(UniProcExecutor):
     def _rank_died(self, error: EngineDead) -> None:
         logger.error("%s", error)
         self._end(error)
-        self._have_met()  # rank 0 may wait for it there
+        meeting = self._meeting
+        if meeting is not None:  # where rank 0 may wait for it
+            meeting.give_up()
         for future in list(self._outstanding):
             _fail(future, error)
 
