@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -238,6 +239,36 @@ def test_a_terminals_signals_do_not_reach_ranks(meeting: EchoMeeting) -> None:
         assert all(os.getpgid(pid) != os.getpgrp() for pid in executor.pids)
     finally:
         executor.shutdown()
+
+
+def test_shutdown_does_not_wait_for_a_stopped_rank(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in an exchange with a process that is stopped (Ctrl-Z, a debugger): it waits for minutes."""
+    monkeypatch.setattr("headrace_engine.multiproc.executor.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.STOP_SECONDS", 0.2)
+    workers: list[LedWorker] = []
+    executor = executor_of(lambda leader: workers.append(LedWorker(leader)) or workers[0], meeting)
+    executor.start()
+    model, [pid] = workers[0].model, executor.pids
+    model.hold = threading.Event()
+    threading.Thread(target=_set_when_ended, args=(pid, model.hold), daemon=True).start()
+    os.kill(pid, signal.SIGSTOP)
+    step = executor.submit(make_step(1, "pass"))
+    wait_until(lambda: bool(model.passes), PATIENCE, "no step began")
+    begin = time.monotonic()
+    executor.shutdown()
+    assert time.monotonic() - begin < PATIENCE / 2
+    assert ended([pid])
+    assert step.done()
+
+
+def _set_when_ended(pid: int, event: threading.Event) -> None:
+    """As the group's communicator ends an exchange when a peer has ended."""
+    descriptor = os.pidfd_open(pid)
+    select.select([descriptor], [], [], PATIENCE)
+    os.close(descriptor)
+    event.set()
 
 
 class OpenMeeting:

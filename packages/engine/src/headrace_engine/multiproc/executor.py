@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -26,7 +27,7 @@ one that stands here, if one does."""
 OWN = ("start_profile", "stop_profile")
 """Calls that are of rank 0 only: a recording is of its steps."""
 JOIN_SECONDS = 10.0
-"""Longest wait for rank 0's thread once another rank has ended: it may be in an exchange with that."""
+"""Longest wait for rank 0's thread at the end: it may be in an exchange with a rank that does not come."""
 
 
 class MultiProcExecutor(UniProcExecutor):
@@ -119,6 +120,7 @@ class MultiProcExecutor(UniProcExecutor):
             self._others.kill()  # first, as rank 0 may wait for them
         super().shutdown()
         if self._others is not None:
+            self._end_exchange(self._others)
             self._others.stop()
         self._have_met()
 
@@ -127,8 +129,19 @@ class MultiProcExecutor(UniProcExecutor):
         if meeting is not None:
             meeting.close()
 
+    def _end_exchange(self, others: RankProcesses) -> None:
+        """Rank 0 may still wait for a rank that does not come (a stopped process): it waits for the end of
+        that, too."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or not thread.is_alive():
+            return
+        if self._failure is None:
+            logger.warning("rank 0 is still in a step %g s after the end; it ends", JOIN_SECONDS)
+        others.kill()
+        thread.join(JOIN_SECONDS)
+
     def _join_seconds(self) -> float | None:
-        return JOIN_SECONDS if self._others is not None and self._failure is not None else None
+        return None if self._others is None else JOIN_SECONDS
 
     def _queue(self, run: Callable[[Worker], Any], *, is_step: bool) -> Future[Any]:
         future = super()._queue(run, is_step=is_step)
