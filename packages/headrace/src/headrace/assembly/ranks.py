@@ -139,12 +139,20 @@ def communicator_name(config: EngineConfig) -> str:
     """The communicator of an engine's ranks, chosen if that was left open.
 
     Raises:
+        ConfigError: it is of one rank.
         PluginNotFound: it is not installed.
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
         wanted = "shm" if _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
+    if wanted == "single":
+        others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
+        raise ConfigError(
+            f"parallel.communicator = 'single': it has one rank, and tensor_parallel_size = "
+            f"{config.parallel.tensor_parallel_size}; must be 'auto' or one of {others}",
+            field="parallel.communicator",
+        )
     plugins.find(COMMUNICATORS, wanted)
     return wanted
 
