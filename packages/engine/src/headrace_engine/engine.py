@@ -357,7 +357,8 @@ class Engine:
         """See :meth:`headrace_core.engine.EngineClient.stats`."""
         stats = await self._front.stats(drain)
         stats.heartbeat_age = self._client.heartbeat_age
-        stats.num_requests_waiting += self._gate.num_held
+        for told in (stats, *stats.by_engine[:1]):  # sums stay right
+            told.num_requests_waiting += self._gate.num_held
         return stats
 
     async def check_health(self) -> None:
