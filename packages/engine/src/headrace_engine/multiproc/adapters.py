@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace_core.errors import EngineDead, WeightsError
+from headrace_core.errors import EngineDead, HeadraceError, WeightsError
 from headrace_core.lora import AdapterSlots
 
 if TYPE_CHECKING:
@@ -174,10 +174,16 @@ class FollowingAdapters:
             dropped: numbers of adapters that are needed no more.
 
         Raises:
-            WeightsError, UnsupportedModel, OSError: it cannot be used; says why.
+            WeightsError, UnsupportedModel: it cannot be used; says why. An error of another class, which
+                rank 0 would take for the end of this rank, is a WeightsError, too.
         """
         self._drop(dropped)
-        content = self.slots.read(path)
+        try:
+            content = self.slots.read(path)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise WeightsError(f"{path}: {type(error).__name__}: {error}") from error
         self._read[number] = content
         return str(content.digest)
 
@@ -205,7 +211,7 @@ def _check_same(path: str, digest: str, rank: int, answer: Future[Any]) -> None:
         found = answer.result()
     except EngineDead:
         raise
-    except Exception as error:
+    except HeadraceError as error:
         raise WeightsError(f"rank {rank} cannot read what rank 0 has read: {error}") from error
     if found != digest:
         raise WeightsError(
