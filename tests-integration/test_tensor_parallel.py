@@ -150,7 +150,6 @@ def test_guesses_are_checked_by_every_rank(
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"enable_lora": True}, "lora.enable_lora"),
         ({"enable_sleep_mode": True}, "device.enable_sleep_mode"),
         ({"worker_extension_cls": "a.b:C"}, "parallel.worker_extension_cls"),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, "cache.calculate_kv_scales"),

@@ -7,14 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import EngineDead, ReplayFailed, UnsupportedFeature
+from headrace_core.errors import EngineDead, ReplayFailed, UnsupportedFeature, WeightsError
 from headrace_core.executor import Executor, WorkerFactory
+from headrace_core.lora import AdapterSlots
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.executor import MultiProcExecutor
 from headrace_engine.multiproc.leader import PassLeader
@@ -386,6 +388,100 @@ def test_a_rank_takes_only_known_calls(meeting: EchoMeeting) -> None:
     assert executor.call("start_profile") == [None]
     executor.shutdown()
     assert meeting.lines(1) == ["close"]
+
+
+class ReadPath(NamedTuple):
+    """What one-line slots read: the digest is the path."""
+
+    digest: str
+    num_bytes: int = 1
+    changes_media: bool = False
+
+
+class PathSlots:
+    """Slots of adapters that are paths; ``bad`` cannot be read."""
+
+    num_slots, num_bytes, runs_eagerly = 1, 1, False
+
+    def read(self, path: str) -> ReadPath:
+        if path.endswith("bad"):
+            raise WeightsError(f"{path}: bad")
+        return ReadPath("/other" if path == "/mine" else path)
+
+    def place(self, slot: int, adapter: ReadPath) -> None:
+        assert isinstance(adapter, ReadPath)
+
+    def choose(self, tokens: Any, logits: Any = None) -> None: ...
+
+    def choose_media(self, slot: int | None) -> None: ...
+
+
+class SlotsWorker(LedWorker):
+    """With slots of adapters, which the other ranks follow."""
+
+    def __init__(self, leader: PassLeader) -> None:
+        super().__init__(leader)
+        self.slots = leader.lead_adapters(PathSlots())
+        self.leader = leader
+
+    def execute(self, step: Any) -> Any:
+        if "adapter" in step.num_scheduled_tokens:
+            self.slots.place(0, self.slots.read("/a"))
+            self.slots.choose(None)
+        return super().execute(step)
+
+
+def slots_of(meeting: EchoMeeting) -> tuple[MultiProcExecutor, AdapterSlots]:
+    made: list[SlotsWorker] = []
+
+    def make(leader: Any) -> SlotsWorker:
+        made.append(SlotsWorker(leader))
+        return made[0]
+
+    executor = executor_of(make, meeting)
+    executor.start()
+    return executor, made[0].slots
+
+
+def test_adapters_are_told_in_order_and_dropped_with_rank_0s(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting)
+    executor.submit(make_step(1, "adapter", "pass")).result(PATIENCE)
+    with pytest.raises(WeightsError, match="/bad: bad"):
+        slots.read("/bad")
+    with pytest.raises(WeightsError, match="/mine: rank 1 reads other content there"):
+        slots.read("/mine")
+    executor.submit(make_step(2, "adapter")).result(PATIENCE)
+    executor.shutdown()
+    told = [
+        "read_adapter(0, /a, [])", "pass place_adapter(0, 0)", "pass drop_adapters([0])",
+        "pass choose_adapters(None, None)", "pass forward(1)", "read_adapter(1, /bad, [])",
+        "read_adapter(2, /mine, [1])", "read_adapter(3, /a, [2])", "pass place_adapter(0, 3)",
+        "pass drop_adapters([3])", "pass choose_adapters(None, None)", "close",
+    ]  # fmt: skip
+    assert meeting.lines(1) == told
+
+
+def test_passes_do_not_wait_for_a_reading_nor_does_the_end(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting._replace(fault="wait read_adapter"))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(slots.read, "/a")
+        wait_until(lambda: meeting.lines(1) == ["read_adapter(0, /a, [])"])
+        executor.submit(make_step(1, "pass")).result(PATIENCE)
+        executor.call("report")
+        assert not reading.done()
+        executor.shutdown()
+        with pytest.raises(EngineDead):
+            reading.result(PATIENCE)
+    with pytest.raises(EngineDead):
+        slots.read("/b")
+
+
+def test_a_rank_that_cannot_read_is_named_and_goes_on(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting)
+    with pytest.raises(WeightsError, match=r"rank 1 cannot read .*/missing: no such folder"):
+        slots.read("/missing")
+    executor.submit(make_step(1, "pass")).result(PATIENCE)
+    executor.shutdown()
 
 
 def test_the_entry_point() -> None:

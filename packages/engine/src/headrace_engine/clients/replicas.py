@@ -592,7 +592,8 @@ def summed_stats(engines: Sequence[EngineStats]) -> EngineStats:
     )  # fmt: skip
     for stats in alive:
         for into, counts in ((total.running_loras, stats.running_loras),
-                             (total.waiting_loras, stats.waiting_loras)):  # fmt: skip
+                             (total.waiting_loras, stats.waiting_loras),
+                             (total.kv_transfer, stats.kv_transfer)):  # fmt: skip
             for name, count in counts.items():
                 into[name] = into.get(name, 0) + count
     return dataclasses.replace(total, by_engine=list(engines))

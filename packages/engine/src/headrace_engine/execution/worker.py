@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,6 +99,10 @@ class LeadsPasses(Protocol):
 
     def lead_replays(self, graph: StepGraph | None) -> None:
         """Those that are recorded."""
+        ...
+
+    def lead_adapters(self, slots: AdapterSlots) -> AdapterSlots:
+        """Slots that tell the other ranks what they are told."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
@@ -299,10 +303,11 @@ class ServingWorker:
         if self._make_adapters is None:
             return ()
         assert self._adapter_store is not None
-        slots = self._make_adapters()
+        own = self._make_adapters()
+        slots = own if self._leader is None else self._leader.lead_adapters(own)
         self._adapter_store.bind(slots)
         self._adapters = StepAdapters(slots, self._adapter_store.content, self._device)
-        return (slots,)
+        return (own,)
 
     def _hold(
         self, model: CausalLM, draft: CausalLM | None = None, head: DraftHead | None = None
@@ -512,9 +517,12 @@ class ServingWorker:
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
             if self._adapters is not None:
-                self._adapters.choose_all(tokens, tokens)
-                runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
-                self._adapters.choose_none()
+                with nullcontext() if self._leader is None else self._leader.alone():
+                    self._adapters.choose_all(tokens, tokens)
+                    runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
+                    self._adapters.choose_none()
+                if self._leader is not None:
+                    self._leader.lead_replays(runner.adapter_graph)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""

@@ -64,7 +64,7 @@ class MultiProcExecutor(UniProcExecutor):
         try:
             rendezvous = "" if self._meeting is None else self._meeting.address("tp")
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
-            leader = PassLeader(others.run_pass, self._broken)
+            leader = PassLeader(others.run_pass, self._broken, others.call)
             place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
             self.worker_factory = partial(ranked.make, place, leader)
             super().start()

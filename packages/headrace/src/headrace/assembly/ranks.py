@@ -122,7 +122,6 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one rank: name, value (false: it is off), and why."""
     return (
-        ("lora.enable_lora", config.lora.enable_lora, "adapters are not divided over ranks yet"),
         ("device.enable_sleep_mode", config.device.enable_sleep_mode, "ranks do not sleep yet"),
         ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
          "each rank would measure other scales"),

@@ -162,7 +162,13 @@ def worker_factory(
             ),
         }
         if ranks.rank:
-            return FollowingWorker(lambda: build(resolved), **of_rank)
+            return FollowingWorker(
+                lambda slots=None: build(resolved, slots),
+                **of_rank,
+                make_adapters=(lambda: adapter_slots(resolved, ops))
+                if config.lora.enable_lora
+                else None,
+            )
         return worker_class(
             lambda slots=None: build(resolved, slots),
             **of_rank,
