@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from headrace_core.errors import EngineDead, GraphError, UnsupportedFeature
+from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
@@ -156,7 +156,7 @@ class MultiProcExecutor(UniProcExecutor):
         """Rank 0 failed in a pass. What is returned is no error that a step handles by itself."""
         assert self._others is not None
         cause = self._others.cause_of(error)
-        if isinstance(cause, GraphError):
+        if isinstance(cause, CaptureRefused | ReplayFailed):
             cause = EngineDead(f"rank 0 (process {os.getpid()}) failed in a captured step: {cause}")
         if self._failure is None:
             self._end(cause)
