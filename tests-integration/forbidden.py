@@ -34,6 +34,8 @@ ALLOWED = {
         "as UniProcExecutor.call; a rank's end fails it",
     ("engine/multiproc/executor.py", "_on_every_rank: wait result"):
         "a rank's answer, or its end, which fails the future",
+    ("engine/multiproc/adapters.py", "_check_same: wait result"):
+        "a rank's reading of files, or its end, which fails the future",
     ("engine/multiproc/rank_process.py", "_serve: wait get"):
         "idle: the thread that reads puts Stop, or an error when the connection ends",
     ("engine/multiproc/rank_processes.py", "RankProcesses.__init__: wait wait"):
