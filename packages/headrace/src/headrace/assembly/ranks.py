@@ -11,7 +11,7 @@ from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
-from headrace_engine.cores import CpuThreads
+from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -74,9 +74,20 @@ class Ranks:
             group.close()
 
     def threads(self, whole: CpuThreads) -> CpuThreads:
-        """This rank's share of the engine's threads, and of the cores that they are bound to."""
+        """This rank's share of the engine's threads, and of the cores that they are bound to.
+
+        Raises:
+            ConfigError: threads are bound to fewer cores than there are ranks.
+        """
         if not self.are_several:
             return whole
+        if whole.cores and len(whole.cores) < self.world_size:
+            raise ConfigError(
+                f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
+                f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
+                "num_threads out, or set it to 'none'",
+                field=BIND_FIELD,
+            )
         count = max(1, whole.num_threads // self.world_size)
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
