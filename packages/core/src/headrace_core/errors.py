@@ -211,6 +211,9 @@ class EngineError(HeadraceError):
 class GenerateError(EngineError):
     """One request failed inside the engine; its memory is freed and the others go on."""
 
+    is_public = False
+    """True: the text is about no request's or model's inside, and clients may read it."""
+
 
 class EngineAsleep(GenerateError):
     """The engine sleeps: it takes requests again when it is awake and has weights."""

@@ -43,6 +43,8 @@ class CoreOutput:
     """Guesses of this step that were checked; all new tokens but the last were among them."""
     asleep: bool = False
     """With finish reason ``error``: the engine slept."""
+    engine_ended: bool = False
+    """With finish reason ``error``: one of several engines ended, and others serve."""
     dead_end: str | None = None
     """Reason why the request's own parameters leave it no next token; set with finish reason ``error``,
     in place of :attr:`error`."""

@@ -21,11 +21,17 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from headrace_core.engine import EngineStats
-from headrace_core.errors import EngineDead, RequestError, UnsupportedFeature
+from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.balancing import LoadBalancer
-from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, OutputSink
+from headrace_engine.clients.base import (
+    CONTROL_TIMEOUT,
+    PROFILE_TIMEOUT,
+    CoreClient,
+    OutputSink,
+    dead_again,
+)
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.messages import CoreOutput, CoreOutputs
 from headrace_engine.startup import StartupTimeline
@@ -185,7 +191,7 @@ class ReplicatedClient(CoreClient):
                     tried.add(replica.index)
                     left = self._taken_back(group)
                     if any(request.data_parallel_rank is not None for request in left):
-                        raise EngineDead(f"engine {replica.index}: {error}") from error
+                        raise _not_now(f"engine {replica.index} takes no requests") from error
                     waiting += left
 
     def _place(
@@ -197,13 +203,16 @@ class ReplicatedClient(CoreClient):
             tried: engines that take none.
 
         Raises:
-            EngineDead: none runs, or that which a request asks for does not.
+            GenerateError: none runs now, or that which a request asks for does not.
+            EngineDead: none will run again.
             RequestError: there is no engine of that number.
         """
         groups: dict[int, list[CoreRequest]] = {}
         with self._lock:
             if self._closing:
                 raise EngineDead("the engine is shut down")
+            if self._failure is not None:
+                raise dead_again(self._failure)
             running = [one.index for one in self._replicas if one.runs and one.index not in tried]
             allowed = [self._allowed(request, running) for request in requests]
             for request, engines in zip(requests, allowed, strict=True):
@@ -220,9 +229,7 @@ class ReplicatedClient(CoreClient):
         if rank is None:
             if running:
                 return running
-            raise EngineDead(
-                "no engine runs: " + "; ".join(self.ailments or ("none takes requests",))
-            )
+            raise _not_now("no engine runs: all are being replaced, or take no requests")
         if not 0 <= rank < len(self._replicas):
             raise RequestError(
                 f"data_parallel_rank = {rank}: must be in 0..{len(self._replicas) - 1}, the number of an "
@@ -230,7 +237,7 @@ class ReplicatedClient(CoreClient):
                 param="data_parallel_rank",
             )
         if rank not in running:
-            raise EngineDead(str(self._replicas[rank]))
+            raise _not_now(f"engine {rank} has ended; requests that name no engine go to another")
         return (rank,)
 
     def _taken_back(self, requests: Sequence[CoreRequest]) -> list[CoreRequest]:
@@ -436,8 +443,12 @@ class ReplicatedClient(CoreClient):
                 replica.failure += f" ({why_not})"
             nothing_left = all(not one.runs and one.replacement is None for one in self._replicas)
         logger.error("%s; %d of its requests failed", replica, len(lost))
-        message = f"engine {replica.index}: {error}"
-        failed = [CoreOutput(one, finish_reason="error", error=message) for one in lost]
+        # What a core said of its own error stays in the log.
+        cause = str(error) if error.__cause__ is None else "the engine process failed"
+        message = f"engine {replica.index}: {cause}"
+        failed = [
+            CoreOutput(one, finish_reason="error", error=message, engine_ended=True) for one in lost
+        ]
         if failed and self._sink is not None:
             self._sink.on_outputs(CoreOutputs(failed, time.monotonic()))
         if nothing_left:
@@ -515,6 +526,13 @@ class _ReplicaSink:
 
     def on_death(self, error: BaseException) -> None:
         self._client.lose(self._replica, error)
+
+
+def _not_now(message: str) -> GenerateError:
+    """The error of a request that may succeed later."""
+    error = GenerateError(message)
+    error.is_public = True
+    return error
 
 
 def _failed(error: BaseException) -> Future[Any]:

@@ -151,7 +151,9 @@ class OutputProcessor:
                     aborts.append(output.request_id)
                 failed = output.finish_reason == "error" and output.dead_end is None
                 if failed and state.error is None:
-                    aborts += self._fail(state, output.error or "", asleep=output.asleep)
+                    aborts += self._fail(
+                        state, output.error or "", asleep=output.asleep, ended=output.engine_ended
+                    )
             except Exception as error:
                 logger.exception("request %s ends", output.request_id)
                 aborts += self._fail(state, f"{type(error).__name__}: {error}")
@@ -169,9 +171,12 @@ class OutputProcessor:
             state.end(finish_reason)
         return ProcessedOutputs(states, aborts)
 
-    def _fail(self, state: FollowedRequest, message: str, *, asleep: bool = False) -> list[str]:
+    def _fail(
+        self, state: FollowedRequest, message: str, *, asleep: bool = False, ended: bool = False
+    ) -> list[str]:
         """One completion failed, and with it the request; returns what to abort."""
         failed = GenerateError(f"request {state.request.request_id!r} failed: {message}")
+        failed.is_public = ended
         state.error = EngineAsleep(message) if asleep else failed
         aborts = state.unfinished_core_ids
         state.end("error")

@@ -54,7 +54,7 @@ def check_engines(config: EngineConfig, platform: Platform) -> None:
     if platform.device != "cpu" and not isinstance(platform, BringsWorker):
         raise ConfigError(
             f"{FIELD} = {count}: must be 1 on device {platform.device!r}: engines share a CPU for now; "
-            "start a server for each device, and `headrace router` in front of them",
+            "start a server for each device, and `headrace route` in front of them",
             field=FIELD,
         )
     multimodal = config.multimodal

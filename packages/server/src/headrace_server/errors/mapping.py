@@ -168,6 +168,8 @@ def _answer(error: BaseException) -> ErrorAnswer:
             return ErrorAnswer(499, "the client closed the connection")
         case EngineAsleep():
             return ErrorAnswer(503, str(error))
+        case GenerateError() if error.is_public:  # a second try may succeed
+            return ErrorAnswer(503, str(error), headers={"Retry-After": "1"})
         case GenerateError():
             return ErrorAnswer(500, "the engine failed on this request; other requests go on")
         case EngineDead():
