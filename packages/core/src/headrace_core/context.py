@@ -10,9 +10,10 @@ from contextvars import ContextVar
 OWNER: ContextVar[str] = ContextVar("headrace_owner", default="")
 """Name of the API key of the request that is being served, never the key; empty: none.
 
-The server's gate sets it for the time of a request; the engine reads it where a request comes in
-(:meth:`~headrace_core.engine.EngineClient.generate`), for fair shares.
-"""
+The server's gate sets it for a request; the engine reads it where a request comes in, for fair shares."""
+
+ENGINE: ContextVar[int | None] = ContextVar("headrace_engine", default=None)
+"""The engine that the client asks for, where a server has several; read as :data:`OWNER` is."""
 
 MODEL: ContextVar[str] = ContextVar("headrace_model", default="")
 """Name of the model that lines are about, where a process has several; threads of an engine keep the

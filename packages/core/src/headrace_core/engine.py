@@ -94,9 +94,15 @@ class EngineStats:
     """1 or 2 while the engine takes no requests for having slept at that level."""
     weights_version: str = ""
     """Version of the weights that compute now; "": not known."""
+    kv_transfer: dict[str, int] = field(default_factory=dict)
+    """Counters of a KV connector by name; {}: there is none."""
     running_loras: dict[str, int] = field(default_factory=dict)
     waiting_loras: dict[str, int] = field(default_factory=dict)
     """Requests that run, and that wait, with each adapter, by its name; those without one are left out."""
+    by_engine: list[EngineStats] = field(default_factory=list)
+    """Where these are sums over several engines: each one's own, in order."""
+    ended: str = ""
+    """In :attr:`by_engine`: why that engine does not run; its numbers are 0."""
 
 
 @dataclass(slots=True)
@@ -118,7 +124,6 @@ class OutputStream(Protocol):
 
         After this, iteration raises no error that the prompt or its parameters deserve.
         """
-        ...
 
     async def push(
         self,
@@ -140,7 +145,6 @@ class OutputStream(Protocol):
 
         Raises: what iteration would raise, and what ``take`` and ``take_text`` raise.
         """
-        ...
 
 
 class EngineClient(Protocol):
@@ -156,7 +160,6 @@ class EngineClient(Protocol):
     @property
     def dead_error(self) -> BaseException | None:
         """Why the engine stopped, or None while it runs."""
-        ...
 
     def generate(
         self,
@@ -182,7 +185,6 @@ class EngineClient(Protocol):
         Raises (on first iteration): RequestError, QueueFull, EngineDead; later: GenerateError,
         EngineDead.
         """
-        ...
 
     async def beam_search(
         self,
@@ -208,7 +210,6 @@ class EngineClient(Protocol):
             RequestError: ``beam_width`` needs more than the model's ``max_logprobs``; else, and for
                 QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
-        ...
 
     async def encode(
         self,
@@ -236,7 +237,6 @@ class EngineClient(Protocol):
             UnsupportedFeature: the model does not have the task; names it and what would help.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
-        ...
 
     async def score(
         self,
@@ -259,12 +259,10 @@ class EngineClient(Protocol):
 
         Raises: as :meth:`encode`; a wrong pair is a RequestError.
         """
-        ...
 
     @property
     def speech(self) -> SpeechModel | None:
         """Speech to text, if the model has the task ``transcription``."""
-        ...
 
     async def transcribe(
         self,
@@ -285,7 +283,6 @@ class EngineClient(Protocol):
             UnsupportedFeature: the model does not transcribe.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
-        ...
 
     def stream_transcript(
         self,
@@ -297,7 +294,6 @@ class EngineClient(Protocol):
     ) -> AsyncIterator[TranscriptPiece]:
         """Write down a recording piece by piece, at the first temperature; arguments and errors as
         :meth:`transcribe`. Closing the iterator aborts the requests."""
-        ...
 
     async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
         """Part of the media that each token of a sequence comes from: for the times of words.
@@ -314,12 +310,10 @@ class EngineClient(Protocol):
             UnsupportedFeature: the model does not have the task.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
-        ...
 
     @property
     def io_processor(self) -> IOProcessor | None:
         """Answers requests of the task ``plugin``; None: there is none."""
-        ...
 
     async def answer_plugin(
         self,
@@ -341,27 +335,22 @@ class EngineClient(Protocol):
             UnsupportedFeature: there is no IO processor.
             HeadraceError: as :meth:`encode`; else whatever the IO processor raises.
         """
-        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with finish reason ``abort``; unknown ids are ignored."""
-        ...
 
     async def tokenize(
         self, prompt: Prompt, *, add_special_tokens: bool | None = None, strings: bool = False
     ) -> TokenizedPrompt:
         """Tokens of any prompt, chats included."""
-        ...
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
     ) -> str:
         """Text of token ids, special tokens included unless they are skipped."""
-        ...
 
     async def stats(self, *, drain: bool = False) -> EngineStats:
         """Counters and gauges of the core."""
-        ...
 
     async def check_health(self) -> None:
         """Return if the engine makes progress.
@@ -369,7 +358,6 @@ class EngineClient(Protocol):
         Raises:
             EngineDead: it stopped, or its heartbeat is older than the limit.
         """
-        ...
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter and check it. False: its id was known, with this path.
@@ -378,15 +366,12 @@ class EngineClient(Protocol):
             UnsupportedFeature: the engine takes no adapters.
             RequestError: the id has another path, or the adapter cannot be used; says why.
         """
-        ...
 
     async def remove_lora(self, lora_int_id: int) -> bool:
         """Take no further requests with an adapter; those under way go on. False: the id is unknown."""
-        ...
 
     async def list_loras(self) -> Sequence[LoRARequest]:
         """Adapters that :meth:`add_lora` or a request made known and nobody removed, by id."""
-        ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False while requests hold some.
@@ -394,7 +379,6 @@ class EngineClient(Protocol):
         Args:
             reset_running_requests: preempt them, so that the reset succeeds; they go on later.
         """
-        ...
 
     async def pause_generation(
         self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
@@ -407,15 +391,12 @@ class EngineClient(Protocol):
                 reason ``abort``).
             clear_cache: then forget all cached blocks.
         """
-        ...
 
     async def resume_generation(self) -> None:
         """Start what waited. Not paused: nothing happens."""
-        ...
 
     async def is_paused(self) -> bool:
         """True if :meth:`pause_generation` was called last."""
-        ...
 
     async def start_profile(self) -> None:
         """Record the coming steps, as the engine's profiler settings say.
@@ -424,7 +405,6 @@ class EngineClient(Protocol):
             UnsupportedFeature: the engine was started without a profiler.
             RequestError: it records already.
         """
-        ...
 
     async def stop_profile(self) -> None:
         """End the recording and write it. Nothing to write: nothing happens.
@@ -432,7 +412,6 @@ class EngineClient(Protocol):
         Raises:
             UnsupportedFeature: the engine was started without a profiler.
         """
-        ...
 
     async def collective_rpc(
         self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
@@ -449,13 +428,10 @@ class EngineClient(Protocol):
             RequestError: the method may not be called, or not with these arguments.
             TimeoutError: no answer in time; the call still runs.
         """
-        ...
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """The engine's configuration as plain data (what JSON can hold), secrets left out."""
-        ...
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Let running requests finish for so many seconds, abort the rest, free everything."""
-        ...

@@ -235,3 +235,5 @@ class CoreRequest:
     to, at least 1. None: all."""
     lora_request: LoRARequest | None = None
     """The adapter that it is computed with; None: the base model alone."""
+    data_parallel_rank: int | None = None
+    """The engine that it asks for, where there are several."""

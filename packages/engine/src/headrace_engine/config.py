@@ -19,6 +19,7 @@ from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
 from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
+from headrace_engine.kv_transfer.settings import check_kv_transfer
 from headrace_engine.lora.config import LoRAConfig
 from headrace_engine.media_io import check_media_io
 from headrace_engine.speculation.config import SpeculativeConfig
@@ -77,8 +78,15 @@ class CacheConfig:
         "preemption.",
     )
     prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
+    kv_transfer_config: Mapping[str, Any] = option(
+        {}, "JSON: a store of blocks outside the cache: {\"kv_connector\": \"offload\", \"kv_role\": "
+        "\"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000}} keeps blocks that "
+        "the cache gives up in memory; the connector file: in a folder that engines share. Default: none.",
+        cost="memory, or a folder, of that size; blocks are copied between steps",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_transfer_config", check_kv_transfer(self.kv_transfer_config))
         if self.block_size is not None:
             require_choice("cache.block_size", self.block_size, BLOCK_SIZES)
         require_choice("cache.kv_cache_dtype", self.kv_cache_dtype, tuple(CACHE_DTYPES))
@@ -218,6 +226,8 @@ class SchedulerConfig:
 
 MOST_RANKS = 64
 """Largest ``tensor_parallel_size``."""
+MOST_ENGINES = 64
+"""Largest ``data_parallel_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +239,11 @@ class ParallelConfig:
         "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
     )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
-    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
+    data_parallel_size: int = option(
+        1, "Engines behind one front end: processes of this machine, each with a whole model, a KV cache of "
+        "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
+        cost="the weights' memory, once for each engine",
+    )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
         "rank), or a plug-in's name. Default: uni for one rank, else mp.",
@@ -256,9 +270,11 @@ class ParallelConfig:
         require(
             1 <= size <= MOST_RANKS, "parallel.tensor_parallel_size", size, f"in 1..{MOST_RANKS}"
         )
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            require(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
-                   "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        engines, stages = self.data_parallel_size, self.pipeline_parallel_size
+        require(1 <= engines <= MOST_ENGINES, "parallel.data_parallel_size", engines,
+               f"in 1..{MOST_ENGINES}")  # fmt: skip
+        require(stages == 1, "parallel.pipeline_parallel_size", stages,
+               "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
         executor = self.distributed_executor_backend
         require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
@@ -774,6 +790,12 @@ class EngineConfig:
             "lora.enable_tower_connector_lora", True,
             "False together with multimodal.ec_transfer_config: the other engine makes vectors of media, "
             "and has no adapters",
+        )  # fmt: skip
+        require(
+            not (self.multimodal.only_encodes and self.cache.kv_transfer_config),
+            "cache.kv_transfer_config", dict(self.cache.kv_transfer_config),
+            f"left out with multimodal.ec_transfer_config.ec_role = {PRODUCER!r}: such an engine caches "
+            "nothing",
         )  # fmt: skip
 
     @property

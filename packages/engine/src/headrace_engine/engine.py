@@ -28,7 +28,7 @@ from typing import Any, TypeGuard, TypeVar
 import msgspec
 
 from headrace_core.arrays import PackedArray
-from headrace_core.context import OWNER
+from headrace_core.context import ENGINE, OWNER
 from headrace_core.engine import AdmissionTicket, Encode, EngineStats, Generate, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.lora import LoRARequest
@@ -172,6 +172,7 @@ class Engine:
             add_special_tokens=add_special_tokens,
             lora_request=lora_request,
             owner=OWNER.get(),  # of the caller's task; another may iterate
+            engine=ENGINE.get(),
         )
         channel = OutputChannel()
         return EngineOutputs(self._pull(channel, params.n, prepare), channel, self._raise_failure)
@@ -356,19 +357,17 @@ class Engine:
         """See :meth:`headrace_core.engine.EngineClient.stats`."""
         stats = await self._front.stats(drain)
         stats.heartbeat_age = self._client.heartbeat_age
-        stats.num_requests_waiting += self._gate.num_held
+        for told in (stats, *stats.by_engine[:1]):  # sums stay right
+            told.num_requests_waiting += self._gate.num_held
         return stats
 
     async def check_health(self) -> None:
         """See :meth:`headrace_core.engine.EngineClient.check_health`."""
         if self.dead_error is not None:
             raise dead_again(self.dead_error)
-        age = self._client.heartbeat_age
-        if age > self._heartbeat_limit:
-            raise EngineDead(
-                f"the engine has made no progress for {age:.1f} s (limit "
-                f"{self._heartbeat_limit:g} s)"
-            )
+        trouble = self._client.trouble(self._heartbeat_limit)
+        if trouble is not None:
+            raise EngineDead(trouble)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """See :meth:`headrace_core.engine.EngineClient.add_lora`."""

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from headrace_core.arrays import PackedArray
-from headrace_core.context import OWNER
+from headrace_core.context import ENGINE, OWNER
 from headrace_core.engine import AdmissionTicket, EngineStats, TokenizedPrompt
 from headrace_core.errors import EngineDead, RequestError
 from headrace_core.lora import LoRARequest
@@ -232,11 +232,13 @@ class EngineFront:
         add_special_tokens: bool | None = None,
         owner: str | None = None,
         lora_request: LoRARequest | None = None,
+        engine: int | None = None,
     ) -> PreparedRequest:
         """A request for text, checked; see :meth:`InputProcessor.prepare`. The core knows its adapter.
 
         Args:
             owner: who shares the engine; None: as the caller's context says.
+            engine: which of several computes it; None: as the caller's context says.
 
         Raises:
             RequestError: also, the adapter cannot be used; says why.
@@ -260,7 +262,8 @@ class EngineFront:
             lora_request = default_adapter(self.input_processor.default_loras, prompt)
         # Preparing may happen in another thread, which has a context of its own.
         owner = OWNER.get() if owner is None else owner
-        request = (await self._waiting.read(prompt, prepared)).assign(owner, lora_request)
+        engine = ENGINE.get() if engine is None else engine
+        request = (await self._waiting.read(prompt, prepared)).assign(owner, lora_request, engine)
         await self._know(lora_request)
         return request
 
@@ -503,7 +506,7 @@ class EngineFront:
     def _begin_pooled(
         self, request: PreparedRequest, lora_request: LoRARequest | None = None
     ) -> Awaitable[PooledOutput]:
-        return self._waiting.begin(request.assign(OWNER.get(), lora_request))
+        return self._waiting.begin(request.assign(OWNER.get(), lora_request, ENGINE.get()))
 
     def _control(self, called: Future[T]) -> ControlCall[T]:
         late = EngineDead(f"the engine gave no answer in {CONTROL_TIMEOUT:g} s")

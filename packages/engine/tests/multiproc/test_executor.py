@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -8,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import EngineDead, UnsupportedFeature, WeightsError
+from headrace_core.errors import EngineDead, ReplayFailed, UnsupportedFeature, WeightsError
 from headrace_core.executor import Executor, WorkerFactory
 from headrace_core.lora import AdapterSlots
 from headrace_engine.config import EngineConfig
@@ -225,6 +226,121 @@ def test_a_pass_that_raises_ends_the_executor(meeting: EchoMeeting) -> None:
     with pytest.raises(ArithmeticError, match="thirteen"):
         executor.submit(make_step(13, "pass")).result(PATIENCE)
     assert isinstance(executor.failure, ArithmeticError), "the ranks are no longer in step"
+    executor.shutdown()
+    assert ended(executor.pids)
+
+
+def test_a_terminals_signals_do_not_reach_ranks(meeting: EchoMeeting) -> None:
+    """Ctrl-C, while a rank still imports, would end it with a stack trace."""
+    executor = executor_of(LedWorker, meeting)
+    executor.start()
+    try:
+        assert all(os.getpgid(pid) != os.getpgrp() for pid in executor.pids)
+    finally:
+        executor.shutdown()
+
+
+def test_shutdown_does_not_wait_for_a_stopped_rank(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in an exchange with a process that is stopped (Ctrl-Z, a debugger): it waits for minutes."""
+    monkeypatch.setattr("headrace_engine.multiproc.executor.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.STOP_SECONDS", 0.2)
+    workers: list[LedWorker] = []
+    executor = executor_of(lambda leader: workers.append(LedWorker(leader)) or workers[0], meeting)
+    executor.start()
+    model, [pid] = workers[0].model, executor.pids
+    model.hold = threading.Event()
+    threading.Thread(target=_set_when_ended, args=(pid, model.hold), daemon=True).start()
+    os.kill(pid, signal.SIGSTOP)
+    step = executor.submit(make_step(1, "pass"))
+    wait_until(lambda: bool(model.passes), PATIENCE, "no step began")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(executor.shutdown).result(PATIENCE / 2)
+    assert ended([pid])
+    assert step.done()
+
+
+def _set_when_ended(pid: int, event: threading.Event) -> None:
+    """As the group's communicator ends an exchange when a peer has ended."""
+    descriptor = os.pidfd_open(pid)
+    select.select([descriptor], [], [], PATIENCE)
+    os.close(descriptor)
+    event.set()
+
+
+class OpenMeeting:
+    """Where rank 0 waits for a rank that has died."""
+
+    def __init__(self, echo: EchoMeeting) -> None:
+        self.echo = echo
+        self.given_up = threading.Event()
+
+    def address(self, name: str) -> str:
+        return self.echo.address(name)
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+    def close(self) -> None:
+        pass
+
+
+class MeetingWorker(EchoWorker):
+    """Waits for the other rank."""
+
+    def __init__(self, meeting: OpenMeeting) -> None:
+        super().__init__()
+        assert meeting.given_up.wait(PATIENCE), "nobody gave the meeting up"
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_died_before_it_joined(meeting: EchoMeeting) -> None:
+    held = OpenMeeting(meeting._replace(fault="kill create"))
+    executor = executor_of(lambda leader: MeetingWorker(held), cast(Any, held))
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(EngineDead, match="killed by signal 9"),
+    ):
+        thread.submit(executor.start).result(4 * SECONDS)
+    assert ended(executor.pids)
+
+
+class RetryingWorker(LedWorker):
+    """Replays each step, and runs it eagerly if that fails, as the runner does with one rank."""
+
+    def __init__(self, leader: PassLeader | None) -> None:
+        super().__init__(leader)
+        self.graph = FailingGraph()
+        if leader is not None:
+            leader.lead_replays(cast(Any, self.graph))
+
+    def execute(self, step: Any) -> Any:
+        try:
+            self.graph.replay(step.step_id)
+        except ReplayFailed:
+            self.model.forward(step.step_id)
+        return EchoWorker.execute(self, step)
+
+
+class FailingGraph:
+    def replay(self, batch: Any) -> None:
+        raise ReplayFailed("call 3, embedding, reported status 4")
+
+
+def test_a_replay_that_fails_on_rank_0_is_not_run_again(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how far the other ranks' replays came, so an eager pass would meet their exchanges."""
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.CAUSE_SECONDS", 0.01)
+    workers: list[RetryingWorker] = []
+    executor = executor_of(
+        lambda leader: workers.append(RetryingWorker(leader)) or workers[0], meeting
+    )
+    executor.start()
+    with pytest.raises(EngineDead, match=r"rank 0 .*embedding, reported status 4"):
+        executor.submit(make_step(1)).result(PATIENCE)
+    assert isinstance(executor.failure, EngineDead)
+    assert workers[0].model.passes == []
     executor.shutdown()
     assert ended(executor.pids)
 

@@ -146,6 +146,17 @@ class CoreClient(ABC):
     def heartbeat_age(self) -> float:
         """Seconds since the loop last came round; 0 while idle."""
 
+    def trouble(self, limit: float) -> str | None:
+        """What is wrong with a core that has not failed; None: nothing.
+
+        Args:
+            limit: seconds without a round of the loop after which it counts as stuck.
+        """
+        age = self.heartbeat_age
+        if age <= limit:
+            return None
+        return f"the engine has made no progress for {age:.1f} s (limit {limit:g} s)"
+
     @property
     @abstractmethod
     def failure(self) -> BaseException | None:

@@ -67,6 +67,16 @@ class ProcessClient(CoreLink):
         """Process id of the child, None before :meth:`start`."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def has_started(self) -> bool:
+        """True once :meth:`start` has returned."""
+        return self._reader is not None
+
+    def kill(self) -> None:
+        """End the child at once, if there is one; :meth:`start` in another thread raises then."""
+        if self._process is not None:
+            self._process.kill()
+
     def start(self, sink: OutputSink) -> None:
         begin = time.monotonic()
         try:

@@ -32,11 +32,14 @@ class PreparedRequest:
     lora_request: LoRARequest | None = None
     """The adapter that it is computed with."""
 
-    def assign(self, owner: str, lora_request: LoRARequest | None) -> PreparedRequest:
-        """Say whose request it is, and which adapter computes it; returns it."""
+    def assign(
+        self, owner: str, lora_request: LoRARequest | None, engine: int | None = None
+    ) -> PreparedRequest:
+        """Say whose request it is, which adapter computes it, and in which engine; returns it."""
         self.lora_request = lora_request
         for core in self.core_requests:
             core.owner, core.lora_request = owner, lora_request
+            core.data_parallel_rank = engine
         return self
 
     @property

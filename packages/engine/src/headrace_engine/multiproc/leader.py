@@ -45,6 +45,8 @@ class PassLeader:
         self._broken = broken
         self._call = call
         self._is_running = False
+        self._failure: BaseException | None = None
+        """What the first pass raised that raised."""
 
     def lead(self, model: Any) -> None:
         """Have the model's passes run on every rank from now on."""
@@ -84,12 +86,17 @@ class PassLeader:
     def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
         if self._is_running:  # a pass that is part of another one
             return own(*args)
+        if self._failure is not None:  # a further pass would meet exchanges of the one that failed
+            raise self._failure
         self._is_running = True
         try:
             self._send(ModelPass(name, tuple(_sent(arg) for arg in args)))
             return own(*args)
         except BaseException as error:
-            raise self._broken(error) from error
+            self._failure = self._broken(error)
+            if self._failure is error:
+                raise
+            raise self._failure from error
         finally:
             self._is_running = False
 

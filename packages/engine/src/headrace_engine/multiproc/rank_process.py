@@ -53,7 +53,7 @@ STARTED = 0
 
 def main() -> None:
     """Run until told to stop, or until rank 0 is gone."""
-    # A terminal's Ctrl-C reaches the whole process group; when to end is rank 0's decision.
+    # When to end is rank 0's decision, whoever signals.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))

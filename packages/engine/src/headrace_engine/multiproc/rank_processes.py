@@ -255,6 +255,7 @@ def _start(ranked: RankedWorkers, place: RankPlace) -> _Rank:
             [sys.executable, "-m", "headrace_engine.multiproc.rank_process", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
+            process_group=0,  # a terminal's Ctrl-C is rank 0's, also while this one imports
         )
     with contextlib.suppress(OSError):  # ended already: whoever reads will say so
         frames.send(ours, frames.pack(msgspec.json.encode(hello)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.engines import check_one_engine, replicated_client
 from headrace.assembly.logits_processors import processor_name
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing_packages import missing
@@ -134,6 +135,8 @@ def front_end(
     Raises:
         ConfigError: shared memory of media, and the core is in this process.
     """
+    if config.parallel.data_parallel_size > 1:
+        config = dataclasses.replace(config, engine_process=True)
     if client is None:
         check_shared_items(config)
     with timeline.phase("resolve model"):
@@ -229,7 +232,14 @@ def core_client(
     vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> CoreClient:
     """The way to a core: a thread of this process, or a process of its own, which reads the
-    vocabulary itself."""
+    vocabulary itself; or several such processes."""
+    if config.parallel.data_parallel_size > 1:
+        return replicated_client(
+            _portable(config, resolved),
+            resolved.platform,
+            timeline,
+            follows_prefixes=bool(resolved.config.cache.enable_prefix_caching),
+        )
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
@@ -247,6 +257,7 @@ def shared_core(config: EngineConfig, timeline: StartupTimeline, folder: Path) -
     Raises:
         HeadraceError: the checkpoint, or a setting, cannot be used.
     """
+    check_one_engine(config, "api_server_count above 1")
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         warn_of_revision(resolved)

@@ -127,6 +127,8 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
          "its methods would run on one rank only"),
+        ("cache.kv_transfer_config", config.cache.kv_transfer_config,
+         "blocks of divided layers do not travel yet"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
     )  # fmt: skip
@@ -136,12 +138,20 @@ def communicator_name(config: EngineConfig) -> str:
     """The communicator of an engine's ranks, chosen if that was left open.
 
     Raises:
+        ConfigError: it is of one rank.
         PluginNotFound: it is not installed.
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
         wanted = "shm" if _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
+    if wanted == "single":
+        others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
+        raise ConfigError(
+            f"parallel.communicator = 'single': it has one rank, and tensor_parallel_size = "
+            f"{config.parallel.tensor_parallel_size}; must be 'auto' or one of {others}",
+            field="parallel.communicator",
+        )
     plugins.find(COMMUNICATORS, wanted)
     return wanted
 

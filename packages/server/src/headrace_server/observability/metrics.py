@@ -39,6 +39,17 @@ MAX_KEPT_LATENCIES = 4096
 STATS_TIMEOUT = 2.0
 """Longest wait for the engine's numbers, in seconds: a scrape must not hang with a stuck engine."""
 _LABELS = ("model_name", "engine")
+_TRANSFER = (
+    ("queried_tokens", "Tokens of prompts that were looked up in the KV connector."),
+    ("hit_tokens", "Tokens of prompts that were found there."),
+    ("loaded_blocks", "Blocks that came from it."),
+    ("loaded_bytes", "Bytes of these."),
+    ("failed_blocks", "Blocks that it no longer had, or that were damaged."),
+    ("saved_blocks", "Blocks that were offered to it."),
+    ("saved_bytes", "Bytes of these."),
+)
+_LabelValues = tuple[str, str]
+"""Values of :data:`_LABELS`."""
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Values of the label ``sleep_state``, by level; vLLM's words."""
 
@@ -48,14 +59,28 @@ class _EngineCollector(Collector):
 
     def __init__(self, prefix: str, model: ServedModel) -> None:
         self._prefix = prefix
-        self._values = (model.name, ENGINE_INDEX)
+        self._model_name = model.name
         self._max_loras = model.max_loras
         self.stats = EngineStats()
         self.healthy = True
         self.paused = False
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
+        """Families with the numbers of one engine, or with those of each of several."""
+        families: dict[str, Metric] = {}
+        for index, stats in enumerate(self.stats.by_engine or [self.stats]):
+            for family in self._families((self._model_name, str(index)), stats):
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples += family.samples
+        yield from families.values()
+
+    def _is_healthy(self, stats: EngineStats) -> bool:
+        """Health of one engine. Where one of several has ended, the others are well."""
+        one_ended = any(each.ended for each in self.stats.by_engine)
+        return not stats.ended and (self.healthy or one_ended)
+
+    def _families(self, values: _LabelValues, stats: EngineStats) -> Iterator[Metric]:
         gauges = (
             ("num_requests_running", "Requests that the engine runs.", stats.num_requests_running),
             ("num_requests_waiting", "Requests that wait for the engine.",
@@ -64,7 +89,7 @@ class _EngineCollector(Collector):
              stats.num_requests_suspended),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage),
             ("engine_healthy", "1 while the engine makes progress, as for GET /health.",
-             self.healthy),
+             self._is_healthy(stats)),
             ("engine_paused", "1 between POST /pause and POST /resume.", self.paused),
         )  # fmt: skip
         counters = (
@@ -83,28 +108,28 @@ class _EngineCollector(Collector):
         )  # fmt: skip
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(self._prefix + name, text, labels=_LABELS)
-            gauge.add_metric(self._values, float(value))
+            gauge.add_metric(values, float(value))
             yield gauge
         for name, text, value in counters:
             counter = CounterMetricFamily(self._prefix + name, text, labels=_LABELS)
-            counter.add_metric(self._values, float(value))
+            counter.add_metric(values, float(value))
             yield counter
-        yield self._accepted()
-        yield self._sleep_state()
-        yield self._weights_info()
+        yield self._accepted(values, stats)
+        yield self._sleep_state(values, stats)
+        yield self._weights_info(values, stats)
         info = GaugeMetricFamily(
             self._prefix + "cache_config_info",
             "The KV cache's shape, in labels.",
             labels=(*_LABELS, "block_size", "num_blocks"),
         )
-        info.add_metric((*self._values, str(stats.block_size), str(stats.num_blocks)), 1.0)
+        info.add_metric((*values, str(stats.block_size), str(stats.num_blocks)), 1.0)
         yield info
         if self._max_loras:
-            yield from self._adapters()
+            yield from self._adapters(values, stats)
+        yield from self._transfer(values, stats)
 
-    def _adapters(self) -> Iterator[Metric]:
+    def _adapters(self, values: _LabelValues, stats: EngineStats) -> Iterator[Metric]:
         """Requests by their adapters' names."""
-        stats = self.stats
         kinds = (("running", stats.running_loras), ("waiting", stats.waiting_loras))
         info = GaugeMetricFamily(
             self._prefix + "lora_requests_info",
@@ -112,7 +137,7 @@ class _EngineCollector(Collector):
             labels=(*_LABELS, "max_lora", "waiting_lora_adapters", "running_lora_adapters"),
         )
         running, waiting = (",".join(sorted(counts)) for _, counts in kinds)
-        info.add_metric((*self._values, str(self._max_loras), waiting, running), time.time())
+        info.add_metric((*values, str(self._max_loras), waiting, running), time.time())
         yield info
         for kind, counts in kinds:
             gauge = GaugeMetricFamily(
@@ -121,30 +146,40 @@ class _EngineCollector(Collector):
                 labels=(*_LABELS, "lora_name"),
             )
             for name in sorted(counts):
-                gauge.add_metric((*self._values, name), float(counts[name]))
+                gauge.add_metric((*values, name), float(counts[name]))
             yield gauge
 
-    def _accepted(self) -> Metric:
+    def _transfer(self, values: _LabelValues, stats: EngineStats) -> Iterator[Metric]:
+        """Blocks between the cache and a KV connector, if there is one."""
+        for name, text in _TRANSFER:
+            if name in stats.kv_transfer:
+                counter = CounterMetricFamily(
+                    f"{self._prefix}kv_offload_{name}", text, labels=_LABELS
+                )
+                counter.add_metric(values, float(stats.kv_transfer[name]))
+                yield counter
+
+    def _accepted(self, values: _LabelValues, stats: EngineStats) -> Metric:
         """Right guesses, one number for each place in a run."""
         accepted = CounterMetricFamily(
             self._prefix + "spec_decode_num_accepted_tokens_per_pos",
             "Guessed tokens that were right, by their place in the run.",
             labels=(*_LABELS, "position"),
         )
-        for position, count in enumerate(self.stats.num_accepted_per_position):
-            accepted.add_metric((*self._values, str(position)), float(count))
+        for position, count in enumerate(stats.num_accepted_per_position):
+            accepted.add_metric((*values, str(position)), float(count))
         return accepted
 
-    def _weights_info(self) -> Metric:
+    def _weights_info(self, values: _LabelValues, stats: EngineStats) -> Metric:
         info = GaugeMetricFamily(
             self._prefix + "weights_info",
             "The version of the weights that compute, in a label.",
             labels=(*_LABELS, "weights_version"),
         )
-        info.add_metric((*self._values, self.stats.weights_version), 1.0)
+        info.add_metric((*values, stats.weights_version), 1.0)
         return info
 
-    def _sleep_state(self) -> Metric:
+    def _sleep_state(self, values: _LabelValues, stats: EngineStats) -> Metric:
         """1 for the state that the engine has, 0 for the others."""
         gauge = GaugeMetricFamily(
             self._prefix + "engine_sleep_state",
@@ -152,7 +187,7 @@ class _EngineCollector(Collector):
             labels=(*_LABELS, "sleep_state"),
         )
         for level, state in enumerate(SLEEP_STATES):
-            gauge.add_metric((*self._values, state), float(self.stats.sleep_level == level))
+            gauge.add_metric((*values, state), float(stats.sleep_level == level))
         return gauge
 
 

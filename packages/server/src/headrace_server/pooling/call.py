@@ -89,7 +89,7 @@ class PoolingCall:
         self.model: ServedModel = state.engine.model
         convert.check_model(body.model, self.model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         convert.check_priority(body.priority, self.model)
         self.id = convert.answer_id(prefix, body.request_id, request)
         self.created = int(time.time())

@@ -33,7 +33,7 @@ class PluginCall:
         engine = state.engine
         convert.check_model(body.model, engine.model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, engine)
         convert.check_priority(body.priority, engine.model)
         self._wanted_id = convert.answer_id("", body.request_id, request)
         self.id = f"pool-{self._wanted_id}"

@@ -10,6 +10,8 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from headrace_core.context import ENGINE
+from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
 from headrace_core.request import (
     MEDIA_PARTS,
@@ -84,14 +86,23 @@ def engine_id(answer: str, position: int) -> str:
     return f"{answer}-{position}-{uuid.uuid4().hex[:8]}"
 
 
-def refuse_rank(request: Request) -> None:
-    """Raises UnsupportedFeature if the client chooses among engines; there is one."""
-    rank = request.headers.get("x-data-parallel-rank", "0")
-    if rank != "0":
-        raise UnsupportedFeature(
-            f"header X-data-parallel-rank = {rank[:16]!r}: this server has one engine, rank 0",
+def choose_engine(request: Request, engine: EngineClient) -> None:
+    """Note for the engine, in the context of the request's task, which of several the client asks for.
+
+    Raises:
+        RequestError: there is no engine of that rank.
+    """
+    rank = request.headers.get("x-data-parallel-rank")
+    if rank is None:
+        return
+    count = int(engine.settings.get("parallel", {}).get("data_parallel_size", 1))
+    if rank not in map(str, range(count)):
+        raise RequestError(
+            f"header X-data-parallel-rank = {rank[:16]!r}: must be the number of an engine, "
+            + ("0: this server has one" if count == 1 else f"0 to {count - 1}"),
             param="X-data-parallel-rank",
         )
+    ENGINE.set(int(rank))
 
 
 def sampling_params(

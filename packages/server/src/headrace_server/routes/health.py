@@ -36,7 +36,7 @@ class Load(BaseModel):
 
 
 class NotReady(BaseModel):
-    """Why ``GET /readyz`` is a 503."""
+    """Why ``GET /readyz`` is a 503, or which engines have ended (``GET /health``)."""
 
     reasons: list[str]
 
@@ -44,7 +44,8 @@ class NotReady(BaseModel):
 class HealthRouter:
     """Always on; needs no key (but ``/load`` does).
 
-    - ``/health``, ``/ping``: 503 while draining, and if the engine is dead or makes no progress.
+    - ``/health``, ``/ping``: 503 while draining, and if the engine is dead or makes no progress. Of several
+      engines, one that is being replaced is named in the body of a 200.
     - ``/livez``: 503 if the engine is dead or makes no progress: restart the process.
     - ``/readyz``: 503 also while paused; the body of a 503 has the reasons.
     """
@@ -56,26 +57,40 @@ class HealthRouter:
         async def reasons(request: Request) -> list[str]:
             return await reasons_not_ready(state_of(request))
 
-        return health_routes(engine, settings, reasons)
+        async def ended() -> list[str]:
+            """Engines that do not run, where the server has several."""
+            if engine.settings.get("parallel", {}).get("data_parallel_size", 1) == 1:
+                return []
+            stats = await fresh_stats(engine)
+            return [] if stats is None else [one.ended for one in stats.by_engine if one.ended]
+
+        return health_routes(engine, settings, reasons, ended)
 
 
 def health_routes(
     engine: ServedEngine,
     settings: ServerSettings,
     why_not_ready: Callable[[Request], Awaitable[list[str]]],
+    ended_engines: Callable[[], Awaitable[list[str]]] | None = None,
 ) -> APIRouter:
     """The router.
 
     Args:
         engine: whose health this is.
         why_not_ready: why a new request would not be started now.
+        ended_engines: texts about engines that have ended while others serve.
     """
     router = APIRouter(tags=["health"])
 
     async def healthy(request: Request) -> Response:
         """200 if requests are served; 503 while draining, or with a dead or stuck engine."""
         draining = serving_of(request).lifecycle.draining
-        return Response(status_code=200 if not draining and await is_healthy(engine) else 503)
+        status = 200 if not draining and await is_healthy(engine) else 503
+        ended = [] if ended_engines is None else await ended_engines()
+        if not ended:
+            return Response(status_code=status)
+        body = NotReady(reasons=ended).model_dump_json()
+        return Response(body, status, media_type="application/json")
 
     async def live() -> Response:
         """200 while the engine works, draining or not; 503 says: restart me."""

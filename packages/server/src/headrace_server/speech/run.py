@@ -79,7 +79,7 @@ class SpeechCall:
         self._task: SpeechTask = task
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         prefix = "trsc-" if task == "transcribe" else "trsl-"
         self.id = convert.answer_id(prefix, body.request_id, request)
         granularities = getattr(body, "timestamp_granularities", [])

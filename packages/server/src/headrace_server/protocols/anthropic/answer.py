@@ -31,7 +31,7 @@ class MessageAnswer:
     def __init__(self, body: MessagesRequest, request: Request, state: ServerState) -> None:
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         self.body, self.state = body, state
         self.id = convert.answer_id("msg_", body.request_id, request)
         apply_edits(body, state.engine.model.max_model_len)

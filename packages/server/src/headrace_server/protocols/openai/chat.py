@@ -56,7 +56,7 @@ class Chat:
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         self.id = convert.answer_id("chatcmpl-", body.request_id, request)
         self._turn = Turn(body, state, self.id, position=position, in_order=False)
         self.tally = self._turn.tally

@@ -90,7 +90,7 @@ class Completion:
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         self.id = convert.answer_id("cmpl-", body.request_id, request)
         asked = asked_of(body)
         self.spelling = {**self.spelling, **spelling_of(asked.field)}

@@ -74,7 +74,7 @@ class TokenGeneration:
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         self._request_id = convert.answer_id("", body.request_id, request)
         self.id = f"generate-{self._request_id}"
         self._prompt = TokensPrompt(prompt_token_ids=body.token_ids)

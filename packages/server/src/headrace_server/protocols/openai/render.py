@@ -72,7 +72,7 @@ class Rendering:
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         self.id = convert.answer_id("", body.request_id, request)
         self._is_chat = isinstance(body, ChatRequest)
         self._prompts: Sequence[Prompt]

@@ -77,7 +77,7 @@ class ResponseService:
         """
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        convert.refuse_rank(request)
+        convert.choose_engine(request, state.engine)
         check(body, stores=self.stores)
         owner = owner_of(request)
         wanted = (body.request_id or "").removeprefix("resp_") or None

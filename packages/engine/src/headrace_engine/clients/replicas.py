@@ -1,0 +1,599 @@
+"""Several engines as one core: data parallelism on one host.
+
+Each engine is a process with a whole model, a scheduler and a cache of its own; they know nothing of each
+other. A request goes to one of them (:mod:`headrace_engine.clients.balancing`), a control call to all.
+
+An engine that ends fails its own requests, and is replaced by a new process while the others serve. It is
+not if that could not bring back what it was: its weights were changed since the start, or it ended
+:data:`MOST_FALLS` times within :data:`FALLS_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from headrace_core.engine import EngineStats
+from headrace_core.errors import EngineDead, RequestError, UnsupportedFeature
+from headrace_core.lora import LoRARequest
+from headrace_core.request import CoreRequest
+from headrace_engine.clients.balancing import LoadBalancer
+from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient, OutputSink
+from headrace_engine.clients.process import ProcessClient
+from headrace_engine.messages import CoreOutput, CoreOutputs
+from headrace_engine.startup import StartupTimeline
+from headrace_engine.weights.updates import CALLS as UPDATE_CALLS
+
+logger = logging.getLogger(__name__)
+
+MOST_FALLS = 5
+FALLS_SECONDS = 60.0
+"""An engine that ends this often in so many seconds is not replaced again."""
+READING_CALLS = frozenset(
+    {"report", "start_profile", "stop_profile", "is_sleeping", "weights_version"}
+)
+"""Calls of workers after which a new engine is still like the others."""
+POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+class _Placed(NamedTuple):
+    """A request that is under way."""
+
+    engine: int
+    num_prompt_tokens: int
+    num_tokens: list[int]
+    """One number: tokens of its output so far."""
+
+
+class _Replica:
+    """One engine's process, and those that come after it."""
+
+    def __init__(self, index: int, client: ProcessClient) -> None:
+        self.index = index
+        self.client = client
+        self.failure: str | None = None
+        """Why it does not run; None while it does."""
+        self.replacement: threading.Thread | None = None
+        """Starts the next process, while it does."""
+        self.falls: deque[float] = deque(maxlen=MOST_FALLS)
+
+    @property
+    def runs(self) -> bool:
+        return self.failure is None
+
+    def __str__(self) -> str:
+        """What is wrong with it."""
+        what = "it is being replaced" if self.replacement is not None else "it is not replaced"
+        return f"engine {self.index}: {self.failure}; {what}"
+
+
+class ReplicatedClient(CoreClient):
+    """A core that is several engines.
+
+    Args:
+        make: a client of engine i, not yet started; called again for its replacement.
+        num_engines: at least 1.
+        timeline: to continue one that has begun before; default: a new one.
+        follows_prefixes: engines keep the blocks of prompts that have ended.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], ProcessClient],
+        num_engines: int,
+        timeline: StartupTimeline | None = None,
+        *,
+        follows_prefixes: bool = True,
+    ) -> None:
+        self.timeline = timeline or StartupTimeline()
+        self._make = make
+        self._replicas = [_Replica(index, make(index)) for index in range(num_engines)]
+        self._balancer = LoadBalancer(num_engines, follows_prefixes=follows_prefixes)
+        self._lock = threading.RLock()
+        """Guards everything below, the balancer, and which replicas run."""
+        self._placed: dict[str, _Placed] = {}
+        self._loras: dict[int, LoRARequest] = {}
+        self._sleep: list[Any] | None = None
+        """Arguments of the call after which engines sleep; None while they are awake."""
+        self._changed: str | None = None
+        """The call after which a new engine would not be like the others."""
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._context = contextvars.copy_context()
+        self._sink: OutputSink | None = None
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Process ids by engine; None: it does not run."""
+        return [replica.client.pid if replica.runs else None for replica in self._replicas]
+
+    def start(self, sink: OutputSink) -> None:
+        self._sink = sink
+        with self.timeline.phase(f"start {len(self._replicas)} engines"):
+            self._start_all()
+        self.timeline.finish()
+        clients = [replica.client for replica in self._replicas]
+        self.max_model_len = min(client.max_model_len for client in clients)
+        self.step_seconds = max(client.step_seconds for client in clients)
+        plan = clients[0].memory_plan
+        self.memory_plan = f"each of {len(clients)} engines: {plan}" if plan else ""
+
+    def _start_all(self) -> None:
+        """Start all at once; one that cannot start ends the others."""
+        errors: list[BaseException] = []
+
+        def start(replica: _Replica) -> None:
+            try:
+                replica.client.start(_ReplicaSink(self, replica))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [self._thread(start, replica) for replica in self._replicas]
+        try:
+            while any(thread.is_alive() for thread in threads) and not errors:
+                for thread in threads:
+                    thread.join(POLL_SECONDS)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self._closing = True
+            self._end_all(threads)
+            raise
+
+    def _thread(self, work: Callable[[_Replica], None], replica: _Replica) -> threading.Thread:
+        thread = threading.Thread(
+            target=self._context.copy().run,
+            args=(work, replica),
+            name=f"headrace-engine-{replica.index}-start",
+            daemon=True,
+        )
+        thread.start()
+        return thread
+
+    def _end_all(self, threads: Sequence[threading.Thread]) -> None:
+        """End engines, those too that are starting in ``threads``."""
+        while any(thread.is_alive() for thread in threads):
+            for replica in self._replicas:
+                if not replica.client.has_started:
+                    replica.client.kill()
+            for thread in threads:
+                thread.join(POLL_SECONDS)
+        ends = [self._thread(lambda one: one.client.shutdown(), one) for one in self._replicas]
+        for thread in ends:
+            thread.join()
+
+    # Requests.
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        waiting, tried = list(requests), set[int]()
+        while waiting:
+            groups = self._place(waiting, tried)
+            waiting = []
+            for replica, client, group in groups:
+                try:
+                    client.add(group)
+                except EngineDead as error:
+                    tried.add(replica.index)
+                    left = self._taken_back(group)
+                    if any(request.data_parallel_rank is not None for request in left):
+                        raise EngineDead(f"engine {replica.index}: {error}") from error
+                    waiting += left
+
+    def _place(
+        self, requests: Sequence[CoreRequest], tried: set[int]
+    ) -> list[tuple[_Replica, ProcessClient, list[CoreRequest]]]:
+        """Choose an engine for each request, and note it.
+
+        Args:
+            tried: engines that take none.
+
+        Raises:
+            EngineDead: none runs, or that which a request asks for does not.
+            RequestError: there is no engine of that number.
+        """
+        groups: dict[int, list[CoreRequest]] = {}
+        with self._lock:
+            if self._closing:
+                raise EngineDead("the engine is shut down")
+            running = [one.index for one in self._replicas if one.runs and one.index not in tried]
+            allowed = [self._allowed(request, running) for request in requests]
+            for request, engines in zip(requests, allowed, strict=True):
+                engine = self._balancer.choose(request, engines)
+                num_prompt_tokens = len(request.prompt_token_ids)
+                self._placed[request.request_id] = _Placed(engine, num_prompt_tokens, [0])
+                groups.setdefault(engine, []).append(request)
+            replicas = self._replicas
+            return [(replicas[index], replicas[index].client, group)
+                    for index, group in groups.items()]  # fmt: skip
+
+    def _allowed(self, request: CoreRequest, running: Sequence[int]) -> Sequence[int]:
+        rank = request.data_parallel_rank
+        if rank is None:
+            if running:
+                return running
+            raise EngineDead(
+                "no engine runs: " + "; ".join(self.ailments or ("none takes requests",))
+            )
+        if not 0 <= rank < len(self._replicas):
+            raise RequestError(
+                f"data_parallel_rank = {rank}: must be in 0..{len(self._replicas) - 1}, the number of an "
+                "engine",
+                param="data_parallel_rank",
+            )
+        if rank not in running:
+            raise EngineDead(str(self._replicas[rank]))
+        return (rank,)
+
+    def _taken_back(self, requests: Sequence[CoreRequest]) -> list[CoreRequest]:
+        """Of requests that an engine did not take: those that were not failed with it already."""
+        with self._lock:
+            return [request for request in requests if self._forget(request.request_id)]
+
+    def _forget(self, request_id: str) -> _Placed | None:
+        """A request is under way no more; returns where it was."""
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            count = placed.num_prompt_tokens + placed.num_tokens[0]
+            self._balancer.add_tokens(placed.engine, -count)
+        return placed
+
+    def _by_engine(self, request_ids: Sequence[str], *, forget: bool = False) -> list[
+        tuple[ProcessClient, list[str]]
+    ]:  # fmt: skip
+        groups: dict[int, list[str]] = {}
+        with self._lock:
+            for request_id in request_ids:
+                placed = self._forget(request_id) if forget else self._placed.get(request_id)
+                if placed is not None:
+                    groups.setdefault(placed.engine, []).append(request_id)
+            return [(self._replicas[index].client, ids) for index, ids in groups.items()]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for client, ids in self._by_engine(request_ids, forget=True):
+            client.abort(ids)
+
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        for client, ids in self._by_engine(request_ids):
+            client.suspend(ids)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        for client, ids in self._by_engine(request_ids):
+            client.resume(ids)
+
+    # Control calls.
+
+    def stats(self, drain: bool = False) -> Future[EngineStats]:
+        """Sums, with each engine's own numbers in :attr:`EngineStats.by_engine`; those of one that does not
+        run are zeros, with the reason."""
+        with self._lock:
+            ended = {one.index: str(one) for one in self._replicas if not one.runs}
+            if len(ended) == len(self._replicas):
+                return _failed(EngineDead("; ".join(ended.values())))
+            asked = {one.index: one.client.stats(drain) for one in self._replicas if one.runs}
+        indices = list(asked)
+
+        def merged(found: list[EngineStats | BaseException]) -> EngineStats:
+            by_engine = {index: EngineStats(ended=why) for index, why in ended.items()}
+            for index, stats in zip(indices, found, strict=True):
+                if isinstance(stats, BaseException):
+                    stats = EngineStats(ended=f"engine {index}: {stats}")
+                by_engine[index] = stats
+            return summed_stats([by_engine[index] for index in sorted(by_engine)])
+
+        return _gathered(list(asked.values()), merged, errors=True)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
+        with self._lock:
+            self._balancer.forget_prefixes()
+        return _gathered(
+            [client.reset_prefix_cache(reset_running_requests) for client in self._running()], all
+        )
+
+    def add_lora(self, request: LoRARequest) -> Future[bool]:
+        with self._lock:
+            self._loras[request.lora_int_id] = request
+            added = _gathered([client.add_lora(request) for client in self._running()], all)
+        added.add_done_callback(lambda done: self._note_adapter(request, done))
+        return added
+
+    def _note_adapter(self, request: LoRARequest, done: Future[bool]) -> None:
+        """A replacement need not read an adapter that was refused."""
+        if done.cancelled() or done.exception() is not None:
+            with self._lock:
+                if self._loras.get(request.lora_int_id) is request:
+                    del self._loras[request.lora_int_id]
+
+    def remove_lora(self, lora_int_id: int) -> Future[bool]:
+        with self._lock:
+            self._loras.pop(lora_int_id, None)
+            return _gathered([client.remove_lora(lora_int_id) for client in self._running()], any)
+
+    def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
+        return self._running()[0].list_loras()
+
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        """Results of all engines' workers, engine 0 first.
+
+        Raises:
+            UnsupportedFeature: the call joins workers in a group: each engine has a rank 0.
+            EngineDead: an engine does not run, and the call changes it.
+        """
+        if method in UPDATE_CALLS:
+            raise UnsupportedFeature(
+                f"{method}: not with data_parallel_size = {len(self._replicas)}: new weights would have to "
+                "reach each engine's ranks; reload_weights and swap_weights work, from files",
+                param="method",
+            )
+        with self._lock:
+            clients = self._running()
+            if method not in READING_CALLS:
+                ailments = self.ailments
+                if ailments:
+                    raise EngineDead(f"{method}: must reach all engines: {'; '.join(ailments)}")
+                self._note_change(method, args)
+            calls = [client.call_workers(method, args) for client in clients]
+        return _gathered(calls, lambda results: [value for each in results for value in each])
+
+    def _note_change(self, method: str, args: Sequence[Any]) -> None:
+        """Note what a replacement must be told, or that there can be none."""
+        self._balancer.forget_prefixes()
+        if method == "sleep":
+            self._sleep = list(args)
+        elif method == "wake_up" and not any(args):
+            self._sleep = None
+        else:
+            self._changed = method
+
+    def _running(self) -> list[ProcessClient]:
+        """Clients of engines that run.
+
+        Raises:
+            EngineDead: none does.
+        """
+        with self._lock:
+            clients = [replica.client for replica in self._replicas if replica.runs]
+            if not clients:
+                raise EngineDead("no engine runs: " + "; ".join(self.ailments))
+            return clients
+
+    # Health.
+
+    @property
+    def ailments(self) -> list[str]:
+        """What is wrong with engines that do not run, one text for each."""
+        return [str(replica) for replica in self._replicas if not replica.runs]
+
+    def trouble(self, limit: float) -> str | None:
+        """An engine that is being replaced is none: the others serve."""
+        for replica in self._replicas:
+            if not replica.runs and replica.replacement is None:
+                return str(replica)
+            stuck = replica.client.trouble(limit) if replica.runs else None
+            if stuck is not None:
+                return f"engine {replica.index}: {stuck}"
+        return None
+
+    @property
+    def heartbeat_age(self) -> float:
+        return max((one.client.heartbeat_age for one in self._replicas if one.runs), default=0.0)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            threads = [one.replacement for one in self._replicas if one.replacement is not None]
+        self._end_all(threads)
+
+    # From the readers' threads.
+
+    def take_outputs(self, outputs: CoreOutputs) -> None:
+        """Note how far requests are, and pass their outputs on."""
+        with self._lock:
+            for output in outputs.outputs:
+                self._note_output(output)
+        if self._sink is not None:
+            self._sink.on_outputs(outputs)
+
+    def _note_output(self, output: CoreOutput) -> None:
+        placed = self._placed.get(output.request_id)
+        if placed is None:
+            return
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+            return
+        count = len(output.new_token_ids)
+        placed.num_tokens[0] += count
+        self._balancer.add_tokens(placed.engine, count)
+
+    def lose(self, replica: _Replica, error: BaseException) -> None:
+        """An engine has ended: fail its requests, and replace it."""
+        with self._lock:
+            if self._closing:
+                return
+            lost = [key for key, at in self._placed.items() if at.engine == replica.index]
+            for request_id in lost:
+                self._forget(request_id)
+            self._balancer.forget(replica.index)
+            replica.failure = str(error)
+            why_not = self._why_not_again(replica)
+            if why_not is None:
+                replica.replacement = self._thread(self._replace, replica)
+            else:
+                replica.failure += f" ({why_not})"
+            nothing_left = all(not one.runs and one.replacement is None for one in self._replicas)
+        logger.error("%s; %d of its requests failed", replica, len(lost))
+        message = f"engine {replica.index}: {error}"
+        failed = [CoreOutput(one, finish_reason="error", error=message) for one in lost]
+        if failed and self._sink is not None:
+            self._sink.on_outputs(CoreOutputs(failed, time.monotonic()))
+        if nothing_left:
+            self._give_up(error)
+
+    def _why_not_again(self, replica: _Replica) -> str | None:
+        """Why an engine that has ended is not replaced; None: it is."""
+        if self._changed is not None:
+            return f"{self._changed} was called since the start, which a new engine would lack"
+        now = time.monotonic()
+        replica.falls.append(now)
+        if len(replica.falls) == MOST_FALLS and now - replica.falls[0] < FALLS_SECONDS:
+            return f"it ended {MOST_FALLS} times in {FALLS_SECONDS:g} s"
+        return None
+
+    def _give_up(self, error: BaseException) -> None:
+        self._failure = EngineDead(f"all engines have ended: {'; '.join(self.ailments)}")
+        self._failure.__cause__ = error
+        if self._sink is not None:
+            self._sink.on_death(self._failure)
+
+    def _replace(self, replica: _Replica) -> None:
+        """Start an engine's next process, and bring it to where the others are."""
+        replica.client.shutdown()
+        try:
+            client = self._make(replica.index)
+            with self._lock:
+                replica.client = client
+            client.start(_ReplicaSink(self, replica))
+            self._catch_up(replica)
+        except BaseException as error:
+            with self._lock:
+                if self._closing:
+                    return
+                replica.replacement = None
+                replica.failure = f"{replica.failure} (its replacement: {error})"
+                nothing_left = all(
+                    not one.runs and one.replacement is None for one in self._replicas
+                )
+            logger.error("%s", replica)
+            replica.client.shutdown()
+            if nothing_left:
+                self._give_up(error)
+
+    def _catch_up(self, replica: _Replica) -> None:
+        """Have a new engine read the adapters that the others have, and sleep while they do; requests
+        come to it then."""
+        known: set[int] = set()
+        while True:
+            with self._lock:
+                wanted = [lora for key, lora in self._loras.items() if key not in known]
+                sleep = self._sleep
+                if not wanted and sleep is None:
+                    replica.failure, replica.replacement = None, None
+                    logger.info("engine %d runs again", replica.index)
+                    return
+            for lora in wanted:
+                known.add(lora.lora_int_id)
+                replica.client.add_lora(lora).result(PROFILE_TIMEOUT)
+            if sleep is not None and not wanted:
+                replica.client.call_workers("sleep", sleep).result(CONTROL_TIMEOUT)
+                with self._lock:
+                    replica.failure, replica.replacement = None, None
+                return
+
+
+class _ReplicaSink:
+    """Takes one engine's outputs, and its end."""
+
+    def __init__(self, client: ReplicatedClient, replica: _Replica) -> None:
+        self._client, self._replica = client, replica
+
+    def on_outputs(self, outputs: CoreOutputs) -> None:
+        self._client.take_outputs(outputs)
+
+    def on_death(self, error: BaseException) -> None:
+        self._client.lose(self._replica, error)
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future = Future[Any]()
+    future.set_exception(error)
+    return future
+
+
+def _gathered(
+    calls: Sequence[Future[Any]], merge: Callable[[list[Any]], T], *, errors: bool = False
+) -> Future[T]:
+    """The merged results of calls, in their order; the first error if one failed.
+
+    Args:
+        errors: ``merge`` gets the errors, too, unless all failed.
+    """
+    gathered: Future[T] = Future()
+    left, lock = [len(calls)], threading.Lock()
+
+    def settle(_: Future[Any]) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        if not gathered.set_running_or_notify_cancel():
+            return
+        results = [call.exception() or call.result() for call in calls]
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures and (not errors or len(failures) == len(results)):
+            gathered.set_exception(failures[0])
+            return
+        try:
+            gathered.set_result(merge(results))
+        except BaseException as error:
+            gathered.set_exception(error)
+
+    for call in calls:
+        call.add_done_callback(settle)
+    return gathered
+
+
+SUMMED = (
+    "num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_blocks",
+    "num_free_blocks", "prompt_tokens", "generation_tokens", "num_preemptions",
+    "prefix_cache_queries", "prefix_cache_hits", "num_steps", "iteration_tokens", "num_drafts",
+    "num_draft_tokens",
+)  # fmt: skip
+"""Numbers of engines that are added up."""
+
+
+def summed_stats(engines: Sequence[EngineStats]) -> EngineStats:
+    """Statistics of several engines as those of one, with their own beside them.
+
+    Args:
+        engines: in order; those that have ended count for nothing but their sums.
+    """
+    alive = [stats for stats in engines if not stats.ended]
+    blocks = sum(stats.num_blocks for stats in alive)
+    usage = sum(stats.kv_cache_usage * stats.num_blocks for stats in alive)
+    versions = {stats.weights_version for stats in alive}
+    positions = max((len(stats.num_accepted_per_position) for stats in alive), default=0)
+    total = EngineStats(
+        **{name: sum(getattr(stats, name) for stats in alive) for name in SUMMED},
+        kv_cache_usage=usage / blocks if blocks else 0.0,
+        block_size=alive[0].block_size,
+        step_tokens=[count for stats in alive for count in stats.step_tokens],
+        heartbeat_age=max(stats.heartbeat_age for stats in alive),
+        num_accepted_per_position=[
+            sum(stats.num_accepted_per_position[place] for stats in alive
+                if place < len(stats.num_accepted_per_position))
+            for place in range(positions)
+        ],
+        sleep_level=max(stats.sleep_level for stats in alive),
+        weights_version=versions.pop() if len(versions) == 1 else "",
+    )  # fmt: skip
+    for stats in alive:
+        for into, counts in ((total.running_loras, stats.running_loras),
+                             (total.waiting_loras, stats.waiting_loras),
+                             (total.kv_transfer, stats.kv_transfer)):  # fmt: skip
+            for name, count in counts.items():
+                into[name] = into.get(name, 0) + count
+    return dataclasses.replace(total, by_engine=list(engines))
