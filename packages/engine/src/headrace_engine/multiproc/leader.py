@@ -78,10 +78,13 @@ class PassLeader:
         """Have the other ranks do what this rank has done between two passes."""
         if self._is_running:
             return
+        if self._failure is not None:
+            raise self._failure
         try:
             self._send(ModelPass(name, args))
         except BaseException as error:
-            raise self._broken(error) from error
+            self._failure = self._broken(error)
+            raise self._failure from error
 
     def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
         if self._is_running:  # a pass that is part of another one
