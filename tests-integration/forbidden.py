@@ -22,11 +22,20 @@ SCHEDULES = frozenset({"create_task", "ensure_future", "wait_until", "gather", "
 """Who is given a coroutine bounds it, or it is cancelled."""
 
 ALLOWED = {
+    ("distributed/kv_connectors/background_writer.py", "BackgroundWriter.close: wait join"):
+        "of a daemon thread that writes what waits: bounded bytes, as long as the disk takes",
+    ("distributed/kv_connectors/background_writer.py", "BackgroundWriter._work: wait wait"):
+        "idle: close ends it; a daemon thread",
+    ("engine/clients/replicas.py", "ReplicatedClient._end_all: wait join"):
+        "of threads that shut engines down, which kill those that do not end",
+    ("engine/clients/replicas.py", "_gathered.settle: wait result"): "the calls are done",
     ("distributed/gloo.py", "Gloo._wait: wait wait"): "the group's own limit ends it, with an error",
     ("engine/multiproc/executor.py", "MultiProcExecutor.call: wait result"):
         "as UniProcExecutor.call; a rank's end fails it",
     ("engine/multiproc/executor.py", "_on_every_rank: wait result"):
         "a rank's answer, or its end, which fails the future",
+    ("engine/multiproc/adapters.py", "_check_same: wait result"):
+        "a rank's reading of files, or its end, which fails the future",
     ("engine/multiproc/rank_process.py", "_serve: wait get"):
         "idle: the thread that reads puts Stop, or an error when the connection ends",
     ("engine/multiproc/rank_processes.py", "RankProcesses.__init__: wait wait"):

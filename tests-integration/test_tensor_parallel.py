@@ -150,7 +150,6 @@ def test_guesses_are_checked_by_every_rank(
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"enable_lora": True}, "lora.enable_lora"),
         ({"enable_sleep_mode": True}, "device.enable_sleep_mode"),
         ({"worker_extension_cls": "a.b:C"}, "parallel.worker_extension_cls"),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, "cache.calculate_kv_scales"),
@@ -158,7 +157,8 @@ def test_guesses_are_checked_by_every_rank(
         ({"distributed_executor_backend": "ray"}, "ray"),
         ({"device": "sim"}, "parallel.tensor_parallel_size"),
         ({"communicator": "nccl"}, "nccl"),
-        ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3"),
+        ({"communicator": "single"}, "parallel.communicator = 'single'.*gloo"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3: it must be a divisor of \d"),
         ({"tensor_parallel_size": 0}, "parallel.tensor_parallel_size = 0"),
         ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
     ],

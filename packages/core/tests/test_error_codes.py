@@ -15,7 +15,7 @@ EXIT_BY_AREA = {
     "CFG": {2}, "FIL": {2, 8}, "MOD": {3}, "MEM": {4}, "DEV": {5}, "NET": {6, 8}, "PLG": {7}, "BUG": {70},
     "ENG": {70}, "REQ": {2, None}, "QUE": {None}, "SRV": {None},
 }  # fmt: skip
-INTERNAL = {"HeadraceError", "GraphError", "CaptureRefused", "ReplayFailed"}
+INTERNAL = {"HeadraceError", "CaptureRefused", "ReplayFailed"}
 """Bases, and what the engine handles itself."""
 
 

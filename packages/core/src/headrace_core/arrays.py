@@ -80,15 +80,6 @@ def own_json(value: Any) -> Any:
     return own_value(value)
 
 
-def own_ids(ids: Any) -> Any:
-    """Token ids as a list, where they are an array, or a sequence of integers of another library."""
-    if callable(getattr(ids, "tolist", None)):
-        return _listed(ids)
-    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray | memoryview):
-        return own_values(ids)
-    return ids
-
-
 def _listed(value: Any) -> Any:
     """``tolist()``; the value itself where that fails, as for a sparse tensor or one without data."""
     try:

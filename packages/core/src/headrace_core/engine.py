@@ -94,6 +94,8 @@ class EngineStats:
     """1 or 2 while the engine takes no requests for having slept at that level."""
     weights_version: str = ""
     """Version of the weights that compute now; "": not known."""
+    kv_transfer: dict[str, int] = field(default_factory=dict)
+    """Counters of a KV connector by name; {}: there is none."""
     running_loras: dict[str, int] = field(default_factory=dict)
     waiting_loras: dict[str, int] = field(default_factory=dict)
     """Requests that run, and that wait, with each adapter, by its name; those without one are left out."""

@@ -19,9 +19,8 @@ HeadraceError
 │   ├── PromptTooLong               prompt (plus output) exceeds the context
 │   └── UnknownModel                the named model is not served (HTTP 404)
 ├── QueueFull                       the engine takes no more requests now (HTTP 429)
-├── GraphError
-│   ├── CaptureRefused              a step cannot be recorded; it runs eagerly instead
-│   └── ReplayFailed                a recorded kernel met bad input; the eager step says which
+├── CaptureRefused                  a step cannot be recorded; it runs eagerly instead
+├── ReplayFailed                    a recorded kernel met bad input; the eager step says which
 └── EngineError
     ├── GenerateError               one request failed inside the engine; others go on (HTTP 500)
     │   └── EngineAsleep            the engine sleeps, and computes nothing before it is woken (HTTP 503)
@@ -197,15 +196,11 @@ class QueueFull(HeadraceError):
         self.retry_after = retry_after
 
 
-class GraphError(HeadraceError):
-    """Base of what goes wrong with captured steps; the engine handles these itself."""
-
-
-class CaptureRefused(GraphError):
+class CaptureRefused(HeadraceError):
     """A step does what cannot be recorded; the message names the operation."""
 
 
-class ReplayFailed(GraphError):
+class ReplayFailed(HeadraceError):
     """A recorded kernel reported an error; run eagerly, the step raises what is the matter."""
 
 

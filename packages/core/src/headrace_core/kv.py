@@ -26,7 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 NULL_BLOCK = 0
 """Block id that holds nothing; see the module's docstring."""
@@ -233,3 +233,32 @@ class KVCacheConfig:
     def num_bytes(self) -> int:
         """Bytes of all pools together."""
         return sum(count * self.block_bytes(pool) for pool, count in enumerate(self.pools))
+
+
+class KVConnector(ABC):
+    """A store of blocks outside the pools. The object behind an entry point of ``headrace.kv_connectors`` is
+    a subclass. An engine makes one: its own thread calls :meth:`contains`, its worker's the rest. A key is
+    32 bytes, made of everything that a block's content depends on. ``settings`` are
+    ``cache.kv_transfer_config``, checked; raises ConfigError naming what is wrong in them.
+    """
+
+    saves_full_blocks: bool = True
+    """Blocks are offered as they become full; False: as a pool gives them up."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def contains(self, key: bytes) -> bool:
+        """True if a block is there. Does not wait for one to come."""
+
+    @abstractmethod
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Copy a block; False: it is gone, or not what was saved, and is not found again. Raises OSError."""
+
+    @abstractmethod
+    def save(self, key: bytes, content: memoryview) -> None:
+        """Keep a copy of a block, if it is not there. Raises OSError."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of what it holds, once what is on its way is kept. Idempotent."""

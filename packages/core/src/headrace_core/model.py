@@ -251,17 +251,6 @@ class TranslatesWeights(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsPP(Protocol):
-    """The model can be cut into pipeline stages."""
-
-    def forward_stage(
-        self, batch: ForwardBatch, inputs: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Run this stage's layers on the previous stage's tensors."""
-        ...
-
-
 Rows = Literal["last", "first", "all"]
 """Rows of a prompt's hidden states that pooling needs."""
 

@@ -59,6 +59,7 @@ class ScheduledStep:
     """Finished, aborted or preempted since the last step: forget them, before anything else. Ids
     that the worker does not hold are ignored."""
     connector_metadata: dict[str, Any] | None = None
+    """Blocks that a :class:`headrace_core.kv.KVConnector` saves and loads around the step."""
     allows_late: bool = False
     """Tokens that this step samples may come with a later one (:attr:`StepResult.late`). A step
     without requests gives late tokens time to become known."""
@@ -127,6 +128,8 @@ class StepResult:
     (:attr:`RequestStepResult.is_slow`). They come before this step's own."""
     embedded: list[str] = field(default_factory=list)
     """Content hashes of media that nobody needs to wait for any more."""
+    failed_loads: list[bytes] = field(default_factory=list)
+    """Keys of blocks that a connector did not have after all."""
     remaining: Callable[[], None] | None = None
     """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
 

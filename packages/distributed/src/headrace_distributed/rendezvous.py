@@ -8,6 +8,7 @@ apart. No global process group exists, so a process can be in any number of grou
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -16,10 +17,14 @@ from urllib.parse import urlsplit
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace_core.errors import ConfigError
-from headrace_distributed.errors import PeerTimeout
+from headrace_distributed.errors import PeerLost, PeerTimeout
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds that a rank waits for others, unless told otherwise."""
+GIVEN_UP = "given up"
+"""Key of a group that will never be whole."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two looks for what another rank has yet to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ def exchange(
 
     Raises:
         PeerTimeout: names the first rank that gave nothing within ``timeout`` seconds.
+        PeerLost: the meeting was given up, or the store has closed.
     """
     store.set(f"{key}/{rank}", value)
     return tuple(
@@ -87,16 +93,32 @@ def exchange(
 def wait_for_value(store: Store, key: str, peer: int, world_size: int, timeout: float) -> str:
     """What rank ``peer`` of a group puts under a key.
 
+    It is looked for again and again: a wait in the store would not end when the store does, and torch
+    would write a stack of its own about that.
+
     Raises:
         PeerTimeout: it has put nothing within ``timeout`` seconds.
+        PeerLost: the meeting was given up, or the store has closed.
     """
+    deadline, pause = time.monotonic() + timeout, SHORTEST_PAUSE
     try:
-        store.wait([key], timedelta(seconds=timeout))
+        while not store.check([key]):
+            if store.check([GIVEN_UP]):
+                raise PeerLost(
+                    f"the meeting was given up before rank {peer} of {world_size} joined the group",
+                    rank=peer,
+                )
+            if time.monotonic() >= deadline:
+                raise PeerTimeout(
+                    f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",
+                    rank=peer,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
         found: bytes = store.get(key)
-    except RuntimeError as error:  # also of a store that has gone
-        raise PeerTimeout(
-            f"rank {peer} of {world_size} has not joined the group within {timeout:g} s",
-            rank=peer,
+    except RuntimeError as error:
+        raise PeerLost(
+            f"the rendezvous closed before rank {peer} of {world_size} joined the group", rank=peer
         ) from error
     return found.decode()
 
@@ -118,11 +140,23 @@ class RendezvousServer:
                 timeout=timedelta(seconds=timeout), master_listen_fd=listener.detach(),
             )  # fmt: skip
         self.host = host
+        self._names: set[str] = set()
 
     def address(self, name: str) -> str:
         """The address of the group of that name."""
+        self._names.add(name)
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}/{name}"
+
+    def give_up(self) -> None:
+        """Tell the ranks that wait for another one, and those that join from now on, that it will not come.
+
+        The store is served until :meth:`close`: a rank that finds nobody there would try for its whole
+        timeout.
+        """
+        if self._store is not None:
+            for name in self._names:
+                PrefixStore(name, self._store).set(GIVEN_UP, "")
 
     def close(self) -> None:
         """Serve no longer. Groups that have met do not need the store."""

@@ -19,6 +19,7 @@ from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES, ROW_SCALED_BITS
 from headrace_engine.cores import parse_cores
 from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
+from headrace_engine.kv_transfer.settings import check_kv_transfer
 from headrace_engine.lora.config import LoRAConfig
 from headrace_engine.media_io import check_media_io
 from headrace_engine.speculation.config import SpeculativeConfig
@@ -77,8 +78,15 @@ class CacheConfig:
         "preemption.",
     )
     prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
+    kv_transfer_config: Mapping[str, Any] = option(
+        {}, "JSON: a store of blocks outside the cache: {\"kv_connector\": \"offload\", \"kv_role\": "
+        "\"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000}} keeps blocks that "
+        "the cache gives up in memory; the connector file: in a folder that engines share. Default: none.",
+        cost="memory, or a folder, of that size; blocks are copied between steps",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_transfer_config", check_kv_transfer(self.kv_transfer_config))
         if self.block_size is not None:
             require_choice("cache.block_size", self.block_size, BLOCK_SIZES)
         require_choice("cache.kv_cache_dtype", self.kv_cache_dtype, tuple(CACHE_DTYPES))
@@ -782,6 +790,12 @@ class EngineConfig:
             "lora.enable_tower_connector_lora", True,
             "False together with multimodal.ec_transfer_config: the other engine makes vectors of media, "
             "and has no adapters",
+        )  # fmt: skip
+        require(
+            not (self.multimodal.only_encodes and self.cache.kv_transfer_config),
+            "cache.kv_transfer_config", dict(self.cache.kv_transfer_config),
+            f"left out with multimodal.ec_transfer_config.ec_role = {PRODUCER!r}: such an engine caches "
+            "nothing",
         )  # fmt: skip
 
     @property

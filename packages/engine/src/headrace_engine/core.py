@@ -16,7 +16,7 @@ from headrace_core import plugins
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
-from headrace_core.kv import CacheSpec
+from headrace_core.kv import CacheSpec, KVConnector
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
@@ -165,6 +165,8 @@ class EngineCore:
         fit_context: bool = False,
         grammars: GrammarStore | None = None,
         adapters: AdapterStore | None = None,
+        connector: KVConnector | None = None,
+        model: str = "",
     ) -> EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
@@ -176,13 +178,17 @@ class EngineCore:
             fit_context: shorten ``max_model_len`` to what the cache can hold, instead of refusing.
             grammars: of structured output, shared with the workers of this process.
             adapters: likewise; None: requests have none.
+            connector: likewise, of blocks outside the cache; None: there are none.
+            model: names what such blocks depend on, but for the cache's layout.
 
         Raises:
             CapacityError: the longest request would not fit into the cache.
             ModelError, WeightsError, ConfigError: from the workers.
         """
         try:
-            core = cls._build(config, max_model_len, executor, timeline, fit_context, adapters)
+            core = cls._build(
+                config, max_model_len, executor, timeline, fit_context, adapters, connector, model
+            )
             core.grammars = grammars
             return core
         except BaseException:
@@ -198,6 +204,8 @@ class EngineCore:
         timeline: StartupTimeline,
         fit_context: bool,
         adapters: AdapterStore | None,
+        connector: KVConnector | None,
+        model: str,
     ) -> EngineCore:
         with timeline.phase("import engine"):
             import headrace_engine.execution.memory  # noqa: F401 - timed here
@@ -206,6 +214,7 @@ class EngineCore:
             from headrace_engine.kv.events import BlockEventLog
             from headrace_engine.kv.factory import make_manager
             from headrace_engine.kv.spare_states import without_spares
+            from headrace_engine.kv_transfer.scheduler import KVTransfer, check_layers
             from headrace_engine.scheduler.adapter_slots import SlotPlanner
         with timeline.phase("start workers"):
             executor.start()
@@ -220,6 +229,8 @@ class EngineCore:
             ranks = config.parallel.tensor_parallel_size
             title = "memory plan" if ranks == 1 else f"memory plan of each of {ranks} ranks"
             log_block(logger, title, plan.describe())
+            if connector is not None:
+                check_layers(plan.config)
             executor.call("allocate_cache", plan.config)
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
@@ -240,6 +251,12 @@ class EngineCore:
             settings: dict[str, Any] = {**_draft_limits(config)}
             if adapters is not None:
                 settings["adapters"] = SlotPlanner(config.lora.max_loras, adapters)
+            if connector is not None:
+                [report] = executor.call("report")
+                settings["transfer"] = KVTransfer(
+                    connector, config.cache.kv_transfer_config, f"{model}:{report['kv_layout']}",
+                    plan.config, manager,
+                )  # fmt: skip
             scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
                 config.scheduler,
                 manager,

@@ -148,3 +148,17 @@ def test_another_model_reads_anew(store, reader):
     first.reading and first.reading.exception(10)
     assert store.ready(first)
     assert other.paths == ["/1"]
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_what_was_read_goes_with_the_adapter_and_its_last_request(store, reader, under_way):
+    """At once: nothing waits for Python to collect cycles, as slots of other ranks hear of it."""
+    reader.go.set()
+    adapter = store.add(FIRST).first_read.result(10)
+    if under_way:
+        store.enter(adapter)
+    assert store.remove(1).result(0)
+    if under_way:
+        assert adapter.content is not None
+        store.leave(adapter)
+    assert adapter.content is None

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.errors import EngineDead, ReplayFailed, UnsupportedFeature, WeightsError
 from headrace_core.executor import Executor, WorkerFactory
+from headrace_core.lora import AdapterSlots
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.executor import MultiProcExecutor
 from headrace_engine.multiproc.leader import PassLeader
@@ -227,6 +230,121 @@ def test_a_pass_that_raises_ends_the_executor(meeting: EchoMeeting) -> None:
     assert ended(executor.pids)
 
 
+def test_a_terminals_signals_do_not_reach_ranks(meeting: EchoMeeting) -> None:
+    """Ctrl-C, while a rank still imports, would end it with a stack trace."""
+    executor = executor_of(LedWorker, meeting)
+    executor.start()
+    try:
+        assert all(os.getpgid(pid) != os.getpgrp() for pid in executor.pids)
+    finally:
+        executor.shutdown()
+
+
+def test_shutdown_does_not_wait_for_a_stopped_rank(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in an exchange with a process that is stopped (Ctrl-Z, a debugger): it waits for minutes."""
+    monkeypatch.setattr("headrace_engine.multiproc.executor.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.STOP_SECONDS", 0.2)
+    workers: list[LedWorker] = []
+    executor = executor_of(lambda leader: workers.append(LedWorker(leader)) or workers[0], meeting)
+    executor.start()
+    model, [pid] = workers[0].model, executor.pids
+    model.hold = threading.Event()
+    threading.Thread(target=_set_when_ended, args=(pid, model.hold), daemon=True).start()
+    os.kill(pid, signal.SIGSTOP)
+    step = executor.submit(make_step(1, "pass"))
+    wait_until(lambda: bool(model.passes), PATIENCE, "no step began")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(executor.shutdown).result(PATIENCE / 2)
+    assert ended([pid])
+    assert step.done()
+
+
+def _set_when_ended(pid: int, event: threading.Event) -> None:
+    """As the group's communicator ends an exchange when a peer has ended."""
+    descriptor = os.pidfd_open(pid)
+    select.select([descriptor], [], [], PATIENCE)
+    os.close(descriptor)
+    event.set()
+
+
+class OpenMeeting:
+    """Where rank 0 waits for a rank that has died."""
+
+    def __init__(self, echo: EchoMeeting) -> None:
+        self.echo = echo
+        self.given_up = threading.Event()
+
+    def address(self, name: str) -> str:
+        return self.echo.address(name)
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+    def close(self) -> None:
+        pass
+
+
+class MeetingWorker(EchoWorker):
+    """Waits for the other rank."""
+
+    def __init__(self, meeting: OpenMeeting) -> None:
+        super().__init__()
+        assert meeting.given_up.wait(PATIENCE), "nobody gave the meeting up"
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_died_before_it_joined(meeting: EchoMeeting) -> None:
+    held = OpenMeeting(meeting._replace(fault="kill create"))
+    executor = executor_of(lambda leader: MeetingWorker(held), cast(Any, held))
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(EngineDead, match="killed by signal 9"),
+    ):
+        thread.submit(executor.start).result(4 * SECONDS)
+    assert ended(executor.pids)
+
+
+class RetryingWorker(LedWorker):
+    """Replays each step, and runs it eagerly if that fails, as the runner does with one rank."""
+
+    def __init__(self, leader: PassLeader | None) -> None:
+        super().__init__(leader)
+        self.graph = FailingGraph()
+        if leader is not None:
+            leader.lead_replays(cast(Any, self.graph))
+
+    def execute(self, step: Any) -> Any:
+        try:
+            self.graph.replay(step.step_id)
+        except ReplayFailed:
+            self.model.forward(step.step_id)
+        return EchoWorker.execute(self, step)
+
+
+class FailingGraph:
+    def replay(self, batch: Any) -> None:
+        raise ReplayFailed("call 3, embedding, reported status 4")
+
+
+def test_a_replay_that_fails_on_rank_0_is_not_run_again(
+    meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows how far the other ranks' replays came, so an eager pass would meet their exchanges."""
+    monkeypatch.setattr("headrace_engine.multiproc.rank_processes.CAUSE_SECONDS", 0.01)
+    workers: list[RetryingWorker] = []
+    executor = executor_of(
+        lambda leader: workers.append(RetryingWorker(leader)) or workers[0], meeting
+    )
+    executor.start()
+    with pytest.raises(EngineDead, match=r"rank 0 .*embedding, reported status 4"):
+        executor.submit(make_step(1)).result(PATIENCE)
+    assert isinstance(executor.failure, EngineDead)
+    assert workers[0].model.passes == []
+    executor.shutdown()
+    assert ended(executor.pids)
+
+
 def test_a_rank_that_does_not_end_is_killed(
     meeting: EchoMeeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +388,100 @@ def test_a_rank_takes_only_known_calls(meeting: EchoMeeting) -> None:
     assert executor.call("start_profile") == [None]
     executor.shutdown()
     assert meeting.lines(1) == ["close"]
+
+
+class ReadPath(NamedTuple):
+    """What one-line slots read: the digest is the path."""
+
+    digest: str
+    num_bytes: int = 1
+    changes_media: bool = False
+
+
+class PathSlots:
+    """Slots of adapters that are paths; ``bad`` cannot be read."""
+
+    num_slots, num_bytes, runs_eagerly = 1, 1, False
+
+    def read(self, path: str) -> ReadPath:
+        if path.endswith("bad"):
+            raise WeightsError(f"{path}: bad")
+        return ReadPath("/other" if path == "/mine" else path)
+
+    def place(self, slot: int, adapter: ReadPath) -> None:
+        assert isinstance(adapter, ReadPath)
+
+    def choose(self, tokens: Any, logits: Any = None) -> None: ...
+
+    def choose_media(self, slot: int | None) -> None: ...
+
+
+class SlotsWorker(LedWorker):
+    """With slots of adapters, which the other ranks follow."""
+
+    def __init__(self, leader: PassLeader) -> None:
+        super().__init__(leader)
+        self.slots = leader.lead_adapters(PathSlots())
+        self.leader = leader
+
+    def execute(self, step: Any) -> Any:
+        if "adapter" in step.num_scheduled_tokens:
+            self.slots.place(0, self.slots.read("/a"))
+            self.slots.choose(None)
+        return super().execute(step)
+
+
+def slots_of(meeting: EchoMeeting) -> tuple[MultiProcExecutor, AdapterSlots]:
+    made: list[SlotsWorker] = []
+
+    def make(leader: Any) -> SlotsWorker:
+        made.append(SlotsWorker(leader))
+        return made[0]
+
+    executor = executor_of(make, meeting)
+    executor.start()
+    return executor, made[0].slots
+
+
+def test_adapters_are_told_in_order_and_dropped_with_rank_0s(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting)
+    executor.submit(make_step(1, "adapter", "pass")).result(PATIENCE)
+    with pytest.raises(WeightsError, match="/bad: bad"):
+        slots.read("/bad")
+    with pytest.raises(WeightsError, match="/mine: rank 1 reads other content there"):
+        slots.read("/mine")
+    executor.submit(make_step(2, "adapter")).result(PATIENCE)
+    executor.shutdown()
+    told = [
+        "read_adapter(0, /a, [])", "pass place_adapter(0, 0)", "pass drop_adapters([0])",
+        "pass choose_adapters(None, None)", "pass forward(1)", "read_adapter(1, /bad, [])",
+        "read_adapter(2, /mine, [1])", "read_adapter(3, /a, [2])", "pass place_adapter(0, 3)",
+        "pass drop_adapters([3])", "pass choose_adapters(None, None)", "close",
+    ]  # fmt: skip
+    assert meeting.lines(1) == told
+
+
+def test_passes_do_not_wait_for_a_reading_nor_does_the_end(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting._replace(fault="wait read_adapter"))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(slots.read, "/a")
+        wait_until(lambda: meeting.lines(1) == ["read_adapter(0, /a, [])"])
+        executor.submit(make_step(1, "pass")).result(PATIENCE)
+        executor.call("report")
+        assert not reading.done()
+        executor.shutdown()
+        with pytest.raises(EngineDead):
+            reading.result(PATIENCE)
+    with pytest.raises(EngineDead):
+        slots.read("/b")
+
+
+def test_a_rank_that_cannot_read_is_named_and_goes_on(meeting: EchoMeeting) -> None:
+    executor, slots = slots_of(meeting)
+    with pytest.raises(WeightsError, match=r"rank 1 cannot read .*/missing: no such folder"):
+        slots.read("/missing")
+    executor.submit(make_step(1, "pass")).result(PATIENCE)
+    executor.shutdown()
 
 
 def test_the_entry_point() -> None:

@@ -23,8 +23,9 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
         "all2all_backend", "enable_elastic_ep",
     ),
-    "KV transfer": ("kv_transfer_config",
-                    "kv_offloading_size", "kv_offloading_backend"),
+    "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
+        "kv_offloading_size", "kv_offloading_backend",
+    ),
     "leaving out all towers by one flag": ("language_model_only",),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
     "compilation by torch": ("compilation_config",),

@@ -20,6 +20,7 @@ from headrace_server.router.prefixes import SentPrefixes
 from headrace_server.router.servers import ServerPool
 from headrace_server.router.settings import RouterSettings
 from headrace_server.settings import ServerSettings
+from headrace_testing.waiting import until
 
 PATIENCE = 20.0
 CHAT = "/v1/chat/completions"
@@ -127,9 +128,8 @@ async def routed(
     )
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-        assert not serving.done()
+    await until(lambda: server.started or serving.done())
+    assert server.started
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Router(port, pool, app)
@@ -273,15 +273,16 @@ async def test_a_head_without_a_body_is_no_answer_yet() -> None:
 )
 async def test_a_stream_that_breaks_off_ends_with_an_error(path: str, form: bytes) -> None:
     async def script(request: Received) -> None:
-        request.writer.write(SSE + chunk(b"data: 1\n\n"))
+        request.writer.write(SSE + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\ndata: 3\n\n")[:-6])
         await request.writer.drain()
-        request.writer.close()
+        request.writer.close()  # within an event
 
     async with ScriptedServer(script) as one, routed(one) as router:
         answer = await router.ask(path)
         assert answer.status == 200
         assert answer.is_whole
-        assert answer.body.startswith(b"data: 1\n\n" + form)
+        assert answer.body.startswith(b"data: 1\n\ndata: 2\n\n" + form)
+        assert b"it closed the connection" in answer.body
         assert len(one.received) == 1  # never again after the first byte
 
 

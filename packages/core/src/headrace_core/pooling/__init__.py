@@ -15,6 +15,11 @@ of *tasks*; each request has one.
 
 from headrace_core.pooling.config import PoolerConfig, as_pooler_fields
 from headrace_core.pooling.info import (
+    CLASSIFY_TASKS,
+    EMBED_TASKS,
+    POOLING_TASKS,
+    POOLING_TYPES,
+    TOKEN_TASKS,
     DenseModule,
     LateInteraction,
     PairChat,
@@ -22,13 +27,6 @@ from headrace_core.pooling.info import (
     PoolingTraits,
 )
 from headrace_core.pooling.params import VALID_PARAMS, PoolingParams
-from headrace_core.pooling.tasks import (
-    CLASSIFY_TASKS,
-    EMBED_TASKS,
-    POOLING_TASKS,
-    POOLING_TYPES,
-    TOKEN_TASKS,
-)
 
 __all__ = [
     "CLASSIFY_TASKS",

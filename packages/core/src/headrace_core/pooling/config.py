@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.errors import ConfigError
-from headrace_core.pooling.tasks import POOLING_TYPES
+from headrace_core.pooling.info import POOLING_TYPES
 
 logger = logging.getLogger(__name__)
 

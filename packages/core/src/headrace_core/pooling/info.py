@@ -1,4 +1,4 @@
-"""Pooling facts of a checkpoint: from its class, from its files, and resolved."""
+"""Tasks of pooling models, and pooling facts of a checkpoint: of its class, its files, and resolved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace_core.errors import RequestError
-from headrace_core.pooling.tasks import POOLING_TYPES
+
+POOLING_TASKS = ("embed", "classify", "score", "token_embed", "token_classify", "plugin")
+EMBED_TASKS = ("embed", "token_embed")
+CLASSIFY_TASKS = ("classify", "score", "token_classify")
+TOKEN_TASKS = ("token_embed", "token_classify")
+"""Tasks whose result has a row for each token of the prompt."""
+POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from headrace_core.arrays import own_value, own_values
 from headrace_core.errors import RequestError
-from headrace_core.pooling.info import PoolingInfo
-from headrace_core.pooling.tasks import (
+from headrace_core.pooling.info import (
     CLASSIFY_TASKS,
     EMBED_TASKS,
     POOLING_TASKS,
     TOKEN_TASKS,
+    PoolingInfo,
 )
 from headrace_core.sampling.params import RequestOutputKind, check_plain
 

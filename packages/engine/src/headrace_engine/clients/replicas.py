@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
@@ -291,9 +291,9 @@ class ReplicatedClient(CoreClient):
         def merged(found: list[EngineStats | BaseException]) -> EngineStats:
             by_engine = {index: EngineStats(ended=why) for index, why in ended.items()}
             for index, stats in zip(indices, found, strict=True):
-                died = isinstance(stats, BaseException)
-                own = EngineStats(ended=f"engine {index}: {stats}") if died else stats
-                by_engine[index] = cast("EngineStats", own)
+                if isinstance(stats, BaseException):
+                    stats = EngineStats(ended=f"engine {index}: {stats}")
+                by_engine[index] = stats
             return summed_stats([by_engine[index] for index in sorted(by_engine)])
 
         return _gathered(list(asked.values()), merged, errors=True)
@@ -610,7 +610,8 @@ def summed_stats(engines: Sequence[EngineStats]) -> EngineStats:
     )  # fmt: skip
     for stats in alive:
         for into, counts in ((total.running_loras, stats.running_loras),
-                             (total.waiting_loras, stats.waiting_loras)):  # fmt: skip
+                             (total.waiting_loras, stats.waiting_loras),
+                             (total.kv_transfer, stats.kv_transfer)):  # fmt: skip
             for name, count in counts.items():
                 into[name] = into.get(name, 0) + count
     return dataclasses.replace(total, by_engine=list(engines))

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.graph import StepGraph
-from headrace_core.kv import CacheSpec, KVCacheConfig
+from headrace_core.kv import CacheSpec, KVCacheConfig, KVConnector
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
@@ -66,6 +66,8 @@ from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
+from headrace_engine.kv_transfer.moves import MOVES
+from headrace_engine.kv_transfer.worker import BlockMover, splits_of_groups
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.lora.store import AdapterStore
 from headrace_engine.sampling.processors import ProcessorStage
@@ -97,6 +99,10 @@ class LeadsPasses(Protocol):
 
     def lead_replays(self, graph: StepGraph | None) -> None:
         """Those that are recorded."""
+        ...
+
+    def lead_adapters(self, slots: AdapterSlots) -> AdapterSlots:
+        """Slots that tell the other ranks what they are told."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
@@ -135,6 +141,7 @@ class ServingWorker:
             none.
         pooling: what the model pools, which it must support then; None: it generates.
         make_transfer: makes the worker's end of a disaggregated encoder; None: there is none.
+        connector: has blocks that are outside the cache, and gets some; None: there are none.
         slices: where towers pause; None: nothing is embedded beside steps.
         encoder_share: seconds of that for each second of steps.
         speculative: who guesses tokens that steps check besides; None: nobody.
@@ -177,6 +184,7 @@ class ServingWorker:
         max_media_vectors: int = 0,
         pooling: PoolingInfo | None = None,
         make_transfer: Callable[[], EncoderTransfer] | None = None,
+        connector: KVConnector | None = None,
         slices: EncoderSlices | None = None,
         encoder_share: float = 0.0,
         speculative: SpeculativeConfig | None = None,
@@ -204,6 +212,7 @@ class ServingWorker:
         self._max_num_seqs = max_num_seqs
         self._kernels = sorted(set(ops.providers.values()))
         self._batch_invariant = ops.row_invariant
+        self._vnni_packed = ops.vnni_packed
         self._sampler = Sampler(ops.sample, ops.top_logprobs, logprobs_mode=logprobs_mode)
         self._seed = seed
         self._num_threads = num_threads
@@ -218,6 +227,8 @@ class ServingWorker:
         self._max_media_vectors = max_media_vectors
         self._pooling = pooling
         self._make_transfer = make_transfer
+        self._connector = connector
+        self._mover: BlockMover | None = None
         self._slices = slices
         self._encoder_share = encoder_share
         self._build_draft = build_draft
@@ -292,10 +303,11 @@ class ServingWorker:
         if self._make_adapters is None:
             return ()
         assert self._adapter_store is not None
-        slots = self._make_adapters()
+        own = self._make_adapters()
+        slots = own if self._leader is None else self._leader.lead_adapters(own)
         self._adapter_store.bind(slots)
         self._adapters = StepAdapters(slots, self._adapter_store.content, self._device)
-        return (slots,)
+        return (own,)
 
     def _hold(
         self, model: CausalLM, draft: CausalLM | None = None, head: DraftHead | None = None
@@ -405,6 +417,10 @@ class ServingWorker:
             adapters=self._adapters,
         )
         self._runner.launching = self._launching
+        if self._connector is not None:
+            self._mover = BlockMover(
+                self._connector, self._buffers, config, splits_of_groups(self._layers, config)
+            )
         self._guess(self._runner)
 
     def _guess(self, runner: ModelRunner) -> None:
@@ -501,22 +517,31 @@ class ServingWorker:
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
             if self._adapters is not None:
-                self._adapters.choose_all(tokens, tokens)
-                runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
-                self._adapters.choose_none()
+                with nullcontext() if self._leader is None else self._leader.alone():
+                    self._adapters.choose_all(tokens, tokens)
+                    runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
+                    self._adapters.choose_none()
+                if self._leader is not None:
+                    self._leader.lead_replays(runner.adapter_graph)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""
         begin = time.perf_counter()
         if not self._profiler.armed:
-            result = self._ready().execute(step)
+            result = self._run(step)
         else:
             with self._profiler.step():
-                result = self._ready().execute(step)
+                result = self._run(step)
         if self._slices is not None or step.media_ahead:
             vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
             result.embedded = vectors.work_ahead(step.media_ahead, seconds)
         return result
+
+    def _run(self, step: ScheduledStep) -> StepResult:
+        runner = self._ready()
+        if self._mover is None or step.connector_metadata is None:
+            return runner.execute(step)
+        return self._mover.run(step.connector_metadata[MOVES], partial(runner.execute, step))
 
     def when_launching(self, call: Callable[[], None]) -> None:
         """See :meth:`headrace_core.executor.Worker.when_launching`."""
@@ -551,9 +576,19 @@ class ServingWorker:
             "cache_bytes": sum(tensor.nbytes for pool in self._buffers for tensor in pool),
             "torch": str(torch.__version__),
             "kernels": self._kernels,
+            "kv_layout": self._kv_layout(),
             "batch_invariant": self._batch_invariant,
             **self._media_report(),
         }
+
+    def _kv_layout(self) -> str:
+        """How blocks lie in memory: equal texts, equal bytes of equal content."""
+        if self._cache is None:
+            return ""
+        backends = group_backends(self._layers, self._cache)
+        orders = [one and (one.name, tuple(one.cache_stride_order())) for one in backends]
+        specs = [(group.layer_names, group.spec) for group in self._cache.groups]
+        return repr((orders, specs, self._vnni_packed, self._kernels, self._device.type))
 
     def _media_report(self) -> dict[str, int]:
         """Numbers of media items that towers embedded, and that other engines gave and were offered."""
@@ -588,6 +623,8 @@ class ServingWorker:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+        if self._connector is not None:
+            self._connector.close()
         self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -605,6 +642,7 @@ class ServingWorker:
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
         self._model = self._runner = self._cache = self._head = None
+        self._mover = None
         self._buffers = []
         self._memory.forget()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
-from headrace_core.arrays import own_ids
+from headrace_core.arrays import own_values
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
@@ -479,7 +479,7 @@ class PromptReader:
         return self._renderer
 
     def _checked_ids(self, param: str, ids: object) -> list[int]:
-        ids = own_ids(ids)
+        ids = _own_ids(ids)
         if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
             raise RequestError(
                 f"{param} = {ids!r:.100}: must be text or a list of token ids", param=param
@@ -490,12 +490,12 @@ class PromptReader:
 
 def _is_empty(ids: object) -> bool:
     """True if a prompt has no token."""
-    ids = own_ids(ids)
+    ids = _own_ids(ids)
     return ids is None or (isinstance(ids, Sequence) and not ids)
 
 
 def _types(types: object) -> list[int]:
-    types = own_ids(types)
+    types = _own_ids(types)
     good = isinstance(types, Sequence) and all(type(t) is int for t in types)
     if not good:
         raise RequestError(
@@ -531,3 +531,9 @@ def _salt(salt: object) -> str | None:
             f"cache_salt = {salt!r:.100}: must be a non-empty string", param="cache_salt"
         )
     return salt
+
+
+def _own_ids(ids: object) -> object:
+    """Token ids as a list, where they are an array, or a sequence of integers of another library."""
+    is_array = callable(getattr(ids, "tolist", None))
+    return own_values(ids) if is_array or isinstance(ids, Sequence) else ids

@@ -30,6 +30,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.ref_counts = [0] * num_blocks
+        self.given_up: list[tuple[int, int, bytes]] | None = None
+        """Block, group and digest of cached blocks that were handed out again; None: nobody asks."""
         self._digests: list[bytes | None] = [None] * num_blocks
         self._group_of = [0] * num_blocks
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
@@ -75,6 +77,9 @@ class BlockPool:
         for _ in range(count):
             block_id = self._next[0]
             self._unlink(block_id)
+            digest = self._digests[block_id]
+            if digest is not None and self.given_up is not None:
+                self.given_up.append((block_id, self._group_of[block_id], digest))
             self._forget(block_id)
             self.ref_counts[block_id] = 1
             taken.append(block_id)

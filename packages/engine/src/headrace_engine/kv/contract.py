@@ -71,6 +71,14 @@ class CachedSequence(Protocol):
         ...
 
 
+class CachedBlock(NamedTuple):
+    """A block's content, and where it is."""
+
+    group: int
+    block_id: int
+    digest: bytes
+
+
 class PrefixMatch(NamedTuple):
     """Longest cached prefix of a request. Holds no references; valid until the next allocation."""
 

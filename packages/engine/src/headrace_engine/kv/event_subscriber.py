@@ -45,6 +45,7 @@ class KVEventSubscriber:
         self._owns_context = context is None
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self._lost_connection = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sub.connect(endpoint)
         self._replay_endpoint = replay_endpoint
         self._next = 0
@@ -66,11 +67,14 @@ class KVEventSubscriber:
         timeout = 0 if batches else int(seconds * 1000)
         while self._sub.poll(timeout):
             timeout = 0
+            batches += self._begun_anew()
             batches += self._taken(self._sub.recv_multipart())
         return batches
 
     def close(self) -> None:
         """Stop listening."""
+        self._sub.disable_monitor()
+        self._lost_connection.close(linger=0)
         self._sub.close(linger=0)
         if self._owns_context:
             self._context.term()
@@ -85,6 +89,18 @@ class KVEventSubscriber:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _begun_anew(self) -> Iterator[KVEventBatch]:
+        """Everything from the beginning, if the connection was lost: numbers alone do not tell whether the
+        engine behind it is another one."""
+        has_been_lost = False
+        while self._lost_connection.poll(0):
+            self._lost_connection.recv_multipart()
+            has_been_lost = True
+        if has_been_lost:
+            self._next = 0
+            yield _cleared(self._newest)
+            yield from self._replayed(None)
 
     def _taken(self, frames: list[bytes]) -> Iterator[KVEventBatch]:
         """A published message, behind those before it that are missing."""

@@ -16,7 +16,7 @@ executed in the order in which they were scheduled, so whoever receives the bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from headrace_core.errors import ConfigError
@@ -24,6 +24,7 @@ from headrace_core.kv import NULL_BLOCK, KVCacheConfig
 from headrace_engine.kv.block_pool import BlockPool
 from headrace_engine.kv.contract import (
     BlockIds,
+    CachedBlock,
     CachedSequence,
     KVCacheManager,
     KVCacheStats,
@@ -112,6 +113,12 @@ class PagedKVCacheManager(KVCacheManager):
         self._branches: dict[str, int] = {}
         """By request: tokens of its prompt that others have computed, where no state of them is."""
         self._queries = self._hits = 0
+        self.notes_blocks = False
+        """Blocks that become findable are noted in the next two, until somebody takes them out."""
+        self.filled: list[CachedBlock] = []
+        """Those that steps wrote which are scheduled already."""
+        self.filling: list[CachedBlock] = []
+        """Those that are complete only after the step that is being scheduled."""
         self._events = events
         if events is not None:
             for pool in self._pools:
@@ -121,7 +128,7 @@ class PagedKVCacheManager(KVCacheManager):
         if not self.enable_prefix_caching or sequence.skip_reading_prefix_cache:
             return PrefixMatch(0, tuple([] for _ in self._policies))
         digests = self._digests(sequence)
-        length = (len(sequence.all_token_ids) - 1) // self.block_size
+        length = self._longest_match(sequence)
         if self._states.groups and self._token_groups:
             length = self._common_hit(self._token_groups, digests, length)
             self._branches[sequence.request_id] = length * self.block_size
@@ -161,6 +168,77 @@ class PagedKVCacheManager(KVCacheManager):
             if match is not None:
                 self._count(sequence, match)
         return gained
+
+    # -- blocks that are elsewhere -----------------------------------------------------------------
+
+    @property
+    def pools(self) -> Sequence[BlockPool]:
+        """All pools."""
+        return self._pools
+
+    def pool_of(self, group: int) -> BlockPool:
+        """The pool that a group's blocks are from."""
+        return self._pool_of[group]
+
+    def match_beyond(
+        self, sequence: CachedSequence, is_elsewhere: Callable[[int, bytes], bool]
+    ) -> tuple[int, list[CachedBlock]]:
+        """The longest prefix of which every entry that is read is cached here or elsewhere.
+
+        Args:
+            sequence: has no blocks.
+            is_elsewhere: of a group and a digest.
+
+        Returns:
+            Tokens, and the entries; ``block_id`` is :data:`NULL_BLOCK` of those that are not here.
+        """
+        digests = self._digests(sequence)
+        every = range(len(self._policies))
+
+        def find(group: int, digest: bytes) -> int | None:
+            found = self._pool_of[group].lookup(group, digest)
+            return NULL_BLOCK if found is None and is_elsewhere(group, digest) else found
+
+        length = self._common_hit(every, digests, self._longest_match(sequence), find)
+        entries = []
+        for group in every:
+            start = self._policies[group].first_visible(length * self.block_size)
+            for digest in digests[start:length]:
+                found = self._pool_of[group].lookup(group, digest)
+                entries.append(CachedBlock(group, found or NULL_BLOCK, digest))
+        return length * self.block_size, entries
+
+    def hold(self, entries: Sequence[CachedBlock]) -> list[CachedBlock] | None:
+        """Reference blocks, a free one for each that is not here: all with their block's id; None, with
+        nothing changed, if a pool has too few."""
+        room = [pool.num_free for pool in self._pools]
+        for group, block_id, _ in entries:
+            if block_id == NULL_BLOCK or self._pool_of[group].ref_counts[block_id] == 0:
+                room[self._pool_indices[group]] -= 1
+        if min(room) < 0:
+            return None
+        for (
+            group,
+            block_id,
+            _,
+        ) in entries:  # all of them first: nothing that is taken may be one of them
+            self._pool_of[group].acquire([block_id])
+        return [
+            entry
+            if entry.block_id != NULL_BLOCK
+            else entry._replace(block_id=self._pool_of[entry.group].take(1)[0])
+            for entry in entries
+        ]
+
+    def let_go(
+        self, entries: Sequence[CachedBlock], is_good: Callable[[CachedBlock], bool]
+    ) -> None:
+        """Drop the references of :meth:`hold`, last entry first; good entries are found from now on."""
+        for entry in reversed(entries):
+            pool = self._pool_of[entry.group]
+            if is_good(entry):
+                pool.register(entry.block_id, entry.group, entry.digest)
+            pool.release(entry.block_id)
 
     def snapshot_at(self, sequence: CachedSequence, num_computed_tokens: int) -> int:
         if not self.enable_prefix_caching or not self._states.groups:
@@ -367,11 +445,21 @@ class PagedKVCacheManager(KVCacheManager):
         end = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
         if end > entry.num_registered:
             for group in self._token_groups:
-                self._offer(entry, group, range(entry.num_registered, end), num_written)
+                self._offer(
+                    entry, group, range(entry.num_registered, end), num_written, self.filling
+                )
             entry.num_registered = end
 
-    def _offer(self, entry: RequestBlocks, group: int, indices: range, num_written: int) -> None:
-        """Register blocks of one group, as far as they hold known tokens that are written.
+    def _offer(
+        self,
+        entry: RequestBlocks,
+        group: int,
+        indices: range,
+        num_written: int,
+        noted: list[CachedBlock] | None = None,
+    ) -> None:
+        """Register blocks of one group, as far as they hold known tokens that are written; ``noted`` gains
+        them, else :attr:`filled` does.
 
         Also called as blocks are released: what was a duplicate when it was filled may be the only
         copy by now.
@@ -381,10 +469,17 @@ class PagedKVCacheManager(KVCacheManager):
         known = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
         digests, table = self._digests(entry.sequence), entry.tables[group]
         for index in range(indices.start, min(indices.stop, known)):
-            if table[index] != NULL_BLOCK:
-                is_new = self._pool_of[group].register(table[index], group, digests[index])
-                if is_new and self._events is not None:
-                    self._tell_stored(entry, index)
+            if table[index] == NULL_BLOCK:
+                continue
+            is_new = self._pool_of[group].register(table[index], group, digests[index])
+            if not is_new:
+                continue
+            if self._events is not None:
+                self._tell_stored(entry, index)
+            if self.notes_blocks:
+                (self.filled if noted is None else noted).append(
+                    CachedBlock(group, table[index], digests[index])
+                )
 
     def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
         """True if the state after ``computed`` tokens is there, and worth being found again."""
@@ -416,19 +511,36 @@ class PagedKVCacheManager(KVCacheManager):
             sequence.adapter_digest,
         )
 
-    def _common_hit(self, groups: Sequence[int], digests: Sequence[bytes], length: int) -> int:
-        """Longest hit of all of these groups, in blocks, of at most ``length`` blocks."""
+    def _longest_match(self, sequence: CachedSequence) -> int:
+        """Most blocks that may be found of a request: one token at least is computed."""
+        return (len(sequence.all_token_ids) - 1) // self.block_size
+
+    def _common_hit(
+        self,
+        groups: Sequence[int],
+        digests: Sequence[bytes],
+        length: int,
+        find: Callable[[int, bytes], int | None] | None = None,
+    ) -> int:
+        """Longest hit of all of these groups, in blocks, of at most ``length`` blocks. ``find`` says where
+        an entry is; None: it looks into the pools."""
         previous = -1
         # A group may shorten the hit to a length at which another's window is not cached.
         while length != previous:
             previous = length
             for group in groups:
-                length = self._hit(group, digests, length)
+                length = self._hit(group, digests, length, find)
         return length
 
-    def _hit(self, group: int, digests: Sequence[bytes], limit: int) -> int:
+    def _hit(
+        self,
+        group: int,
+        digests: Sequence[bytes],
+        limit: int,
+        find: Callable[[int, bytes], int | None] | None = None,
+    ) -> int:
         """Longest usable hit of one group, in blocks, of at most ``limit`` blocks."""
-        policy, lookup = self._policies[group], self._pool_of[group].lookup
+        policy, lookup = self._policies[group], find or self._pool_of[group].lookup
         if isinstance(policy, FullAttentionPolicy):
             for index in range(limit):
                 if lookup(group, digests[index]) is None:

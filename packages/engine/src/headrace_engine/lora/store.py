@@ -115,6 +115,10 @@ class AdapterStore:
                 return done
             if adapter.num_users:
                 self._removed.setdefault(lora_int_id, adapter)
+            else:
+                adapter.content = (
+                    None  # now: its future refers to it, so that it goes when Python collects
+                )
             if adapter.num_users and adapter.content is None:
                 reading = adapter.reading or self._read(adapter)
                 reading.add_done_callback(lambda _: done.set_result(True))
@@ -170,6 +174,7 @@ class AdapterStore:
             adapter.num_users -= 1
             if not adapter.num_users and self._removed.get(adapter.lora_int_id) is adapter:
                 del self._removed[adapter.lora_int_id]
+                adapter.content = None
 
     def hold(self, adapter: KnownAdapter) -> None:
         """Keep an adapter's content in memory, once it is there: it is in a slot, or to be put there."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
@@ -25,7 +27,7 @@ one that stands here, if one does."""
 OWN = ("start_profile", "stop_profile")
 """Calls that are of rank 0 only: a recording is of its steps."""
 JOIN_SECONDS = 10.0
-"""Longest wait for rank 0's thread once another rank has ended: it may be in an exchange with that."""
+"""Longest wait for rank 0's thread at the end: it may be in an exchange with a rank that does not come."""
 
 
 class MultiProcExecutor(UniProcExecutor):
@@ -62,7 +64,7 @@ class MultiProcExecutor(UniProcExecutor):
         try:
             rendezvous = "" if self._meeting is None else self._meeting.address("tp")
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
-            leader = PassLeader(others.run_pass, self._broken)
+            leader = PassLeader(others.run_pass, self._broken, others.call)
             place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
             self.worker_factory = partial(ranked.make, place, leader)
             super().start()
@@ -118,16 +120,28 @@ class MultiProcExecutor(UniProcExecutor):
             self._others.kill()  # first, as rank 0 may wait for them
         super().shutdown()
         if self._others is not None:
+            self._end_exchange(self._others)
             self._others.stop()
         self._have_met()
 
     def _have_met(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.close()
+
+    def _end_exchange(self, others: RankProcesses) -> None:
+        """Rank 0 may still wait for a rank that does not come (a stopped process): it waits for the end of
+        that, too."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or not thread.is_alive():
+            return
+        if self._failure is None:
+            logger.warning("rank 0 is still in a step %g s after the end; it ends", JOIN_SECONDS)
+        others.kill()
+        thread.join(JOIN_SECONDS)
 
     def _join_seconds(self) -> float | None:
-        return JOIN_SECONDS if self._others is not None and self._failure is not None else None
+        return None if self._others is None else JOIN_SECONDS
 
     def _queue(self, run: Callable[[Worker], Any], *, is_step: bool) -> Future[Any]:
         future = super()._queue(run, is_step=is_step)
@@ -139,9 +153,11 @@ class MultiProcExecutor(UniProcExecutor):
         return future
 
     def _broken(self, error: BaseException) -> BaseException:
-        """Rank 0 failed in a pass."""
+        """Rank 0 failed in a pass. What is returned is no error that a step handles by itself."""
         assert self._others is not None
         cause = self._others.cause_of(error)
+        if isinstance(cause, CaptureRefused | ReplayFailed):
+            cause = EngineDead(f"rank 0 (process {os.getpid()}) failed in a captured step: {cause}")
         if self._failure is None:
             self._end(cause)
         return cause
@@ -149,6 +165,9 @@ class MultiProcExecutor(UniProcExecutor):
     def _rank_died(self, error: EngineDead) -> None:
         logger.error("%s", error)
         self._end(error)
+        meeting = self._meeting
+        if meeting is not None:  # where rank 0 may wait for it
+            meeting.give_up()
         for future in list(self._outstanding):
             _fail(future, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import KVCacheConfig
+from headrace_core.lora import AdapterSlots
 from headrace_core.model import SupportsPooling
 from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.capture import capture_steps
@@ -20,6 +22,8 @@ from headrace_engine.execution.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups
+from headrace_engine.lora.step_adapters import NONE
+from headrace_engine.multiproc.adapters import FollowingAdapters
 from headrace_engine.multiproc.leader import PASSES, REPLAY
 
 
@@ -30,13 +34,15 @@ class FollowingWorker(ServingWorker):
         super().__init__(*args, **settings)
         self._measuring = ExitStack()
         self._peak = Peak()
+        self._following: FollowingAdapters | None = None
 
     @torch.inference_mode()
     def run_pass(self, method: str, args: Sequence[Any]) -> None:
         """Run a pass of the model; what it returns is rank 0's to use.
 
         Args:
-            method: one of :data:`~headrace_engine.multiproc.leader.PASSES`.
+            method: one of :data:`~headrace_engine.multiproc.leader.PASSES`, or what is told of adapters
+                between passes.
             args: as the method takes them; a batch without attention metadata.
 
         Raises:
@@ -45,6 +51,8 @@ class FollowingWorker(ServingWorker):
         if method == REPLAY:
             self._replay(*args)
             return
+        if self._following is not None and self._following.follow(method, args):
+            return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
         getattr(self._loaded(), method)(*(self._prepared(arg) for arg in args))
@@ -52,8 +60,12 @@ class FollowingWorker(ServingWorker):
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
         """The exchanges of a step are the same whether it is replayed or not."""
         runner = self._ready()
-        if runner.graph is not None and runner.graph.fits(batch, num_logits):
-            runner.graph.replay(batch, num_logits)
+        adapters = self._following
+        graph = runner.graph
+        if adapters is not None and adapters.chosen:
+            graph = None if adapters.slots.runs_eagerly else runner.adapter_graph
+        if graph is not None and graph.fits(batch, num_logits):
+            graph.replay(batch, num_logits)
         else:
             runner.model.forward(runner.with_metadata(batch))
 
@@ -74,6 +86,24 @@ class FollowingWorker(ServingWorker):
         )
         super().allocate_cache(dataclasses.replace(config, groups=groups))
 
+    def read_adapter(self, number: int, path: str, dropped: Sequence[int]) -> str:
+        """See :meth:`~headrace_engine.multiproc.adapters.FollowingAdapters.read`. Any thread."""
+        if self._following is None:
+            raise ModelError("there are no slots for adapters: load() has not been called")
+        return self._following.read(number, path, dropped)
+
+    def report(self) -> dict[str, Any]:
+        """See :meth:`ServingWorker.report`; with the number of adapters that are kept, if any may be."""
+        kept = {} if self._following is None else {"adapters_kept": self._following.num_kept}
+        return {**super().report(), **kept}
+
+    def _make_slots(self) -> tuple[AdapterSlots, ...]:
+        """Slots that do what rank 0 tells."""
+        if self._make_adapters is None:
+            return ()
+        self._following = FollowingAdapters(self._make_adapters())
+        return (self._following.slots,)
+
     def begin_profile(self) -> None:
         """Measure from now until :meth:`profile`."""
         self._measuring.close()
@@ -92,7 +122,8 @@ class FollowingWorker(ServingWorker):
         if self._capture is not None:
             runner, cache = self._ready(), self._cache
             assert cache is not None
-            runner.graph = capture_steps(
+            record = partial(
+                capture_steps,
                 self._capture,
                 lambda batch: runner.model.forward(runner.with_metadata(batch)),
                 max_num_seqs=self._max_num_seqs,
@@ -104,6 +135,12 @@ class FollowingWorker(ServingWorker):
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),
             )
+            runner.graph = record()
+            if self._following is not None:
+                slots = torch.full((self._max_num_batched_tokens,), NONE, dtype=torch.int32)
+                self._following.slots.choose(slots, slots)
+                runner.adapter_graph = record(kind="steps with adapters")
+                self._following.slots.choose(None)
         for populator in self._populators:
             populator.start()
         self._binding.narrow()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 from headrace_core.batch import ForwardBatch
 from headrace_core.graph import StepGraph
+from headrace_core.lora import AdapterSlots
+from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
 
 PASSES = ("forward", "forward_streams", "embed_media", "encode")
@@ -29,16 +32,21 @@ class PassLeader:
         send: sends a message to every other rank. Raises OSError.
         broken: is told what a pass raised: the ranks are no longer in step then. Returns what is to be
             raised instead.
+        call: calls a method of the other ranks' workers, in any thread; results by rank from 1.
     """
 
     def __init__(
         self,
         send: Callable[[ModelPass], None],
         broken: Callable[[BaseException], BaseException],
+        call: Callable[[str, Sequence[Any]], list[Future[Any]]],
     ) -> None:
         self._send = send
         self._broken = broken
+        self._call = call
         self._is_running = False
+        self._failure: BaseException | None = None
+        """What the first pass raised that raised."""
 
     def lead(self, model: Any) -> None:
         """Have the model's passes run on every rank from now on."""
@@ -53,6 +61,10 @@ class PassLeader:
             replay = cast(Any, graph).replay
             setattr(graph, "replay", partial(self._run, REPLAY, replay))  # noqa: B010 - as in lead
 
+    def lead_adapters(self, slots: AdapterSlots) -> AdapterSlots:
+        """Slots of rank 0's model that tell the other ranks what they are told."""
+        return LedAdapters(slots, self._tell, self._call)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While this lasts, passes are rank 0's only: they are recorded, and exchange nothing."""
@@ -62,15 +74,29 @@ class PassLeader:
         finally:
             self._is_running = False
 
+    def _tell(self, name: str, *args: Any) -> None:
+        """Have the other ranks do what this rank has done between two passes."""
+        if self._is_running:
+            return
+        try:
+            self._send(ModelPass(name, args))
+        except BaseException as error:
+            raise self._broken(error) from error
+
     def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
         if self._is_running:  # a pass that is part of another one
             return own(*args)
+        if self._failure is not None:  # a further pass would meet exchanges of the one that failed
+            raise self._failure
         self._is_running = True
         try:
             self._send(ModelPass(name, tuple(_sent(arg) for arg in args)))
             return own(*args)
         except BaseException as error:
-            raise self._broken(error) from error
+            self._failure = self._broken(error)
+            if self._failure is error:
+                raise
+            raise self._failure from error
         finally:
             self._is_running = False
 

@@ -32,6 +32,10 @@ class Rendezvous(Protocol):
         """The address of the group of that name."""
         ...
 
+    def give_up(self) -> None:
+        """A rank has ended: tell those that wait for it, or will."""
+        ...
+
     def close(self) -> None:
         """The ranks have met."""
         ...

@@ -1,7 +1,8 @@
 """The process of a rank other than 0: ``python -m headrace_engine.multiproc.rank_process DESCRIPTOR``.
 
-Two threads. The main thread builds the worker and does what rank 0 says, in its order. The other one reads
-what rank 0 says, so that its end, however it comes, is seen at once and is the end of this process, too.
+The main thread builds the worker and does what rank 0 says, in its order. Another one reads what rank 0 says,
+so that its end, however it comes, is seen at once and is the end of this process, too. Adapters are read in
+further ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -22,7 +24,9 @@ import msgspec
 from headrace_core.context import MODEL
 from headrace_engine.clients.wire import as_data
 from headrace_engine.log_lines import JsonLines, LineFormatter, ThreadedHandler
+from headrace_engine.lora.store import READ_THREADS
 from headrace_engine.multiproc import frames
+from headrace_engine.multiproc.adapters import READ
 from headrace_engine.multiproc.messages import (
     Answer,
     Failed,
@@ -39,6 +43,8 @@ CALLS = (
     "load", "kv_specs", "begin_profile", "profile", "allocate_cache", "warm_up", "report", "close",
 )  # fmt: skip
 """Methods of a worker that rank 0 may call."""
+BESIDE = (READ,)
+"""Likewise, in threads of their own beside the passes."""
 EXIT_ORPHANED = 70
 """Exit status of a process whose rank 0 has gone."""
 STARTED = 0
@@ -47,7 +53,7 @@ STARTED = 0
 
 def main() -> None:
     """Run until told to stop, or until rank 0 is gone."""
-    # A terminal's Ctrl-C reaches the whole process group; when to end is rank 0's decision.
+    # When to end is rank 0's decision, whoever signals.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -57,20 +63,35 @@ def main() -> None:
         os._exit(EXIT_ORPHANED)
     _configure_logging(hello)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    replies = _Replies(connection)
     threading.Thread(
         target=_read, args=(connection, messages), name="headrace-rank-reader", daemon=True
     ).start()
     try:
-        _serve(hello, connection, messages)
+        _serve(hello, replies, messages)
     except BaseException as error:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
         with contextlib.suppress(OSError):
-            frames.send(connection, frames.pack(Failed(type(error).__name__, str(error))))
+            replies.send(Failed(type(error).__name__, str(error)))
         logging.shutdown()
         # Threads of a communicator may wait for ranks that are no longer in step.
         os._exit(1)
     logging.shutdown()
     os._exit(0)  # the interpreter would take a second to take torch apart
+
+
+class _Replies:
+    """Sends rank 0 what this rank answers, one message at a time. Thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Answer | Raised | Failed) -> None:
+        """Send a message whole. Raises OSError."""
+        pieces = frames.pack(message)
+        with self._lock:
+            frames.send(self._connection, pieces)
 
 
 def _configure_logging(hello: RankHello) -> None:
@@ -95,24 +116,31 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
         messages.put(error)
 
 
-def _serve(hello: RankHello, connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
+def _serve(hello: RankHello, replies: _Replies, messages: queue.SimpleQueue[Any]) -> None:
     module, _, name = hello.factory.partition(":")
     worker = getattr(importlib.import_module(module), name)(hello.config, hello.place)
-    frames.send(connection, frames.pack(Answer(STARTED, os.getpid())))
+    replies.send(Answer(STARTED, os.getpid()))
+    readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")  # starts them when needed
     while not isinstance(message := messages.get(), Stop):
         if isinstance(message, ModelPass):
             worker.run_pass(message.method, message.args)
+        elif isinstance(message, WorkerCall) and message.method in BESIDE:
+            readers.submit(_reply, replies, worker, message)
         elif isinstance(message, WorkerCall):
-            frames.send(connection, frames.pack(_answer(worker, message)))
+            _reply(replies, worker, message)
         else:
             raise message if isinstance(message, BaseException) else TypeError(f"{message!r:.200}")
     worker.close()
 
 
+def _reply(replies: _Replies, worker: Any, call: WorkerCall) -> None:
+    replies.send(_answer(worker, call))
+
+
 def _answer(worker: Any, call: WorkerCall) -> Answer | Raised:
     try:
-        if call.method not in CALLS:
-            raise ValueError(f"{call.method!r}: must be one of {CALLS}")
+        if call.method not in CALLS + BESIDE:
+            raise ValueError(f"{call.method!r}: must be one of {CALLS + BESIDE}")
         return Answer(call.call_id, getattr(worker, call.method)(*call.args))
     except Exception as error:
         return Raised.of(call.call_id, as_data(error))

@@ -52,8 +52,8 @@ class _Rank:
 class RankProcesses:
     """Starts the other ranks, sends them messages and takes their answers.
 
-    Calls come from the worker's thread, but for :meth:`kill` and :meth:`stop`. A thread of its own reads
-    the answers, and sees at once when a process ends.
+    Passes come from the worker's thread, calls from any. A thread of its own reads the answers, and sees at
+    once when a process ends.
 
     Args:
         ranked: what to start.
@@ -67,6 +67,8 @@ class RankProcesses:
         self._died = died
         self._lock = threading.Lock()
         """Guards who waits for answers, and :attr:`failure`."""
+        self._sending = threading.Lock()
+        """Held while one message is sent."""
         self.failure: EngineDead | None = None
         self._has_failed = threading.Event()
         self._stopping = False
@@ -108,15 +110,16 @@ class RankProcesses:
         Raises:
             EngineDead: a rank has ended.
         """
-        self._last_call += 1
         futures: list[Future[Any]] = [Future() for _ in self._ranks]
         with self._lock:
             if self.failure is not None:
                 raise self.failure
+            self._last_call += 1
+            call_id = self._last_call
             for rank, future in zip(self._ranks, futures):
-                rank.waiting[self._last_call] = future
+                rank.waiting[call_id] = future
         with contextlib.suppress(OSError):  # it has ended: who waits is told so
-            self._send(WorkerCall(self._last_call, method, tuple(args)))
+            self._send(WorkerCall(call_id, method, tuple(args)))
         return futures
 
     def cause_of(self, error: BaseException) -> BaseException:
@@ -143,6 +146,7 @@ class RankProcesses:
             self._wake.send(b"x")
         if self._thread is not threading.current_thread():
             self._thread.join()
+            self._leave_nobody_waiting(EngineDead("the engine has been shut down"))
             self._close()
 
     def kill(self) -> None:
@@ -153,8 +157,19 @@ class RankProcesses:
 
     def _send(self, message: ModelPass | WorkerCall | Stop) -> None:
         pieces = frames.pack(message)
-        for rank in self._ranks:
-            frames.send(rank.connection, pieces)
+        with self._sending:
+            for rank in self._ranks:
+                frames.send(rank.connection, pieces)
+
+    def _leave_nobody_waiting(self, dead: EngineDead) -> None:
+        """Calls beside the steps may still wait for answers, or come later."""
+        with self._lock:
+            self.failure = self.failure or dead
+            waiting = [future for one in self._ranks for future in one.waiting.values()]
+            for one in self._ranks:
+                one.waiting.clear()
+        for future in waiting:
+            future.set_exception(dead)
 
     def _close(self) -> None:
         for rank in self._ranks:
@@ -240,6 +255,7 @@ def _start(ranked: RankedWorkers, place: RankPlace) -> _Rank:
             [sys.executable, "-m", "headrace_engine.multiproc.rank_process", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
+            process_group=0,  # a terminal's Ctrl-C is rank 0's, also while this one imports
         )
     with contextlib.suppress(OSError):  # ended already: whoever reads will say so
         frames.send(ours, frames.pack(msgspec.json.encode(hello)))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from headrace_core.errors import RequestError
 from headrace_core.reliability import failpoints
 from headrace_engine.kv.contract import BlockIds, KVCacheManager, PrefixMatch
+from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
@@ -28,6 +29,7 @@ class BatchBuilder:
         limits: of steps.
         media: of media in them.
         drafts: of guesses in them; None: nothing is guessed.
+        transfer: blocks that are outside the pools; None: there are none.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class BatchBuilder:
         limits: StepLimits,
         media: MediaLimits,
         drafts: DraftLimits | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self._tracker = tracker
         self._kv = kv
         self._limits = limits
         self._media = media
         self._drafts = drafts
+        self._transfer = transfer
         self._adapters = tracker.adapters
         self.quarantined: list[SchedulerRequest] = []
         """To be computed alone, in this order; see :mod:`headrace_engine.scheduler.scheduler`."""
@@ -53,6 +57,8 @@ class BatchBuilder:
         """The next step; without entries if nothing can run now."""
         plan = self._limits.plan(self._tracker)
         while not plan.entries and (state := self._next_quarantined()) is not None:
+            if self._transfer is not None and self._transfer.is_loading:
+                return plan  # it may need the blocks that are held until then
             try:
                 if self._adapters is not None and not self._make_slot(self._adapters, state):
                     return plan
@@ -198,6 +204,9 @@ class BatchBuilder:
                 break
             try:
                 match = self._match_prefix(state)
+                if self._transfer is not None and self._transfer.waits(state, match.num_tokens):
+                    passed_over.append(waiting.pop())
+                    continue
                 if state.media and self._media.waits(state, match.num_tokens, plan):
                     passed_over.append(waiting.pop())
                     continue

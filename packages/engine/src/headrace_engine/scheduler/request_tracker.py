@@ -16,6 +16,7 @@ from operator import attrgetter
 from headrace_core.request import CoreRequest
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.contract import KVCacheManager
+from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import Place, SlotPlanner
 from headrace_engine.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
@@ -106,6 +107,7 @@ class RequestTracker:
         max_model_len: longest sequence, in tokens.
         clock: monotonic seconds.
         adapters: hands out slots; None: no request has an adapter.
+        transfer: is told who leaves the queue; None: nobody asks.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class RequestTracker:
         max_model_len: int,
         clock: Callable[[], float],
         adapters: SlotPlanner | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self.requests: dict[str, SchedulerRequest] = {}
         """By id: all that have not ended."""
@@ -133,6 +136,7 @@ class RequestTracker:
         self.gone: list[str] = []
         """Requests that the worker must forget, since the last step."""
         self.adapters = adapters
+        self._transfer = transfer
         self._by_priority = config.policy == "priority"
         self._kv = kv
         self._max_model_len = max_model_len
@@ -190,6 +194,7 @@ class RequestTracker:
         state.num_computed_tokens = num_cached_tokens
         state.status = RequestStatus.RUNNING
         self._move(state, Place.RUNNING)
+        self._leave_queue(state)
         state.held_by_worker = True
         bisect.insort(self.running, state, key=_sort_key)
 
@@ -217,6 +222,7 @@ class RequestTracker:
             self.take_out(state)
         state.status = RequestStatus.SUSPENDED
         self.num_suspended += 1
+        self._leave_queue(state)
 
     def resume(self, state: SchedulerRequest) -> None:
         """Put a suspended request back into the queue, in front of those that never ran."""
@@ -240,6 +246,7 @@ class RequestTracker:
         state.status = RequestStatus.FINISHED
         if self.adapters is not None:
             self.adapters.leave(state)
+        self._leave_queue(state)
         self._kv.free(state.request_id)
         self._forget_in_worker(state)
         state.decoding_entry = None  # it refers back to the state
@@ -281,6 +288,10 @@ class RequestTracker:
     def _move(self, state: SchedulerRequest, place: Place) -> None:
         if self.adapters is not None:
             self.adapters.move(state, place)
+
+    def _leave_queue(self, state: SchedulerRequest) -> None:
+        if self._transfer is not None:
+            self._transfer.forget(state.request_id)
 
     def _forget_in_worker(self, state: SchedulerRequest) -> None:
         if state.held_by_worker:

@@ -45,6 +45,7 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.contract import KVCacheManager
+from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.lora.store import no_adapters
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import SlotPlanner
@@ -71,6 +72,7 @@ class Scheduler:
         drafts: guesses that steps may check; None: there are none.
         clock: monotonic seconds.
         adapters: hands out slots for low-rank adapters; None: requests have none.
+        transfer: moves blocks between the pools and a connector; None: there is none.
 
     Raises:
         ConfigError: ``max_num_batched_tokens`` or ``max_num_seqs`` is not resolved.
@@ -86,6 +88,7 @@ class Scheduler:
         drafts: DraftLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: SlotPlanner | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(config, name) is None:
@@ -100,13 +103,19 @@ class Scheduler:
         self._clock = clock
         self._max_model_len = max_model_len
         self._max_steps_in_flight = 1 if overlapped is False else 2
-        self._tracker = RequestTracker(config, kv, max_model_len, clock, adapters)
+        self._tracker = RequestTracker(config, kv, max_model_len, clock, adapters, transfer)
         self._adapters = adapters
+        self._transfer = transfer
         kept = (config.max_num_batched_tokens or 0) if config.encoder_share > 0 else 0
         self._ahead = MediaAhead(self._tracker.running, kept)
         self._media = MediaLimits(config, self._ahead)
         self._builder = BatchBuilder(
-            self._tracker, kv, StepLimits(config, fills_up=not kv.num_blocks), self._media, drafts
+            self._tracker,
+            kv,
+            StepLimits(config, fills_up=not kv.num_blocks),
+            self._media,
+            drafts,
+            transfer,
         )
         self._counters, self._fair = self._tracker.counters, self._tracker.fair
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
@@ -211,7 +220,8 @@ class Scheduler:
         if len(self._in_flight) >= most_in_flight:
             return None
         plan = self._builder.fill()
-        if not plan.entries and (self._in_flight or not self._tracker.has_late):
+        moves = self._transfer is not None and self._transfer.has_moves
+        if not (plan.entries or moves) and (self._in_flight or not self._tracker.has_late):
             return None
         # The step of a quarantined request must show what is wrong with it, however long that takes.
         allows_late = not self._builder.quarantined
@@ -222,6 +232,8 @@ class Scheduler:
         if self._adapters is not None:
             step.placed_adapters = self._adapters.take_placed()
             self._adapters.step_scheduled()
+        if self._transfer is not None:
+            step.connector_metadata = self._transfer.metadata(step.step_id)
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
         if plan.entries:
@@ -244,6 +256,8 @@ class Scheduler:
         if result.embedded:
             self._ahead.take_done(result.embedded)
         outputs = self._take_late(result.late) if result.late else []
+        if self._transfer is not None:
+            outputs += self._take_blocks(self._transfer, step.step_id, result.failed_loads)
         find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples, num_drafts in self._land(step):
             if state.epoch != epoch or state.status is ended:
@@ -290,7 +304,12 @@ class Scheduler:
             self._adapters.forget()
         # The worker may not have come to forget whom this step said to. Nobody is left there.
         self._tracker.gone = list(dict.fromkeys([*step.gone_request_ids, *self._tracker.gone]))
-        self._kv.reset_prefix_cache()
+        if self._transfer is not None:
+            self._transfer.landed(step.step_id, None)
+        if not self._kv.reset_prefix_cache():
+            self._kv.forget_prefixes()  # blocks are held for those on their way
+        if self._transfer is not None:
+            self._transfer.forget_step()
         return outputs
 
     # -- control -------------------------------------------------------------------------------
@@ -310,7 +329,10 @@ class Scheduler:
         """
         if reset_running_requests:
             self.preempt_all()
-        return self._kv.reset_prefix_cache()
+        done = self._kv.reset_prefix_cache()
+        if done and self._transfer is not None:
+            self._transfer.forget_content()
+        return done
 
     def forget_prefixes(self) -> list[str]:
         """Let no request find what was computed until now: the weights are others. No step may be in
@@ -320,6 +342,8 @@ class Scheduler:
             Ids of those that hold something.
         """
         self._kv.forget_prefixes()
+        if self._transfer is not None:
+            self._transfer.forget_content()
         self._ahead.forget()
         return [one.request_id for one in self._tracker.running if one.num_computed_tokens]
 
@@ -358,6 +382,8 @@ class Scheduler:
         )
         if drain:
             counters.step_tokens.clear()
+        if self._transfer is not None:
+            stats.kv_transfer = dict(self._transfer.counters)
         if self._adapters is not None:
             stats.running_loras, stats.waiting_loras = self._tracker.count_adapters()
         return stats
@@ -371,6 +397,22 @@ class Scheduler:
         if self._adapters is not None:
             self._adapters.step_ended()
         return self._in_flight.popleft()[1]
+
+    def _take_blocks(
+        self, transfer: KVTransfer, step_id: int, failed: list[bytes]
+    ) -> list[CoreOutput]:
+        """Take in the blocks that a step loaded; outputs of requests that end as theirs were not there."""
+        transfer.landed(step_id, failed)
+        ended = [
+            (self._tracker.requests[request_id], count)
+            for request_id, count in transfer.failed_requests.items()
+        ]
+        return [
+            self._tracker.end(
+                state, "error", error=f"KV transfer: {count} blocks could not be loaded"
+            )
+            for state, count in ended
+        ]
 
     def _take_late(self, late: Mapping[str, RequestStepResult]) -> list[CoreOutput]:
         """Take tokens that earlier steps left open."""

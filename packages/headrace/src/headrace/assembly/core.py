@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
+from headrace.assembly.transfer.kv import kv_connector, model_name
 from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, ranked_workers
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import plugins
@@ -78,11 +79,12 @@ def build_resolved_core(
             "this device, which brings its own worker",
             field="parallel.worker_extension_cls",
         )
+    connector = kv_connector(config)
     adapters = AdapterStore(config.lora.num_kept) if config.lora.enable_lora else None
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else ranked_workers(resolved, timeline, grammars, adapters)
+        else ranked_workers(resolved, timeline, grammars, adapters, connector)
     )
     return EngineCore.build(
         config,
@@ -92,6 +94,8 @@ def build_resolved_core(
         fit_context=resolved.fit_context,
         grammars=grammars,
         adapters=adapters,
+        connector=connector,
+        model="" if connector is None else model_name(resolved),
     )
 
 

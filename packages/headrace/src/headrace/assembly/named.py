@@ -41,6 +41,7 @@ def check_named(
     if config.speculative.method not in (None, *BY_MODEL):
         _check_proposer(str(config.speculative.method))
     _check_ec_transfer(config, platform)
+    _check_kv_transfer(config, platform)
     if not isinstance(platform, BringsWorker):
         _check_kernels(config.device.kernels)
         _check_device(config, platform)
@@ -57,6 +58,18 @@ def _check_ec_transfer(config: EngineConfig, platform: Platform) -> None:
         )
     if transfer and "ec_connector_module_path" not in transfer:
         plugins.find("headrace.ec_connectors", transfer["ec_connector"])
+
+
+def _check_kv_transfer(config: EngineConfig, platform: Platform) -> None:
+    transfer, field = config.cache.kv_transfer_config, "cache.kv_transfer_config"
+    if transfer and isinstance(platform, BringsWorker):
+        raise ConfigError(
+            f"{field} = {dict(transfer)!r:.200}: must be left out on this device, whose worker knows nothing "
+            "of it",
+            field=field,
+        )
+    if transfer and "kv_connector_module_path" not in transfer:
+        plugins.find("headrace.kv_connectors", transfer["kv_connector"])
 
 
 def _check_proposer(name: str) -> None:

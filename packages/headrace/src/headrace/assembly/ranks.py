@@ -11,7 +11,7 @@ from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
-from headrace_engine.cores import CpuThreads
+from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -74,9 +74,20 @@ class Ranks:
             group.close()
 
     def threads(self, whole: CpuThreads) -> CpuThreads:
-        """This rank's share of the engine's threads, and of the cores that they are bound to."""
+        """This rank's share of the engine's threads, and of the cores that they are bound to.
+
+        Raises:
+            ConfigError: threads are bound to fewer cores than there are ranks.
+        """
         if not self.are_several:
             return whole
+        if whole.cores and len(whole.cores) < self.world_size:
+            raise ConfigError(
+                f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
+                f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
+                "num_threads out, or set it to 'none'",
+                field=BIND_FIELD,
+            )
         count = max(1, whole.num_threads // self.world_size)
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
@@ -122,12 +133,13 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one rank: name, value (false: it is off), and why."""
     return (
-        ("lora.enable_lora", config.lora.enable_lora, "adapters are not divided over ranks yet"),
         ("device.enable_sleep_mode", config.device.enable_sleep_mode, "ranks do not sleep yet"),
         ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
          "its methods would run on one rank only"),
+        ("cache.kv_transfer_config", config.cache.kv_transfer_config,
+         "blocks of divided layers do not travel yet"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
     )  # fmt: skip
@@ -137,12 +149,20 @@ def communicator_name(config: EngineConfig) -> str:
     """The communicator of an engine's ranks, chosen if that was left open.
 
     Raises:
+        ConfigError: it is of one rank.
         PluginNotFound: it is not installed.
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
         wanted = "shm" if _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
+    if wanted == "single":
+        others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
+        raise ConfigError(
+            f"parallel.communicator = 'single': it has one rank, and tensor_parallel_size = "
+            f"{config.parallel.tensor_parallel_size}; must be 'auto' or one of {others}",
+            field="parallel.communicator",
+        )
     plugins.find(COMMUNICATORS, wanted)
     return wanted
 

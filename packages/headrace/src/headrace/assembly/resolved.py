@@ -15,13 +15,13 @@ from typing import NamedTuple
 from headrace import demo
 from headrace.assembly.detection import detect
 from headrace.assembly.drafts.head import with_head, with_verifier
-from headrace.assembly.encoder_transfer import check_ec_role
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
 from headrace.assembly.ranks import check_ranks
 from headrace.assembly.resolution import resolve
 from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.speech.transcription import without_faults
+from headrace.assembly.transfer.encoder import check_ec_role
 from headrace.environment import with_cpu_variables
 from headrace.lora.of_checkpoints import with_own_adapters
 from headrace.suggestions import near_names

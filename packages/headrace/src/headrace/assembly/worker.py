@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
-from headrace.assembly.encoder_transfer import transfer_maker
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
@@ -27,6 +26,7 @@ from headrace.assembly.ranks import (
 )
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
+from headrace.assembly.transfer.encoder import transfer_maker
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core import plugins
 from headrace_core.attention import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace_core.executor import Worker, WorkerFactory
+    from headrace_core.kv import KVConnector
     from headrace_core.lora import AdapterSlots
     from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.encoder.slices import EncoderSlices
@@ -76,6 +77,7 @@ def worker_factory(
     adapters: AdapterStore | None = None,
     place: RankPlace | None = None,
     leader: LeadsPasses | None = None,
+    connector: KVConnector | None = None,
 ) -> Callable[[], ServingWorker]:
     """Makes the worker of the resolved model, which loads it when asked to.
 
@@ -83,6 +85,7 @@ def worker_factory(
         adapters: of requests; None: they have none.
         place: its rank; None: there is one.
         leader: makes the model's passes run on the other ranks; None: there are none, or this one follows.
+        connector: of blocks outside the cache; None: there are none.
     """
     from headrace_engine.execution.capture import Capture
     from headrace_engine.multiproc.following import FollowingWorker
@@ -159,7 +162,13 @@ def worker_factory(
             ),
         }
         if ranks.rank:
-            return FollowingWorker(lambda: build(resolved), **of_rank)
+            return FollowingWorker(
+                lambda slots=None: build(resolved, slots),
+                **of_rank,
+                make_adapters=(lambda: adapter_slots(resolved, ops))
+                if config.lora.enable_lora
+                else None,
+            )
         return worker_class(
             lambda slots=None: build(resolved, slots),
             **of_rank,
@@ -177,6 +186,7 @@ def worker_factory(
             else tokens,
             rebuild_model=rebuild,
             make_transfer=transfer_maker(resolved),
+            connector=connector,
             slices=slices,
             encoder_share=config.scheduler.encoder_share,
             speculative=config.speculative,
@@ -202,6 +212,7 @@ def ranked_workers(
     timeline: StartupTimeline,
     grammars: GrammarStore | None = None,
     adapters: AdapterStore | None = None,
+    connector: KVConnector | None = None,
 ) -> WorkerFactory:
     """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s."""
     from headrace_engine.multiproc.places import RankedWorkers
@@ -211,7 +222,7 @@ def ranked_workers(
     size = config.parallel.tensor_parallel_size
 
     def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
-        made = worker_factory(resolved, timeline, grammars, adapters, place, leader)
+        made = worker_factory(resolved, timeline, grammars, adapters, place, leader, connector)
         # Rank 0's is a ModelWorker.
         return timed_workers(cast("WorkerFactory", made), config.observability)()
 

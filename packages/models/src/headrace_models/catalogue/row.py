@@ -24,7 +24,7 @@ class Architecture:
     lora: bool = True
     """True if its layers take low-rank adapters (:mod:`headrace_models.lora`)."""
     pp: bool = False
-    """True if it can be cut into stages (:class:`headrace_core.model.SupportsPP`)."""
+    """True if it can be cut into stages ; nothing does that yet."""
     quantization: bool = True
     """True if a quantization method decides how its linear layers are stored."""
 

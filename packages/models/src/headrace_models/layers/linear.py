@@ -31,8 +31,10 @@ def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
         return Shard(world, rank)
     if world % units == 0:
         return Shard(units, rank // (world // units))
+    fitting = ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
     raise UnsupportedModel(
-        f"{what} = {units} cannot be divided over tensor_parallel_size = {world}"
+        f"{what}: {units} heads or columns cannot be divided over tensor_parallel_size = {world}: it must "
+        f"be a divisor of {units} ({fitting}) or a multiple of it"
     )
 
 

@@ -67,6 +67,9 @@ def find_places(
     places: dict[str, Place] = {}
     reasons = {"": getattr(model, "no_adapters", "")}
     by_root = {"layers": tokens, TABLE: tokens, HEAD: logits}
+    whole = replace(
+        memory, fully_sharded=False
+    )  # one rank alone computes logits: no exchange there
     towers = tuple(getattr(model, "media_parts", ()))
     refused: dict[str, str] = {}
     for path, layer in walk(model):
@@ -78,7 +81,7 @@ def find_places(
         if why and isinstance(layer, WeightLayer):
             refused |= dict.fromkeys(_names(layer), why)
         elif maker is not None and rows is not None:
-            place = maker(layer, memory, rows)
+            place = maker(layer, whole if rows is logits else memory, rows)
             if place is not None:
                 places[path] = layer.low_rank = place  # type: ignore[attr-defined] # each has it
     return places, refused

@@ -39,6 +39,15 @@ MAX_KEPT_LATENCIES = 4096
 STATS_TIMEOUT = 2.0
 """Longest wait for the engine's numbers, in seconds: a scrape must not hang with a stuck engine."""
 _LABELS = ("model_name", "engine")
+_TRANSFER = (
+    ("queried_tokens", "Tokens of prompts that were looked up in the KV connector."),
+    ("hit_tokens", "Tokens of prompts that were found there."),
+    ("loaded_blocks", "Blocks that came from it."),
+    ("loaded_bytes", "Bytes of these."),
+    ("failed_blocks", "Blocks that it no longer had, or that were damaged."),
+    ("saved_blocks", "Blocks that were offered to it."),
+    ("saved_bytes", "Bytes of these."),
+)
 _LabelValues = tuple[str, str]
 """Values of :data:`_LABELS`."""
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -117,6 +126,7 @@ class _EngineCollector(Collector):
         yield info
         if self._max_loras:
             yield from self._adapters(values, stats)
+        yield from self._transfer(values, stats)
 
     def _adapters(self, values: _LabelValues, stats: EngineStats) -> Iterator[Metric]:
         """Requests by their adapters' names."""
@@ -138,6 +148,16 @@ class _EngineCollector(Collector):
             for name in sorted(counts):
                 gauge.add_metric((*values, name), float(counts[name]))
             yield gauge
+
+    def _transfer(self, values: _LabelValues, stats: EngineStats) -> Iterator[Metric]:
+        """Blocks between the cache and a KV connector, if there is one."""
+        for name, text in _TRANSFER:
+            if name in stats.kv_transfer:
+                counter = CounterMetricFamily(
+                    f"{self._prefix}kv_offload_{name}", text, labels=_LABELS
+                )
+                counter.add_metric(values, float(stats.kv_transfer[name]))
+                yield counter
 
     def _accepted(self, values: _LabelValues, stats: EngineStats) -> Metric:
         """Right guesses, one number for each place in a run."""

@@ -51,6 +51,9 @@ MAX_BROKEN = 2
 """Servers that may break off before one request's answer: a request that ends servers must not end all."""
 MAX_REFUSAL = 1 << 20
 """Most bytes of an answer that is kept while others are tried."""
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+MAX_HELD = 1 << 20
+"""Most bytes of an event that is held until its end has come."""
 MAX_KEPT_RESPONSES = 10_000
 """Stored responses whose servers are remembered."""
 _ENGINE_DEAD = f'"{entry_of(EngineDead("")).code}"'.encode()
@@ -261,7 +264,8 @@ class _Reply:
         self._send = send
         self._direct: Callable[[bytes], bool] | None = None
         self._is_events = False
-        self._tail = b""
+        self._held = b""
+        """Beginning of an event whose end has not come: the client could do nothing with it."""
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the head."""
@@ -275,15 +279,19 @@ class _Reply:
 
     async def write(self, piece: bytes) -> None:
         """Send a piece of the body."""
+        if self._is_events:
+            piece, self._held = _whole_events(self._held + piece)
+        await self._put(piece)
+
+    async def _put(self, piece: bytes) -> None:
         if not piece:
             return
-        if self._is_events:
-            self._tail = (self._tail + piece)[-4:]
         if self._direct is None or not self._direct(piece):
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
         """The body is whole."""
+        await self._put(self._held)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def pass_on(self, refusal: _Refusal) -> None:
@@ -301,15 +309,16 @@ class _Reply:
     async def fail(self, error: ErrorAnswer) -> None:
         """An error, as an answer or as the last event of a stream.
 
-        An answer that is no stream of events, or is within one, is left as it is: the connection ends, which
-        tells the client that it is not whole.
+        An answer that is no stream of events is left as it is: the connection ends, which tells the client
+        that it is not whole.
         """
         if not self.started:
             await self.refuse(error)
             return
-        if not self._is_events or not self._tail.endswith((b"\n\n", b"\r\n\r\n")):
+        if not self._is_events:
             logger.warning("request %s: cut off: %s", self.request_id, error.message)
             return
+        self._held = b""
         await self.write(self._error_events(error))
         await self.end()
 
@@ -323,6 +332,14 @@ class _Reply:
                 "type": "error", "code": "server_error", "message": error.message, "param": None,
             })  # fmt: skip
         return b"data: " + error.encoded() + b"\n\ndata: [DONE]\n\n"
+
+
+def _whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """Events that are whole, and the beginning of one that is not."""
+    ends = [data.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in data]
+    if not ends:
+        return (b"", data) if len(data) <= MAX_HELD else (data, b"")
+    return data[: max(ends)], data[max(ends) :]
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

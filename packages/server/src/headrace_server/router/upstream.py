@@ -43,6 +43,7 @@ class _Connection:
         self._writer = writer
         self._http = h11.Connection(h11.CLIENT, MAX_HEAD)
         self.idle_since = 0.0
+        self._has_ended = False
 
     @property
     def is_open(self) -> bool:
@@ -68,7 +69,9 @@ class _Connection:
             try:
                 event = self._http.next_event()
             except h11.RemoteProtocolError as error:
-                raise UpstreamError(f"it sent what is not HTTP, or broke off ({error})") from error
+                if self._has_ended:
+                    raise UpstreamError("it closed the connection within its answer") from error
+                raise UpstreamError(f"it sent what is not HTTP ({error})") from error
             if isinstance(event, h11.Response | h11.Data | h11.EndOfMessage):
                 return event
             if event is h11.NEED_DATA:
@@ -76,6 +79,7 @@ class _Connection:
                     data = await self._reader.read(READ_BYTES)
                 except OSError as error:
                     raise UpstreamError(f"its connection broke ({_reason(error)})") from error
+                self._has_ended = not data
                 if not data and self._http.their_state is h11.SEND_RESPONSE:
                     raise UpstreamError("it closed the connection before its answer")
                 self._http.receive_data(data)

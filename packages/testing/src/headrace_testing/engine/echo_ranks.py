@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace_core.errors import WeightsError
 from headrace_core.executor import MemoryProfile
 from headrace_testing.engine.executors import EchoWorker
 
@@ -32,6 +33,9 @@ class EchoMeeting(NamedTuple):
     def address(self, name: str) -> str:
         """Both in one text."""
         return f"{self.calls}|{self.fault}"
+
+    def give_up(self) -> None:
+        """Nobody meets here."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -60,6 +64,13 @@ class EchoRank(EchoWorker):
 
     def run_pass(self, method: str, args: Sequence[Any]) -> None:
         self._note(f"pass {method}({', '.join(map(str, args))})")
+
+    def read_adapter(self, number: int, path: str, dropped: Sequence[int]) -> str:
+        """A digest, which is the path; nothing lies at ``/missing``."""
+        self._note(f"read_adapter({number}, {path}, {list(dropped)})")
+        if path == "/missing":
+            raise WeightsError(f"{path}: no such folder")
+        return path
 
     def report(self) -> dict[str, Any]:
         super().report()

@@ -1,0 +1,1 @@
+"""Stores of blocks of the KV cache outside an engine's pools."""

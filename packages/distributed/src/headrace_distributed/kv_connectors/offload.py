@@ -1,0 +1,94 @@
+"""The connector ``offload``: memory, and behind it a folder, for blocks that the pools give up."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core.kv import KVConnector
+from headrace_distributed.kv_connectors.background_writer import BackgroundWriter
+from headrace_distributed.kv_connectors.block_folder import BlockFolder
+from headrace_distributed.kv_connectors.extra import extra_of, folder_of, number_of_bytes, wrong
+
+MEMORY, DISK, DISK_BYTES = "cpu_bytes_to_use", "disk_path", "disk_bytes_to_use"
+
+
+class OffloadConnector(KVConnector):
+    """Blocks are kept in memory of at most ``cpu_bytes_to_use`` bytes; those that were used longest ago leave
+    it. With ``disk_path``, all are written to a folder of at most ``disk_bytes_to_use`` bytes, too, which the
+    next start finds: then blocks are taken as they become full, as a pool is lost at the end.
+
+    Raises:
+        ConfigError: a size is missing or wrong, or the folder cannot be used.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        extra = extra_of(settings, MEMORY, DISK, DISK_BYTES)
+        max_bytes = number_of_bytes(extra, MEMORY)
+        if max_bytes is None:
+            raise wrong(MEMORY, None, "bytes of memory for blocks")
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._folder, self._writer = None, None
+        root, disk_bytes = folder_of(extra, DISK, writes=True), number_of_bytes(extra, DISK_BYTES)
+        if (root is None) != (disk_bytes is None):
+            given, missing = (DISK, DISK_BYTES) if disk_bytes is None else (DISK_BYTES, DISK)
+            raise wrong(missing, None, f"given with {given}")
+        self.saves_full_blocks = root is not None
+        if root is not None:
+            self._folder = BlockFolder(root, disk_bytes)
+            self._writer = BackgroundWriter(self._folder)
+
+    def contains(self, key: bytes) -> bool:
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return True
+        if self._writer is not None and self._writer.pending(key) is not None:
+            return True
+        return self._folder is not None and self._folder.contains(key)
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        with self._lock:
+            content = self._blocks.get(key)
+            if content is not None:
+                self._blocks.move_to_end(key)
+        if content is None and self._writer is not None:
+            content = self._writer.pending(key)
+        if content is not None:
+            if len(content) != into.nbytes:
+                return False
+            into[:] = content
+            return True
+        if self._folder is None or not self._folder.load(key, into):
+            return False
+        self._keep(key, bytes(into))
+        return True
+
+    def save(self, key: bytes, content: memoryview) -> None:
+        if self.contains(key):
+            return
+        copied = bytes(content)
+        self._keep(key, copied)
+        if self._writer is not None:
+            self._writer.write(key, copied)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _keep(self, key: bytes, content: bytes) -> None:
+        """Put a block into memory, and others out of it."""
+        if len(content) > self._max_bytes:
+            return
+        with self._lock:
+            self._num_bytes += len(content) - len(self._blocks.pop(key, b""))
+            self._blocks[key] = content
+            while self._num_bytes > self._max_bytes:
+                _, gone = self._blocks.popitem(last=False)
+                self._num_bytes -= len(gone)

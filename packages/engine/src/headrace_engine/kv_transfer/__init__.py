@@ -1,0 +1,1 @@
+"""Blocks of the cache that come from a store outside the pools, and go to one."""

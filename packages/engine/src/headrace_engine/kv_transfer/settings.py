@@ -1,0 +1,59 @@
+"""Settings of KV transfer: ``cache.kv_transfer_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace_core.config import require
+from headrace_core.errors import ConfigError
+
+FIELD = "cache.kv_transfer_config"
+PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
+RECOMPUTE, FAIL = "recompute", "fail"
+
+_Check = tuple[Callable[[Any], bool], str]
+"""A check of a value, and the text of what is accepted."""
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_KNOWN: Mapping[str, _Check] = {
+    "kv_connector": (_is_text, "the name of a connector"),
+    "kv_connector_module_path": (_is_text, "a Python module that has the class kv_connector"),
+    "kv_role": (
+        lambda value: value in (PRODUCER, CONSUMER, BOTH),
+        f"{PRODUCER} (it saves blocks), {CONSUMER} (it loads them) or {BOTH}",
+    ),
+    "kv_connector_extra_config": (lambda value: isinstance(value, Mapping), "an object"),
+    "kv_load_failure_policy": (
+        lambda value: value in (RECOMPUTE, FAIL),
+        f"{RECOMPUTE} (a block that cannot be loaded is computed) or {FAIL} (its request ends with an error)",
+    ),
+    "engine_id": (_is_text, "a text, which the log shows"),
+}  # fmt: skip
+_DEFAULTS: Mapping[str, Any] = {
+    "kv_connector_extra_config": {}, "kv_load_failure_policy": RECOMPUTE,
+}  # fmt: skip
+
+
+def check_kv_transfer(stated: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings with what they leave out. {}: there is no transfer.
+
+    Raises:
+        ConfigError: a field is unknown, missing, or its value is not accepted; names it.
+    """
+    if not isinstance(stated, Mapping):
+        raise ConfigError(f"{FIELD} = {stated!r:.100}: must be an object", field=FIELD)
+    if not stated:
+        return {}
+    for name, value in stated.items():
+        where = f"{FIELD}.{name}"
+        require(name in _KNOWN, where, value, f"left out: fields are {', '.join(_KNOWN)}")
+        good, accepted = _KNOWN[name]
+        require(good(value), where, value, accepted)
+    for name in ("kv_connector", "kv_role"):
+        require(name in stated, f"{FIELD}.{name}", None, _KNOWN[name][1])
+    return {**_DEFAULTS, **stated}

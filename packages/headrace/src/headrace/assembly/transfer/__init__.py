@@ -1,0 +1,1 @@
+"""What the engine exchanges with other engines: vectors of media, blocks of the KV cache."""
