@@ -207,6 +207,8 @@ def test_offline_outputs_are_those_of_one_engine(tmp_path):
     ("argv", "text"),
     [
         (("--device", "sim", "-dp", "2", "--api-server-count", "2"), "must be 1 with api_server_count"),
+        (("--device", "sim", "-dp", "2", "--kv-events-config", '{"enable_kv_cache_events": true}'),
+         "enable_kv_cache_events: must be left out"),
         (("--device", "sim", "-dp", "65"), "must be in 1..64"),
         (("--device", "sim", "-dp", "2", "--mm-processor-cache-type", "shm"), "mm_processor_cache_type"),
         (("--data-parallel-external-lb",), "data_parallel_external_lb: not built yet"),

@@ -61,6 +61,8 @@ def check_engines(config: EngineConfig, platform: Platform) -> None:
     for field, value, why in (
         ("kv_events_config.enable_kv_cache_events", config.kv_events.enable_kv_cache_events,
          "events of several engines are not told apart yet"),
+        ("cache.kv_transfer_config", bool(config.cache.kv_transfer_config),
+         "a connector is one engine's"),
         ("multimodal.ec_transfer_config", multimodal.ec_transfer_config,
          "an encoder's vectors go to one engine"),
         ("multimodal.mm_processor_cache_type", multimodal.mm_processor_cache_type == "shm",
