@@ -14,6 +14,7 @@ from test_vision_language import drawn
 from test_vision_minicpmv import MiniCPMV
 from torch import Tensor
 
+from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_testing.model.plain.minicpmo import PlainMiniCPMO
 
@@ -44,7 +45,18 @@ class MiniCPMO(MiniCPMV):
         )
 
 
+@pytest.fixture
+def _with_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a package with the class's processor were installed."""
+    installed, group = plugins.installed, "headrace.multimodal_processors"
+    own = dict.fromkeys(["MiniCPMO"])
+    monkeypatch.setattr(
+        plugins, "installed", lambda name: own if name == group else installed(name)
+    )
+
+
 class TestMiniCPMOSees(MiniCPMO):
+    @pytest.mark.usefixtures("_with_processor")
     def test_it_is_silent_about_recordings_that_it_does_not_take(
         self, reference: Any, folder: Path
     ) -> None:
@@ -66,6 +78,7 @@ class TestMiniCPMOSees(MiniCPMO):
         model = self.load(folder, limit_mm_per_prompt={"image": 0, "video": 0, "audio": 0})
         assert not hasattr(model, "embed_media")
 
+    @pytest.mark.usefixtures("_with_processor")
     def test_without_images_no_tower_is_loaded(self, reference: Any, folder: Path) -> None:
         """That of recordings is."""
         model = self.load(folder, limit_mm_per_prompt={"image": 0, "video": 0})

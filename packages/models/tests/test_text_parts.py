@@ -143,7 +143,8 @@ BY_HAND = {
     "DeepseekOCRForCausalLM",
     "DeepseekVLV2ForCausalLM", "TarsierForConditionalGeneration", "MiniMaxVL01ForConditionalGeneration",
     "MiDashengLMModel", "HCXVisionForCausalLM", "KananaVForConditionalGeneration",
-    "Molmo2ForConditionalGeneration", "PixtralForConditionalGeneration",
+    "Molmo2ForConditionalGeneration", "BagelForConditionalGeneration", "IsaacForConditionalGeneration",
+    "Step3VLForConditionalGeneration", "StepVLForConditionalGeneration", "PixtralForConditionalGeneration",
 }  # fmt: skip
 """transformers has no class for them, or one that needs a library or several models: checkpoints of the
 language model's own class are put under the whole's names (:func:`test_gemma_3n`,
@@ -370,7 +371,9 @@ def test_text_that_is_not_served_is_refused_by_name(name: str, tmp_path: Path) -
            lambda own: {"architectures": [name], "model_type": "paligemma", "text_config": own})  # fmt: skip
     for choice in ("auto", "transformers"):
         settings = ModelConfig(model=str(tmp_path), model_impl=choice)
-        with pytest.raises(UnsupportedModel, match=f"{name} is not supported: its .*image"):
+        with pytest.raises(
+            UnsupportedModel, match=re.escape(f"{name} is not supported: {REFUSED[name]}")
+        ):
             resolve(settings, LoadConfig(), CpuPlatform())
 
 
