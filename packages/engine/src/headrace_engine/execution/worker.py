@@ -582,8 +582,8 @@ class ServingWorker:
         }
 
     def _kv_layout(self) -> str:
-        """How blocks lie in memory: equal texts, equal bytes of equal content."""
-        if self._cache is None:
+        """How blocks lie in memory: equal texts, equal bytes of equal content; "" without blocks."""
+        if self._cache is None or not self._layers:  # an engine that sleeps has no layers
             return ""
         backends = group_backends(self._layers, self._cache)
         orders = [one and (one.name, tuple(one.cache_stride_order())) for one in backends]
