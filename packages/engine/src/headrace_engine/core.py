@@ -210,7 +210,6 @@ class EngineCore:
         with timeline.phase("import engine"):
             import headrace_engine.execution.memory  # noqa: F401 - timed here
             from headrace_engine.execution.division import CacheLimits
-            from headrace_engine.kv.event_publisher import make_publisher
             from headrace_engine.kv.events import BlockEventLog
             from headrace_engine.kv.factory import make_manager
             from headrace_engine.kv.spare_states import without_spares
@@ -238,7 +237,7 @@ class EngineCore:
         with timeline.phase("scheduler"):
             caching = config.cache.enable_prefix_caching is not False
             limits = CacheLimits.of(config, max_model_len)
-            publisher = make_publisher(config.kv_events)
+            publisher = _publisher(config)
             events = None if publisher is None else BlockEventLog(plan.config.block_size)
             manager = make_manager(
                 without_spares(plan.config, limits.spare_states),
@@ -600,6 +599,15 @@ class EngineCore:
             self.grammars.close()
         if self.adapters is not None:
             self.adapters.close()
+
+
+def _publisher(config: EngineConfig) -> EventPublisher | None:
+    """Who publishes events of the KV cache, if they are asked for. ZeroMQ is imported for them only."""
+    if not config.kv_events.enable_kv_cache_events:
+        return None
+    from headrace_engine.kv.event_publisher import make_publisher
+
+    return make_publisher(config.kv_events)
 
 
 def _check_arguments(method: str, args: Sequence[Any]) -> None:
