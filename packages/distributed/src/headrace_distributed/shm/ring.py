@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import NamedTuple
 
@@ -55,7 +56,7 @@ def parse_ring_handle(text: str) -> RingHandle:
     return RingHandle(parse_handle(parts[0]), int(parts[1]), int(parts[2]))
 
 
-class _End:
+class _End(ABC):
     """One end of a ring; a context manager."""
 
     def __init__(self, descriptor: int, reader: int, handle: RingHandle, spin: float) -> None:
@@ -68,9 +69,9 @@ class _End:
         if self._ring is None:
             raise library.why_not_opened("the writer" if reader < 0 else f"reader {reader}")
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the ring; the other end notices."""
-        raise NotImplementedError
 
     def _open(self) -> int:
         if self._ring is None:
