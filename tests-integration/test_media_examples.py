@@ -18,7 +18,7 @@ from video_checkpoints import save_qwen2, video_file
 
 from headrace import LLM, EngineArgs
 from headrace.arguments import Parser
-from headrace_core.errors import ConfigError, RequestError
+from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_multimodal import processor_for
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -552,8 +552,8 @@ def test_wrong_flags_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_several_devices_are_the_engines_matter(llava: Path, run: Run) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2"):
+def test_a_tower_whose_heads_ranks_cannot_divide(llava: Path, run: Run) -> None:
+    with pytest.raises(UnsupportedModel, match="vision_tower.* 3 heads .*tensor_parallel_size = 2"):
         run("vision_language", "--model", llava, *TINY, "-tp", 2)
 
 

@@ -70,8 +70,11 @@ def test_the_page_lists_what_is_served(families):
         if name.startswith("headrace:") and not name.endswith("_created")
     }
     table = documented()
-    assert set(table) == set(served)
+    offload = {name for name in table if name.startswith("kv_offload_")}
+    assert set(table) - offload == set(served)  # test_kv_transfer.py's server has a connector
     for name, (kind, labels) in table.items():
+        if name in offload:
+            continue
         assert served[name].type == kind, name
         if name in UNUSED:
             continue
