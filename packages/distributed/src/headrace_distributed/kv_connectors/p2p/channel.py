@@ -3,8 +3,9 @@
 Opening: the server sends ``"HRKV" | u8 version | nonce``, the client the same with its own nonce and a proof,
 the server its proof. Nonces and proofs have 32 bytes; a proof is HMAC-SHA256 (RFC 2104) over a label and
 both nonces, with the secret as key. Then each side sends frames, little-endian:
-``u8 kind | u32 length | payload | tag``. A tag is BLAKE2b-128 (RFC 7693) over the frame's number, kind, length and payload, with a key
-of this connection and direction: it tells damaged bytes, and bytes that somebody without the secret put there.
+``u8 kind | u32 length | payload | tag``. A tag is BLAKE2b-128 (RFC 7693) over the frame's number, kind,
+length and payload, with a key of this connection and direction: it tells damaged bytes, and bytes that
+somebody without the secret put there.
 Nothing is encrypted, and nothing is ever unpickled.
 """
 
