@@ -14,6 +14,7 @@ from headrace_distributed.kv_connectors.p2p.peer import Address
 
 HOST, PORT, BUFFER = "127.0.0.1", 14579, 10**9
 PEERS, SECRET, ADVERTISED = "peers", "secret_file", "advertised_host"
+TRUST = "trust_network"
 KEEP, WAIT, WORKERS = "keep_seconds", "fetch_timeout", "num_workers"
 KNOWN = (PEERS, SECRET, ADVERTISED, KEEP, WAIT, WORKERS)
 MIN_SECRET, MAX_SECRET = 16, 4096
@@ -39,7 +40,7 @@ class PeerSettings(NamedTuple):
         """True if a request may name an engine."""
         if address in self.peers:
             return True
-        return not self.peers and _is_loopback(address.host)
+        return not self.peers and is_loopback(address.host)
 
 
 def peer_settings(settings: Mapping[str, Any], *more: str) -> PeerSettings:
@@ -55,7 +56,7 @@ def peer_settings(settings: Mapping[str, Any], *more: str) -> PeerSettings:
     host = settings.get("kv_ip", HOST)
     secret = _secret(extra)
     peers = tuple(map(_address, _listed(extra)))
-    far = [one for one in (host, *(peer.host for peer in peers)) if not _is_loopback(one)]
+    far = [one for one in (host, *(peer.host for peer in peers)) if not is_loopback(one)]
     if far and not secret:
         raise wrong(SECRET, None, f"given with the address {far[0]!r}, which is not loopback")
     advertised = extra.get(ADVERTISED, host)
@@ -120,7 +121,19 @@ def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _is_loopback(host: str) -> bool:
+def check_trust(extra: Mapping[str, Any], library: str) -> None:
+    """Have the operator say that the network is his, where a library guards nothing.
+
+    Raises:
+        ConfigError: he does not.
+    """
+    if extra.get(TRUST) is not True:
+        raise wrong(TRUST, extra.get(TRUST), f"true: whoever reaches the ports of {library} can read and "
+                    "write the blocks, whatever the secret")  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address of this machine that no other reaches."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -26,13 +26,11 @@ class RemoteMemory(ABC):
 
     Args:
         arena: registered with the network, to be read and written; held until :meth:`close`.
-        host: address that others reach this engine at.
-        engine_id: of this engine.
     """
 
     name: str
 
-    def __init__(self, arena: Arena, host: str, engine_id: str) -> None:
+    def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     @abstractmethod
