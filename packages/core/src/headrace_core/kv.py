@@ -260,5 +260,20 @@ class KVConnector(ABC):
     def save(self, key: bytes, content: memoryview) -> None:
         """Keep a copy of a block, if it is not there. Raises OSError."""
 
+    def fetch(
+        self, request_id: str, blocks: Mapping[bytes, int], params: Mapping[str, Any]
+    ) -> bool:
+        """Bring blocks (key -> bytes) near that a request needs, beside the steps. True: ask again, they are
+        on their way. ``params``: its ``kv_transfer_params``, which may name a peer (``remote_host``,
+        ``remote_port``, ``remote_engine_id``). Called by the engine's own thread, as the next two."""
+        return False
+
+    def forget(self, request_id: str) -> None:  # noqa: B027 - most fetch nothing
+        """A request waits no longer: nothing need be fetched for it."""
+
+    def address(self) -> Mapping[str, Any]:
+        """``remote_*`` parameters by which another engine finds what is saved here; {}: it needs none."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Let go of what it holds, once what is on its way is kept. Idempotent."""

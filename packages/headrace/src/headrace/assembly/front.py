@@ -178,6 +178,7 @@ def front_end(
         media=media,
         default_loras=resolved.config.lora.default_mm_loras,
         only_encodes=config.multimodal.only_encodes,
+        kv_role=config.cache.kv_transfer_config.get("kv_role", ""),
     )
     check_backend(config.structured_outputs)
     if client is None:
