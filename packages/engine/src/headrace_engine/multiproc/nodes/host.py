@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ from headrace_engine.multiproc.rank_process import EXIT_ORPHANED
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 8.0
-"""Longest time until ranks that rank 0 has told to stop have ended."""
+STOP_SECONDS = 4.0
+"""Longest time until ranks that rank 0 has told to stop have ended, before they are killed."""
 NEWS_SECONDS = 1.0
 """Longest wait for the reason of rank 0's end, after a rank has found its connection closed."""
 
@@ -141,9 +142,10 @@ class _Host:
 
     def _stopped(self) -> int:
         """Rank 0 has told the ranks to stop, too."""
+        deadline = time.monotonic() + STOP_SECONDS
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(STOP_SECONDS)
+                child.process.wait(max(0.0, deadline - time.monotonic()))
         logger.info("node %d ends: the engine was shut down", self._plan.node)
         return 0
 
