@@ -65,7 +65,7 @@ class NodeListener:
         self._warned = 0.0
         self._closed = False
 
-    def gather(self, seconds: float = JOIN_SECONDS) -> list[JoinedNode]:
+    def gather(self, seconds: float) -> list[JoinedNode]:
         """All other hosts, by number. The listener is closed then, and if this raises.
 
         Raises:
@@ -234,7 +234,7 @@ def gather(ranked: RankedWorkers, rendezvous: str) -> list[JoinedNode]:
     accepted = NodeAccepted([], ranked.world_size, ranked.communicator, rendezvous)
     listener = NodeListener(plan, accepted)
     plan.opened(listener.port)
-    return listener.gather()
+    return listener.gather(JOIN_SECONDS)
 
 
 def _end(connection: socket.socket) -> None:
