@@ -257,6 +257,20 @@ class ParallelConfig:
         "may call them by name.",
         cost="its code runs in the engine's threads, between two steps: nothing else runs meanwhile",
     )  # fmt: skip
+    nnodes: int = option(
+        1, "Hosts over which the ranks are divided, each with as many, in order. Each runs the same command "
+        "with its own node_rank; those above 0 with --headless.", other_flag="-n",
+    )  # fmt: skip
+    node_rank: int = option(0, "Number of this host; 0 has rank 0, and serves.", other_flag="-r")
+    master_addr: str = option(
+        "127.0.0.1", "Address of host 0 at which the other hosts join, and ranks meet. One that only trusted "
+        "hosts reach: tensors and prompts travel unencrypted.",
+    )  # fmt: skip
+    master_port: int = option(29501, "Port of host 0 at which the other hosts join.")
+    node_secret_file: str | None = option(
+        None, "File with a secret of at least 16 bytes, the same on all hosts, which they prove to each other "
+        "to know. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
+    )  # fmt: skip
 
     @property
     def executor(self) -> str:
@@ -264,6 +278,11 @@ class ParallelConfig:
         return self.distributed_executor_backend or (
             "uni" if self.tensor_parallel_size == 1 else "mp"
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -278,6 +297,25 @@ class ParallelConfig:
         executor = self.distributed_executor_backend
         require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        count, ranks = self.nnodes, self.num_ranks
+        require(1 <= count <= ranks and ranks % count == 0, "parallel.nnodes", count,
+               f"a divisor of the number of ranks, {ranks} (tensor_parallel_size): each host has as "
+               "many")  # fmt: skip
+        require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
+               f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
+        require(1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535")
+        if count == 1:
+            return
+        require(self.data_parallel_size == 1, "parallel.data_parallel_size", self.data_parallel_size,
+               f"1 with nnodes = {count}: start a server on each group of hosts, and `headrace route` in "
+               "front of them")  # fmt: skip
+        require(self.executor == "mp", "parallel.distributed_executor_backend", self.executor,
+               f"'mp', or left out, with nnodes = {count}")  # fmt: skip
+        require(self.communicator != "shm", "parallel.communicator", self.communicator,
+               f"'auto' or 'gloo' with nnodes = {count}: hosts share no memory")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "running on several devices": (
         "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
-        "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
-        "master_addr", "master_port", "headless", "max_parallel_loading_workers",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
         "decode_context_parallel_size", "prefill_context_parallel_size",
     ),
@@ -33,7 +32,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
 """Feature -> options of vLLM's that only it would read, as they are spelled in Python."""
 
 SHORT: Mapping[str, str] = {
-    "-n": "nnodes", "-r": "node_rank", "-dpn": "data_parallel_rank",
+    "-dpn": "data_parallel_rank",
     "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",

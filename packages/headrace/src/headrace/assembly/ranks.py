@@ -37,6 +37,9 @@ class Ranks:
         self._communicator: Communicator | None = None
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
+        self.size_here = 1 if place is None else place.size_here
+        """Ranks that share this host."""
+        self.rank_here = 0 if place is None else place.rank_here
 
     @property
     def are_several(self) -> bool:
@@ -81,27 +84,27 @@ class Ranks:
         """
         if not self.are_several:
             return whole
-        if whole.cores and len(whole.cores) < self.world_size:
+        if whole.cores and len(whole.cores) < self.size_here:
             raise ConfigError(
                 f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
                 f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
                 "num_threads out, or set it to 'none'",
                 field=BIND_FIELD,
             )
-        count = max(1, whole.num_threads // self.world_size)
-        if whole.num_threads < self.world_size and self.rank == 0:
+        count = max(1, whole.num_threads // self.size_here)
+        if whole.num_threads < self.size_here and self.rank_here == 0:
             logger.warning(
                 "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
                 "takes one: they wait for each other. Use as many ranks as cores at most",
-                self.world_size,
+                self.size_here,
                 whole.num_threads,
             )
-        start = self.rank * count
+        start = self.rank_here * count
         return CpuThreads(count, whole.cores[start : start + count])
 
     def memory_share(self, device: str) -> int:
         """Ranks that share this one's memory."""
-        return self.world_size if device == "cpu" else 1
+        return self.size_here if device == "cpu" else 1
 
 
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
@@ -154,7 +157,7 @@ def communicator_name(config: EngineConfig) -> str:
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
-        wanted = "shm" if _shares_memory() else "gloo"
+        wanted = "shm" if config.parallel.nnodes == 1 and _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
@@ -176,11 +179,11 @@ def _shares_memory() -> bool:
     return "shm" in plugins.installed(COMMUNICATORS) and library.available()
 
 
-def open_rendezvous() -> Rendezvous:
-    """A place on this host where the ranks meet."""
+def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
+    """A place where the ranks meet, at an address of this host."""
     from headrace_distributed.rendezvous import RendezvousServer
 
-    return RendezvousServer()
+    return RendezvousServer(host)
 
 
 def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
@@ -17,6 +18,7 @@ from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.nodes import node_plan
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.ranks import (
     FOLLOWER_FACTORY,
@@ -229,7 +231,9 @@ def ranked_workers(
     if size == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
     name = communicator_name(config)
-    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, open_rendezvous)
+    plan = node_plan(resolved)
+    meet = open_rendezvous if plan is None else partial(open_rendezvous, plan.host)
+    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, meet, plan)
 
 
 def memory_pool(resolved: ResolvedConfig) -> MemoryPool | None:
