@@ -109,7 +109,10 @@ class ExpertBalancer:
         ranks, size = len(places[0]), len(places[0][0])
         found = self.policy.rebalance_experts(loads, ranks * size, 1, 1, ranks)
         arranged = [
-            [_kept_in_place(was, own[rank * size : (rank + 1) * size]) for rank, was in enumerate(old)]
+            [
+                _kept_in_place(was, own[rank * size : (rank + 1) * size])
+                for rank, was in enumerate(old)
+            ]
             for own, old in zip(found.physical_to_logical.tolist(), places, strict=True)
         ]
         before = self.of_ranks(loads)

@@ -93,7 +93,8 @@ def balanced_packing(weights: Sequence[float], packs: int) -> list[list[int]]:
     totals = [0.0] * packs
     for item in sorted(range(len(weights)), key=lambda each: -weights[each]):
         pack = min(
-            (pack for pack in range(packs) if len(found[pack]) < size), key=lambda pack: totals[pack]
+            (pack for pack in range(packs) if len(found[pack]) < size),
+            key=lambda pack: totals[pack],
         )
         found[pack].append(item)
         totals[pack] += weights[item]

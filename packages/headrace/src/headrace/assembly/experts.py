@@ -42,7 +42,9 @@ def check_experts(config: EngineConfig, info: ModelInfo) -> None:
         plugins.find(POLICIES, eplb_settings(config.parallel.eplb_config).policy)
 
 
-def divided_experts(config: ParallelConfig, ranks: Ranks, max_tokens: int) -> DividedMixtures | None:
+def divided_experts(
+    config: ParallelConfig, ranks: Ranks, max_tokens: int
+) -> DividedMixtures | None:
     """Divides the experts of the model that is built next; None: they are divided by columns, or whole.
 
     Args:

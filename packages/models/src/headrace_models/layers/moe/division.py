@@ -142,9 +142,7 @@ class Placement:
             (count + identities) * width, 1, dtype=torch.int64, device=context.device
         )
         self._here = torch.zeros_like(self._slots, dtype=torch.float32)
-        self._seen = torch.full(
-            (counts * top_k, 1), -1, dtype=torch.int64, device=context.device
-        )
+        self._seen = torch.full((counts * top_k, 1), -1, dtype=torch.int64, device=context.device)
         """Experts that the last step's tokens went to; -1: none."""
         self.put(places)
 
@@ -172,7 +170,11 @@ class Placement:
         for rank, experts in enumerate(self.places):
             for index, expert in enumerate(experts):
                 copies[expert].append(index if rank == self.rank else self.absent)
-        back = range(self.num_slots, self.absent) if self.gives_back else [self.absent] * self.identities
+        back = (
+            range(self.num_slots, self.absent)
+            if self.gives_back
+            else [self.absent] * self.identities
+        )
         width = len(self._slots) // (self.count + self.identities)
         wanted = [
             each[choice % len(each)]

@@ -188,7 +188,9 @@ class Experts(WeightLayer):
         """All experts' weights of one product [E, out, in]."""
         return torch.stack(
             [
-                pair[at].method.weight(pair[at].spec, _below(tensors, f"{number}.{pair[at].place}."))
+                pair[at].method.weight(
+                    pair[at].spec, _below(tensors, f"{number}.{pair[at].place}.")
+                )
                 for number, pair in zip(self.numbers, self.halves, strict=True)
             ]
         )
