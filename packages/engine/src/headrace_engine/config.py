@@ -22,6 +22,7 @@ from headrace_engine.encoder.settings import PRODUCER, check_ec_transfer
 from headrace_engine.kv_transfer.settings import check_kv_transfer
 from headrace_engine.lora.config import LoRAConfig
 from headrace_engine.media_io import check_media_io
+from headrace_engine.multiproc.expert_settings import DEFAULT_ALL2ALL, check_expert_parallel
 from headrace_engine.speculation.config import SpeculativeConfig
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
@@ -271,6 +272,29 @@ class ParallelConfig:
         None, "File with a secret of at least 16 bytes, the same on all hosts, which they prove to each other "
         "to know. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
     )  # fmt: skip
+    enable_expert_parallel: bool = option(
+        False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some inner "
+        "columns of all experts. Everything else is divided as without.", other_flag="-ep",
+        cost="a rank whose experts get more tokens than others' makes the others wait",
+    )  # fmt: skip
+    expert_placement_strategy: Literal["linear", "round_robin"] = option(
+        "linear", "Experts of a rank: linear (neighbours) or round_robin (every so many-th)."
+    )
+    all2all_backend: str = option(
+        DEFAULT_ALL2ALL, "Way in which tokens and experts' results meet. Only allgather_reducescatter: all "
+        "ranks have all tokens, and sum their experts' results.",
+    )  # fmt: skip
+    enable_eplb: bool = option(
+        False, "Count the tokens of experts, and move experts between ranks so that all get equally many "
+        "(expert parallel load balancing).",
+        cost="a short pause every eplb_config.step_interval steps; log-probabilities change in their last "
+        "bits when experts move",
+    )  # fmt: skip
+    eplb_config: Mapping[str, Any] = option(
+        {}, "JSON: settings of enable_eplb: window_size (steps that are counted, 1000), step_interval (steps "
+        "between moves, 3000), num_redundant_experts (further copies, 0), log_balancedness (false), policy "
+        "(default).",
+    )  # fmt: skip
 
     @property
     def executor(self) -> str:
@@ -297,6 +321,7 @@ class ParallelConfig:
         executor = self.distributed_executor_backend
         require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
+        check_expert_parallel(self)
         self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -18,10 +18,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
         "decode_context_parallel_size", "prefill_context_parallel_size",
     ),
-    "expert parallelism": (
-        "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
-        "all2all_backend", "enable_elastic_ep",
-    ),
+    "expert parallelism whose ranks change": ("enable_elastic_ep",),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",
     ),
@@ -37,7 +34,7 @@ SHORT: Mapping[str, str] = {
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
     "-dpe": "data_parallel_external_lb", "-dcp": "decode_context_parallel_size",
-    "-pcp": "prefill_context_parallel_size", "-ep": "enable_expert_parallel",
+    "-pcp": "prefill_context_parallel_size",
     "-cc": "compilation_config",
 }  # fmt: skip
 """Short forms of some of them, as they are typed."""

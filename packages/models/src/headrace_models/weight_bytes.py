@@ -27,7 +27,7 @@ def kept_bytes(model: Layer, dtype: str) -> int:
 
 def _leaf_bytes(leaf: WeightLayer, dtype: str) -> int:
     sizes: Mapping[str, int] = {
-        name: math.prod(slot.shape) * getattr(torch, slot.dtype or dtype).itemsize
+        name: slot.copies * math.prod(slot.shape) * getattr(torch, slot.dtype or dtype).itemsize
         for name, slot in leaf.slots().items()
         if slot.required
     }

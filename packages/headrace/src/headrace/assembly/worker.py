@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
+from headrace.assembly.experts import divided_experts
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
@@ -47,6 +48,7 @@ from headrace_engine.cores import CpuThreads, format_cores, plan_threads
 if TYPE_CHECKING:
     import torch
 
+    from headrace.assembly.experts import DividedMixtures
     from headrace_core.executor import Worker, WorkerFactory
     from headrace_core.kv import KVConnector
     from headrace_core.lora import AdapterSlots
@@ -116,13 +118,15 @@ def worker_factory(
 
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
+        experts = divided_experts(config.parallel, ranks, tokens)
 
         def build(
             model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
         ) -> CausalLM:
             return build_model(
-                model, ops, timeline, slices, slots, again=again, told=weights.loaded, ranks=ranks
-            )
+                model, ops, timeline, slices, slots, again=again, told=weights.loaded, ranks=ranks,
+                experts=experts,
+            )  # fmt: skip
 
         weights = WeightHolder(
             lambda slots=None: without_weights(resolved, ops, slices, slots),
@@ -150,6 +154,7 @@ def worker_factory(
             "num_threads": threads.num_threads,
             "cores": threads.cores,
             "cache_ahead_bytes": config.cache.kv_cache_ahead_bytes,
+            "experts": experts,
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
@@ -175,6 +180,7 @@ def worker_factory(
             lambda slots=None: build(resolved, slots),
             **of_rank,
             leader=leader,
+            watcher=None if experts is None else experts.balancer(),
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             kv_scales=kv_scales,
@@ -353,6 +359,7 @@ def build_model(
     again: bool = False,
     told: Callable[[LoadedModel], None] | None = None,
     ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -362,6 +369,7 @@ def build_model(
         again: the model takes the place of one that is still held, so that free memory says nothing.
         told: is told how the model was loaded, so that its weights can be replaced.
         ranks: over which its layers are divided; None: it is whole.
+        experts: that ranks have whole; None: they are divided as all else is.
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
@@ -370,9 +378,15 @@ def build_model(
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
-        context = build_context(resolved, ops, choose, slices, adapters, ranks)
+        context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
+
+    def admit(model: CausalLM) -> None:
+        if experts is not None:
+            experts.check_found(info.architecture)
+        check_room(resolved, model, share)
+
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -383,11 +397,13 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress,
-            admit=None if again else lambda model: check_room(resolved, model, share),
+            admit=None if again else admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
         )
     choose.check_used()
+    if experts is not None:
+        experts.settle()
     if told is not None and record is not None:
         told(record)
     return model
@@ -480,6 +496,7 @@ def build_context(
     slices: EncoderSlices | None = None,
     adapters: AdapterSlots | None = None,
     ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
 ) -> BuildContext:
     """Build context of a model on one rank.
 
@@ -488,6 +505,7 @@ def build_context(
         slices: where towers pause; None: they never do.
         adapters: see :func:`build_model`.
         ranks: likewise.
+        experts: likewise.
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
@@ -521,6 +539,7 @@ def build_context(
         generation_config=info.generation_config,
         trust_remote_code=info.trust_remote_code,
         adapters=adapters,
+        experts=None if experts is None else experts.division,
     )
 
 
