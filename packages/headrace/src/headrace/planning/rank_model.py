@@ -79,7 +79,7 @@ class RankModels:
         self._built: dict[int, RankModel] = {}
 
     @cached_property
-    def _context(self) -> BuildContext:
+    def context(self) -> BuildContext:
         from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
         from headrace_engine.startup import StartupTimeline
 
@@ -111,7 +111,7 @@ class RankModels:
             from headrace_models.loading.absent_group import AbsentGroup
             from headrace_models.loading.loader import Built
 
-            context = dataclasses.replace(self._context, communicator=AbsentGroup(0, ranks))
+            context = dataclasses.replace(self.context, communicator=AbsentGroup(0, ranks))
             info = self._resolved.info
             model = Built.of(info, context).model
             self._built[ranks] = RankModel(layer_parts(model, info.dtype), specs_of(model))
