@@ -99,7 +99,10 @@ def test_one_rank_of_several(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["spare"] == limit // 4 - rank - found["activations"] - blocks
     run("inspect", [str(path), "--skip-tokenizer-init", "-tp", "2"])
     assert "memory of one rank (2 ranks):" in capsys.readouterr().out
-    assert "cannot be divided over tensor_parallel_size = 3" in memory(path, capsys, "-tp", "3")["unknown"]
+    assert (
+        "cannot be divided over tensor_parallel_size = 3"
+        in memory(path, capsys, "-tp", "3")["unknown"]
+    )
     assert run("inspect", [str(path), "-dp", "2", "--skip-tokenizer-init",
                            "--kv-transfer-config.kv_connector", "MemoryConnector"]) == 2  # fmt: skip
 

@@ -64,14 +64,12 @@ class ModelParts:
     """Tables of input vectors, towers."""
     head: LayerParts
     """What makes logits, and the final norm."""
-    tied: int
-    """Bytes of the table that is also the head; 0: the head has a weight of its own."""
     tables: int
     """Bytes of what is computed from the config (rotary tables), which every stage needs."""
     hidden_size: int
     """Numbers of a token's hidden state; 0 where no decoder says it."""
     one_stack: bool
-    """True if the layers are one list, in order."""
+    """True if the model is one decoder, whose layers are one list."""
 
     @property
     def weights(self) -> int:
@@ -92,7 +90,7 @@ def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
     pieces = list(walk(model))
     stacks = {_stack_of(path)[0] for path, piece in pieces if id(piece) in cached}
     layers: dict[tuple[str, int], LayerParts] = {}
-    front, head, tied = LayerParts(), LayerParts(), 0
+    front, head = LayerParts(), LayerParts()
     routed = _routed(model, pieces)
     for path, piece in pieces:
         place = _stack_of(path)
@@ -105,16 +103,14 @@ def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
         _add(part, piece, dtype, routed.get(id(piece), 0))
         part.caches += tuple(cached.get(id(piece), ()))
         if path.split(".")[-1] == HEAD and isinstance(piece, TiedLinear | QuantizedTableHead):
-            tied = _table_bytes(pieces, dtype)
-            part.reads += tied
-    for part in (front, head):
-        part.reads = part.reads if part is head else 0  # of a table a step reads its tokens' rows
+            part.reads += _table_bytes(pieces, dtype)
+    front.reads = 0  # of a table a step reads its tokens' rows
     hidden_size = _hidden_size([model, *(piece for _, piece in pieces)])
     kept = [part.weights for part in (*layers.values(), front, head)]
     return ModelParts(
-        tuple(layers[place] for place in sorted(layers)), front, head, tied,
+        tuple(layers[place] for place in sorted(layers)), front, head,
         tables=kept_bytes(model, dtype) - sum(kept), hidden_size=hidden_size,
-        one_stack=len(stacks) == 1 and hidden_size > 0,
+        one_stack=len(stacks) == 1 and isinstance(model, Decoder),
     )  # fmt: skip
 
 

@@ -104,7 +104,9 @@ class Footprint:
     def tokens_per_second(self) -> float:
         """Estimate for one request of a short context: decoding reads its weights once a token. What ranks
         exchange is not in it."""
-        return SHARE_OF_READS * self.read_speed / max(1, self.token_bytes * self.engines * self.ranks)
+        return (
+            SHARE_OF_READS * self.read_speed / max(1, self.token_bytes * self.engines * self.ranks)
+        )
 
     def facts(self) -> dict[str, Any]:
         """Plain data."""
@@ -291,7 +293,9 @@ def reckoned(
 
     config, info, platform, _ = resolved
     limits = CacheLimits.of(config, info.max_model_len)
-    profile = MemoryProfile(weights, least_activations(resolved, limits.max_num_seqs), available, 0.0)
+    profile = MemoryProfile(
+        weights, least_activations(resolved, limits.max_num_seqs), available, 0.0
+    )
     groups = plan_groups(specs) if specs else ()
     spare = spare_bytes(profile, groups, config.cache, limits)
     longest, why_not, cannot_start = info.max_model_len, "", ""

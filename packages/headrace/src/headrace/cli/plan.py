@@ -139,7 +139,9 @@ def _command(engine_args: EngineArgs, planner: Planner, advice: Advice) -> str:
     }
     model = str(engine_args.settings.get("model") or "")
     words = ["headrace", "serve", *([model] if model else []), *layout.flags().split()]
-    plain = {n: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for n, v in others.items()}
+    plain = {
+        n: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for n, v in others.items()
+    }
     return shlex.join([*words, *argv_of({**limits, **plain})])
 
 

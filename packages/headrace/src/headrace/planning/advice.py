@@ -18,7 +18,7 @@ EQUALS = 0.95
 QUANTIZATIONS = ("int8", "int4_g32")
 """Proposed where a checkpoint in floats does not fit, the more exact one first."""
 MOST_TIMES = 8
-"""Times the devices that are tried."""
+"""Most times the devices that are tried."""
 
 
 class Advice(NamedTuple):
@@ -51,7 +51,9 @@ def advise(
     """
     running = [plan for plan in plans if plan.runs]
     if not running:
-        return Advice(None, tuple(_failures(plans)), tuple(_remedies(planner, plans, devices, config)))
+        return Advice(
+            None, tuple(_failures(plans)), tuple(_remedies(planner, plans, devices, config))
+        )
     chosen = best_of(running)
     return Advice(chosen, tuple(_reasons(chosen, running, plans, devices, planner.workload)))
 
@@ -107,9 +109,13 @@ def _reasons(
         found.append(
             f"the cache needs --kv-cache-memory-bytes {chosen.cache_flag}: the engine would take less"
         )
-    better = [plan for plan in plans if not plan.runs and plan.memory and _speed(plan) > _speed(chosen)]
+    better = [
+        plan for plan in plans if not plan.runs and plan.memory and _speed(plan) > _speed(chosen)
+    ]
     for plan in sorted(better, key=_speed, reverse=True)[:2]:
-        why = f"needs {readable(plan.missing)} more for each device" if plan.missing else plan.refused
+        why = (
+            f"needs {readable(plan.missing)} more for each device" if plan.missing else plan.refused
+        )
         found.append(f"{_name(plan)} could reach {figures(_speed(plan))}, but {why}")
     return found
 
@@ -121,7 +127,9 @@ def _failures(plans: Sequence[LayoutPlan]) -> list[str]:
 def failure_of(plan: LayoutPlan) -> str:
     """Why a layout does not run; empty: it does."""
     if plan.missing and plan.refused:
-        return f"needs {readable(plan.missing)} more for each device, and is refused: {plan.refused}"
+        return (
+            f"needs {readable(plan.missing)} more for each device, and is refused: {plan.refused}"
+        )
     return f"needs {readable(plan.missing)} more for each device" if plan.missing else plan.refused
 
 
@@ -131,7 +139,7 @@ def _remedies(
     """What was tried and fits."""
     possible = [plan for plan in plans if plan.memory and not plan.refused]
     found = []
-    if more := _more_devices(planner, devices):
+    if more := _other_devices(planner, devices):
         found.append(more)
     if fewer := _fewer_bits(planner, devices, config):
         found.append(fewer)
@@ -141,18 +149,20 @@ def _remedies(
     return found
 
 
-def _more_devices(planner: Planner, devices: Devices) -> str:
-    times = 2
-    while times <= MOST_TIMES:
-        larger = devices._replace(count=times * devices.count, machine="")
+def _other_devices(planner: Planner, devices: Devices) -> str:
+    """Another number of them: fewer may divide the model where these do not."""
+    fewer = range(devices.count - 1, 0, -1)
+    more = [times * devices.count for times in range(2, MOST_TIMES + 1)]
+    for count in (*fewer, *more):
+        others = devices._replace(count=count)
         try:
-            running = [plan for plan in planner.layouts(larger) if plan.runs]
+            running = [plan for plan in planner.layouts(others) if plan.runs]
         except ConfigError:  # they do not divide so
-            running = []
+            continue
         if running:
-            chosen = best_of(running)
-            return f"{larger.count} such devices with {_name(chosen)}"
-        times *= 2
+            flags = best_of(running).layout.flags()
+            one = f"{count} such device{'s' if count > 1 else ''}"
+            return f"{one} with {flags}" if flags else one
     return ""
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout
 from headrace.planning.memory import Workload, request_bytes
-from headrace.planning.parallelism import STREAMS_BETWEEN_STAGES
+from headrace.planning.parallelism import STAGES_WORK_IN_TURN, STREAMS_BETWEEN_STAGES
 from headrace.planning.rank_model import Stage
 
 
@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
     sent: int
     """That each rank sends for these sums, by a ring: 2 (N - 1) / N of them."""
     handed_on: int
-    """Hidden states between stages, all borders together."""
+    """Hidden states between stages, and from the last to the first."""
 
     def step_bytes(self, tokens: int) -> int:
         """Bytes that a rank sends, and stages hand on, in a step of so many tokens."""
@@ -59,7 +59,7 @@ def traffic_of(stages: Sequence[Stage], layout: Layout, hidden_bytes: int) -> Tr
         sum(stage.reductions for stage in stages),
         -(-reduced // layers),
         2 * (ranks - 1) * reduced // ranks,
-        (layout.pipeline - 1) * STREAMS_BETWEEN_STAGES * hidden_bytes,
+        _borders(layout) * STREAMS_BETWEEN_STAGES * hidden_bytes,
     )
 
 
@@ -70,22 +70,25 @@ def bound_of(
     workload: Workload,
     hidden_bytes: int,
 ) -> Bound:
-    """Bound of a layout. Each engine has its share of the requests, and each stage works on its share of
-    these, while the other stages work on the others."""
+    """Bound of a layout. Each engine has its share of the requests."""
     requests = -(-workload.concurrency // layout.data)
-    batch = -(-requests // layout.pipeline)
     times, exchanges = [], []
     for stage in stages:
-        cache = batch * request_bytes(stage.specs, workload.context)
-        reading = (stage.step_reads(batch) + cache) / devices.bandwidth
-        exchange = _exchange(stage, layout, devices, batch)
-        if not stage.is_last and devices.link:
-            hidden = batch * STREAMS_BETWEEN_STAGES * hidden_bytes
-            exchange += hidden / devices.link + devices.latency
-        times.append(reading + exchange)
-        exchanges.append(exchange)
-    step = max(sum(times), layout.pipeline * max(times) if requests > batch else 0.0)
-    return Bound(step, sum(exchanges), workload.concurrency / step)
+        cache = requests * request_bytes(stage.specs, workload.context)
+        times.append((stage.step_reads(requests) + cache) / devices.bandwidth)
+        exchanges.append(_exchange(stage, layout, devices, requests))
+    if devices.link:
+        hidden = requests * STREAMS_BETWEEN_STAGES * hidden_bytes
+        exchanges.append(_borders(layout) * (hidden / devices.link + devices.latency))
+    exchange = sum(exchanges)
+    assert STAGES_WORK_IN_TURN
+    step = sum(times) + exchange
+    return Bound(step, exchange, workload.concurrency / step)
+
+
+def _borders(layout: Layout) -> int:
+    """Times that a step's hidden states are handed on: from each stage to the next, and back to the first."""
+    return layout.pipeline if layout.pipeline > 1 else 0
 
 
 def _exchange(stage: Stage, layout: Layout, devices: Devices, tokens: int) -> float:

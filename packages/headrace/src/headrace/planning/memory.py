@@ -40,7 +40,7 @@ class RankMemory(NamedTuple):
     allowed: int
     """That the engine takes of a device at most (``gpu_memory_utilization``, ``max_memory_bytes``)."""
     cache_flag: int = 0
-    """``kv_cache_memory_bytes`` that the workload needs, as the engine's own choice is less; 0: it does not."""
+    """``kv_cache_memory_bytes`` to start with, where the engine would choose less than is needed; else 0."""
 
     @property
     def needed(self) -> int:
@@ -68,7 +68,7 @@ def rank_memory(
 
     settings = resolved.config.cache
     limits = dataclasses.replace(CacheLimits.of(resolved.config, context), max_num_seqs=requests)
-    activations = least_activations(resolved, requests) if stage.is_last else 0
+    activations = least_activations(resolved, requests) if stage.samples else 0
     limit = settings.max_memory_bytes
     allowed = int(memory * settings.gpu_memory_utilization) if limit is None else min(limit, memory)
     if not stage.specs:

@@ -85,7 +85,9 @@ class Planner:
 
     def __init__(self, config: EngineConfig, concurrency: int) -> None:
         if concurrency < 1:
-            raise ConfigError(f"concurrency = {concurrency}: must be at least 1", field="concurrency")
+            raise ConfigError(
+                f"concurrency = {concurrency}: must be at least 1", field="concurrency"
+            )
         self._wanted = config.parallel
         alone = dataclasses.replace(
             config,
@@ -134,9 +136,7 @@ class Planner:
         context, concurrency = workload or self.workload
         requests = -(-concurrency // layout.data)
         own = self._of_one_rank(layout)
-        memory = [
-            rank_memory(own, stage, devices.memory, requests, context) for stage in stages
-        ]
+        memory = [rank_memory(own, stage, devices.memory, requests, context) for stage in stages]
         return LayoutPlan(
             layout,
             refused,

@@ -11,7 +11,7 @@ from headrace.assembly.footprint import specs_of
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.planning.layouts import Layout
 from headrace.planning.parallelism import experts_of_rank, stage_ranges
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import CacheSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Stage:
     reductions: int
     """Sums over the ranks in a step."""
     specs: Mapping[str, CacheSpec]
-    is_last: bool
+    samples: bool
+    """True if logits are made on it."""
 
     def step_reads(self, tokens: int) -> int:
         """Bytes of weights that a step of so many tokens is expected to read, if tokens choose their experts
@@ -134,18 +135,12 @@ class RankModels:
             whole = self.of(1).parts.layers
             pairs = zip(layers, whole, strict=True)
             layers = [_with_whole_experts(own, all_, layout.tensor) for own, all_ in pairs]
-        if layout.pipeline > len(layers):
-            raise ConfigError(
-                f"parallel.pipeline_parallel_size = {layout.pipeline}: must be at most {len(layers)}, the "
-                "model's layers",
-                field="parallel.pipeline_parallel_size",
-            )
-        ranges = stage_ranges(len(layers), layout.pipeline)
+        rest = parts.front.weights + parts.head.weights + parts.tables
+        ranges = stage_ranges([part.weights for part in layers], rest, layout.pipeline)
         return [
-            self._stage(parts, [layers[i] for i in inside], specs,
-                        first=inside is ranges[0], last=inside is ranges[-1])
+            self._stage(parts, [layers[i] for i in inside], specs, is_first=inside is ranges[0])
             for inside in ranges
-        ]  # fmt: skip
+        ]
 
     def _stage(
         self,
@@ -153,22 +148,19 @@ class RankModels:
         layers: Sequence[LayerParts],
         specs: Mapping[str, CacheSpec],
         *,
-        first: bool,
-        last: bool,
+        is_first: bool,
     ) -> Stage:
-        ends = [parts.front] * first + [parts.head] * last
-        inside = [*layers, *ends]
-        copied = parts.tied if last and not first else 0  # the table once more, as the head
+        inside = [*layers, *([parts.front, parts.head] if is_first else [])]
         names = {name for part in inside for name in part.caches}
         return Stage(
             layers=len(layers),
-            weights=parts.tables + copied + sum(part.weights for part in inside),
+            weights=parts.tables + sum(part.weights for part in inside),
             reads=sum(part.reads for part in inside),
             experts=tuple(experts for part in layers for experts in part.experts),
             reduced=self.item_bytes * sum(part.reduced for part in inside),
             reductions=sum(part.reductions for part in inside),
             specs={name: spec for name, spec in specs.items() if name in names},
-            is_last=last,
+            samples=is_first,
         )
 
 

@@ -44,9 +44,7 @@ def report(
 
 def describe(devices: Devices) -> str:
     """One line."""
-    text = (
-        f"{devices.count} of {readable(devices.memory)} that reads {figures(devices.bandwidth / 1e9)} GB/s"
-    )
+    text = f"{devices.count} of {readable(devices.memory)} that reads {figures(devices.bandwidth / 1e9)} GB/s"
     if devices.link:
         text += f", links of {figures(devices.link / 1e9)} GB/s"
     if devices.latency:
@@ -89,7 +87,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:])),
+            ]
         ).rstrip()
         for row in rows
     ]
