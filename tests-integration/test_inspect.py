@@ -85,6 +85,28 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert small["longest"] == 0
 
 
+def test_one_rank_of_several(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "ranked"
+    save_model("llama", path)
+    layer = (64 + 32 + 32 + 64) * 64 + 3 * 112 * 64
+    rank = F32 * (4 * (layer // 2 + 2 * 64) + 2 * 320 * 64 + 64) + TABLE
+    token = 2 * 2 * 16 * F32 * 4
+    limit = 1 << 30
+    found = memory(path, capsys, "-tp", "2", "-dp", "2", "--max-memory-bytes", str(limit))
+    assert (found["ranks"], found["engines"], found["weights"]) == (2, 2, rank)
+    assert found["cache"][0]["bytes_per_1000_tokens"] == 500 * token
+    blocks = 17 * 16 * token // 2  # 256 tokens, and the null block
+    assert found["spare"] == limit // 4 - rank - found["activations"] - blocks
+    run("inspect", [str(path), "--skip-tokenizer-init", "-tp", "2"])
+    assert "memory of one rank (2 ranks):" in capsys.readouterr().out
+    assert (
+        "cannot be divided over tensor_parallel_size = 3"
+        in memory(path, capsys, "-tp", "3")["unknown"]
+    )
+    assert run("inspect", [str(path), "-dp", "2", "--skip-tokenizer-init",
+                           "--kv-transfer-config.kv_connector", "MemoryConnector"]) == 2  # fmt: skip
+
+
 def test_a_folder_without_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "bare"
     save_model("llama", path)

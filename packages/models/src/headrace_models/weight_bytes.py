@@ -20,12 +20,13 @@ def kept_bytes(model: Layer, dtype: str) -> int:
         dtype: of floating weights.
     """
     leaves = (leaf for _, leaf in walk(model) if isinstance(leaf, WeightLayer))
-    weights = sum(_leaf_bytes(leaf, dtype) for leaf in leaves)
+    weights = sum(leaf_bytes(leaf, dtype) for leaf in leaves)
     tables = {table.untyped_storage().data_ptr(): table for table in _tables(model)}
     return weights + sum(table.untyped_storage().nbytes() for table in tables.values())
 
 
-def _leaf_bytes(leaf: WeightLayer, dtype: str) -> int:
+def leaf_bytes(leaf: WeightLayer, dtype: str) -> int:
+    """Bytes of a leaf's weights on this rank; arguments as :func:`kept_bytes`'s."""
     sizes: Mapping[str, int] = {
         name: slot.copies * math.prod(slot.shape) * getattr(torch, slot.dtype or dtype).itemsize
         for name, slot in leaf.slots().items()

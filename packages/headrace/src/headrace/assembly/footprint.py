@@ -90,7 +90,11 @@ class Footprint:
     token_bytes: int = 0
     """Bytes of linear layers that a decode step of one token reads."""
     read_speed: float = 0.0
-    """Bytes a second that this machine reads now; 0: nobody looked."""
+    """Bytes a second that this machine reads now, of which the rank has its share; 0: nobody looked."""
+    ranks: int = 1
+    """Ranks that the layers are divided over: sizes are those of one rank."""
+    engines: int = 1
+    """Engines that share the machine, each with so many ranks."""
 
     @property
     def fits(self) -> bool:
@@ -98,8 +102,11 @@ class Footprint:
 
     @property
     def tokens_per_second(self) -> float:
-        """Estimate for one request of a short context: decoding reads its weights once a token."""
-        return SHARE_OF_READS * self.read_speed / max(1, self.token_bytes)
+        """Estimate for one request of a short context: decoding reads its weights once a token. What ranks
+        exchange is not in it."""
+        return (
+            SHARE_OF_READS * self.read_speed / max(1, self.token_bytes * self.engines * self.ranks)
+        )
 
     def facts(self) -> dict[str, Any]:
         """Plain data."""
@@ -114,9 +121,11 @@ class Footprint:
     def _decoding(self) -> str:
         from headrace_engine.execution.memory import readable
 
+        share = self.engines * self.ranks
+        place = "this machine" if share == 1 else f"each of {share} ranks"
         return (
             f"about {_figures(self.tokens_per_second)} tokens a second for one request: a token reads "
-            f"{readable(self.token_bytes)} of weights, this machine {self.read_speed / 1e9:.0f} GB/s"
+            f"{readable(self.token_bytes)} of weights, {place} {_figures(self.read_speed / share / 1e9)} GB/s"
         )
 
     def __str__(self) -> str:
@@ -138,7 +147,13 @@ class Footprint:
         else:
             verdict = f"no: {self.why_not}"
         rows.append(("fits here", verdict))
-        return "\n".join(["memory:", *(f"  {title:<16}{text}" for title, text in rows)])
+        return "\n".join([self._title(), *(f"  {title:<16}{text}" for title, text in rows)])
+
+    def _title(self) -> str:
+        shared = [f"{self.ranks} ranks"] if self.ranks > 1 else []
+        shared += [f"{self.engines} engines"] if self.engines > 1 else []
+        whose = f" of one rank ({' in each of '.join(shared)})" if shared else ""
+        return f"memory{whose}:"
 
 
 def _storage(storage: LinearStorage) -> str:
@@ -175,14 +190,41 @@ def footprint(resolved: ResolvedConfig) -> Footprint | UnknownFootprint:
             f"{type(resolved.platform).__name__} makes its own worker, which builds no model"
         )
     try:
-        model, weights = _built(resolved)
-        available = resolved.platform.available_memory()
-        found = reckoned(resolved, weights, specs_of(model), available)
+        one, shares = one_rank(resolved)
+        model, weights = _built(one)
+        available = resolved.platform.available_memory() // shares.ranks
+        found = reckoned(one, weights, specs_of(model), available)
+        found = dataclasses.replace(found, ranks=shares.ranks, engines=shares.engines)
         return found if resolved.info.source == "transformers" else _with_storage(found, model)
     except HeadraceError as error:
         return UnknownFootprint(str(error))
     except Exception as error:  # whatever a foreign class raises
         return UnknownFootprint(f"{type(error).__name__}: {error}")
+
+
+class Shares(NamedTuple):
+    """How many share the machine."""
+
+    ranks: int
+    """Of one engine."""
+    engines: int
+
+
+def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
+    """The configuration as one rank of one engine plans its memory by it.
+
+    Raises:
+        ConfigError: a setting does not work with several engines.
+    """
+    from headrace.assembly.engines import check_engines, engine_shares
+    from headrace_engine.execution.memory import of_one_rank
+
+    config = resolved.config
+    shares = Shares(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
+    if shares.engines > 1:
+        check_engines(config, resolved.platform)
+        config = engine_shares(config, resolved.platform)[0]
+    return resolved._replace(config=of_one_rank(config)), shares
 
 
 def _with_storage(found: Footprint, model: Any) -> Footprint:
@@ -197,14 +239,17 @@ def _with_storage(found: Footprint, model: Any) -> Footprint:
 
 
 def _built(resolved: ResolvedConfig) -> tuple[CausalLM, int]:
-    """The model without weights, and the bytes that it will keep."""
+    """The model of one rank without weights, and the bytes that it will keep."""
     from headrace_engine.startup import StartupTimeline
+    from headrace_models.loading.absent_group import AbsentGroup
     from headrace_models.loading.loader import Built, load_model
     from headrace_models.weight_bytes import kept_bytes
 
     info, available = resolved.info, resolved.platform.available_memory()
     ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
     context = build_context(resolved, ops, backend_chooser(resolved, ops))
+    ranks = resolved.config.parallel.tensor_parallel_size
+    context = dataclasses.replace(context, communicator=AbsentGroup(0, ranks))
     model: Any = Built.of(info, context).model
     weights = kept_bytes(model, info.dtype)
     if info.source != "transformers":
@@ -248,7 +293,9 @@ def reckoned(
 
     config, info, platform, _ = resolved
     limits = CacheLimits.of(config, info.max_model_len)
-    profile = MemoryProfile(weights, _logits(resolved, limits.max_num_seqs), available, 0.0)
+    profile = MemoryProfile(
+        weights, least_activations(resolved, limits.max_num_seqs), available, 0.0
+    )
     groups = plan_groups(specs) if specs else ()
     spare = spare_bytes(profile, groups, config.cache, limits)
     longest, why_not, cannot_start = info.max_model_len, "", ""
@@ -285,7 +332,7 @@ def reckoned(
     )
 
 
-def _logits(resolved: ResolvedConfig, max_num_seqs: int) -> int:
+def least_activations(resolved: ResolvedConfig, max_num_seqs: int) -> int:
     """float32, of as many rows as a step samples: what any step takes at least."""
     info, tokens = resolved.info, resolved.config.scheduler.max_num_batched_tokens
     if info.pooling is not None:

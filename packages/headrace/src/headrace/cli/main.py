@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Measure latency, throughput, serving and start-up.",
     "models": "List the supported architectures and their features.",
     "quantize": "Write a checkpoint again in fewer bits, and measure what that costs.",
+    "plan": "Compare ways to spread a model over devices, and recommend one.",
     "inspect": "Show how a model would be served, and what is missing.",
     "collect-env": "Print the facts about this machine for a bug report.",
     "schema": "Show which grammar backends can serve a JSON schema, regex or grammar.",

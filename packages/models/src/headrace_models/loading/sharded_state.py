@@ -19,8 +19,8 @@ from headrace_core.model import (
     SharesByRank,
     ignore_progress,
 )
-from headrace_core.parallel import SingleProcess
 from headrace_models.formats.sharded import MAX_FILE_BYTES, PATTERN, ShardedStateWriter
+from headrace_models.loading.absent_group import AbsentGroup
 from headrace_models.loading.loader import Built, checkpoint_tensors, choose_format, fill
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def save_sharded_state(
         raise ConfigError(f"{folder}: must be another folder than the model's")
     files: list[Path] = []
     for rank in range(world_size):
-        ranked = dataclasses.replace(context, communicator=_Rank(rank, world_size))
+        ranked = dataclasses.replace(context, communicator=AbsentGroup(rank, world_size))
         files += _save_rank(info, ranked, folder, load, pattern, max_file_bytes, progress)
     copy_others(info.path, folder)
     return files
@@ -123,11 +123,3 @@ def copy_others(source: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True, ignore=ignored)
         elif path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
-
-
-class _Rank(SingleProcess):
-    """A place in a group that is not there: enough to build a model and to cut its weights."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size

@@ -1,0 +1,99 @@
+"""Lower bound of a decode step's time: bytes over bandwidth.
+
+What is read from memory and what ranks exchange is counted; arithmetic, the start of kernels, sampling and
+the rest of the server are not, so real steps are slower. Exchanges wait for what is computed before them,
+so their times add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.planning.devices import Devices
+from headrace.planning.layouts import Layout
+from headrace.planning.memory import Workload, request_bytes
+from headrace.planning.parallelism import STAGES_WORK_IN_TURN, STREAMS_BETWEEN_STAGES
+from headrace.planning.rank_model import Stage
+
+
+class Traffic(NamedTuple):
+    """What ranks of one engine exchange for each token. Bytes."""
+
+    reduced: int
+    """That is summed over ranks."""
+    reductions: int
+    """Sums in a step."""
+    reduced_per_layer: int
+    """Of the layer with the most."""
+    sent: int
+    """That each rank sends for these sums, by a ring: 2 (N - 1) / N of them."""
+    handed_on: int
+    """Hidden states between stages, and from the last to the first."""
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes that a rank sends, and stages hand on, in a step of so many tokens."""
+        return tokens * (self.sent + self.handed_on)
+
+
+class Bound(NamedTuple):
+    """The best that a layout can do. Seconds, and tokens a second of all requests together."""
+
+    step_seconds: float
+    """Between two tokens of a request."""
+    exchange_seconds: float
+    """Part of it in which ranks exchange; 0 without a link's speed."""
+    tokens_per_second: float
+
+
+def traffic_of(stages: Sequence[Stage], layout: Layout, hidden_bytes: int) -> Traffic:
+    """Traffic of an engine.
+
+    Args:
+        hidden_bytes: of a token's hidden state.
+    """
+    reduced, ranks = sum(stage.reduced for stage in stages), layout.tensor
+    layers = max(1, sum(stage.layers for stage in stages))
+    return Traffic(
+        reduced,
+        sum(stage.reductions for stage in stages),
+        -(-reduced // layers),
+        2 * (ranks - 1) * reduced // ranks,
+        _borders(layout) * STREAMS_BETWEEN_STAGES * hidden_bytes,
+    )
+
+
+def bound_of(
+    stages: Sequence[Stage],
+    layout: Layout,
+    devices: Devices,
+    workload: Workload,
+    hidden_bytes: int,
+) -> Bound:
+    """Bound of a layout. Each engine has its share of the requests."""
+    requests = -(-workload.concurrency // layout.data)
+    times, exchanges = [], []
+    for stage in stages:
+        cache = requests * request_bytes(stage.specs, workload.context)
+        times.append((stage.step_reads(requests) + cache) / devices.bandwidth)
+        exchanges.append(_exchange(stage, layout, devices, requests))
+    if devices.link:
+        hidden = requests * STREAMS_BETWEEN_STAGES * hidden_bytes
+        exchanges.append(_borders(layout) * (hidden / devices.link + devices.latency))
+    exchange = sum(exchanges)
+    assert STAGES_WORK_IN_TURN
+    step = sum(times) + exchange
+    return Bound(step, exchange, workload.concurrency / step)
+
+
+def _borders(layout: Layout) -> int:
+    """Times that a step's hidden states are handed on: from each stage to the next, and back to the first."""
+    return layout.pipeline if layout.pipeline > 1 else 0
+
+
+def _exchange(stage: Stage, layout: Layout, devices: Devices, tokens: int) -> float:
+    """Seconds of a stage's sums over ranks."""
+    if not devices.link or layout.tensor == 1:
+        return 0.0
+    sent = 2 * (layout.tensor - 1) * stage.reduced * tokens / layout.tensor
+    return sent / devices.link + stage.reductions * devices.latency

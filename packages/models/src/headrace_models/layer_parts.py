@@ -1,0 +1,177 @@
+"""A built model's layers: bytes that each keeps, bytes that a decode step reads, sums over ranks.
+
+For whoever plans a layout, from a model that is built for one rank and not loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from headrace_core.model import CausalLM, SupportsRecurrence
+from headrace_models.layers.base import Layer, WeightLayer, walk
+from headrace_models.layers.decoder import Decoder
+from headrace_models.layers.embedding import (
+    Embedding,
+    PackedEmbedding,
+    QuantizedEmbedding,
+    QuantizedTableHead,
+)
+from headrace_models.layers.linear import Linear, TiedLinear
+from headrace_models.layers.moe.experts import Experts
+from headrace_models.layers.moe.router import Router
+from headrace_models.weight_bytes import kept_bytes, leaf_bytes
+
+HEAD = "head"
+"""Last part of the path of what makes logits."""
+
+
+class RoutedExperts(NamedTuple):
+    """A layer's experts, of which a token goes to some."""
+
+    num_bytes: int
+    """On this rank."""
+    count: int
+    """All of them, whatever this rank keeps."""
+    top_k: int
+
+
+@dataclasses.dataclass
+class LayerParts:
+    """One layer of a stack, or what stands before or behind it. Bytes are of this rank."""
+
+    weights: int = 0
+    """With experts."""
+    reads: int = 0
+    """That a step reads whatever its tokens are: without routed experts and tables of input vectors."""
+    experts: tuple[RoutedExperts, ...] = ()
+    reduced: int = 0
+    """Numbers that are summed over ranks for each token."""
+    reductions: int = 0
+    """Sums over ranks in a step."""
+    caches: tuple[str, ...] = ()
+    """Names of what it caches, as :meth:`~headrace_core.model.CausalLM.attention_layers` and
+    ``state_layers`` have them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelParts:
+    """A model of one rank, by what can be on different stages of a pipeline."""
+
+    layers: tuple[LayerParts, ...]
+    front: LayerParts
+    """Tables of input vectors, towers."""
+    head: LayerParts
+    """What makes logits, and the final norm."""
+    tables: int
+    """Bytes of what is computed from the config (rotary tables), which every stage needs."""
+    hidden_size: int
+    """Numbers of a token's hidden state; 0 where no decoder says it."""
+    one_stack: bool
+    """True if the model is one decoder, whose layers are one list."""
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all of it."""
+        parts = (*self.layers, self.front, self.head)
+        return self.tables + sum(part.weights for part in parts)
+
+
+def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
+    """Take stock of a model.
+
+    Args:
+        model: of :class:`~headrace_models.layers.base.Layer` pieces; built, not loaded.
+        dtype: of floating weights.
+    """
+    assert isinstance(model, Layer)
+    cached = _cached_layers(model)
+    pieces = list(walk(model))
+    stacks = {_stack_of(path)[0] for path, piece in pieces if id(piece) in cached}
+    layers: dict[tuple[str, int], LayerParts] = {}
+    front, head = LayerParts(), LayerParts()
+    routed = _routed(model, pieces)
+    for path, piece in pieces:
+        place = _stack_of(path)
+        if place[0] in stacks:
+            part = layers.setdefault(place, LayerParts())
+        elif HEAD in path.split(".") or path.endswith("final_norm"):
+            part = head
+        else:
+            part = front
+        _add(part, piece, dtype, routed.get(id(piece), 0))
+        part.caches += tuple(cached.get(id(piece), ()))
+        if path.split(".")[-1] == HEAD and isinstance(piece, TiedLinear | QuantizedTableHead):
+            part.reads += _table_bytes(pieces, dtype)
+    front.reads = 0  # of a table a step reads its tokens' rows
+    hidden_size = _hidden_size([model, *(piece for _, piece in pieces)])
+    kept = [part.weights for part in (*layers.values(), front, head)]
+    return ModelParts(
+        tuple(layers[place] for place in sorted(layers)), front, head,
+        tables=kept_bytes(model, dtype) - sum(kept), hidden_size=hidden_size,
+        one_stack=len(stacks) == 1 and isinstance(model, Decoder),
+    )  # fmt: skip
+
+
+def _cached_layers(model: CausalLM) -> Mapping[int, list[str]]:
+    """Names of what a piece caches, by the piece's id."""
+    states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+    found: dict[int, list[str]] = {}
+    for name, layer in [*model.attention_layers().items(), *states.items()]:
+        found.setdefault(id(layer), []).append(name)
+    return found
+
+
+def _stack_of(path: str) -> tuple[str, int]:
+    """``text.layers.3.mlp`` -> (``text.layers``, 3); a path without a number is a stack of one."""
+    words = path.split(".")
+    at = next((index for index, word in enumerate(words) if word.isdigit()), None)
+    return (path, 0) if at is None else (".".join(words[:at]), int(words[at]))
+
+
+def _routed(model: Layer, pieces: list[tuple[str, Layer]]) -> Mapping[int, int]:
+    """Experts that a token goes to, by the id of the :class:`Experts`."""
+    found: dict[int, int] = {}
+    for piece in [model, *(piece for _, piece in pieces)]:
+        children = [child for _, child in piece.children()]
+        chosen = [child.routing.top_k for child in children if isinstance(child, Router)]
+        for child in children:
+            if isinstance(child, Experts):
+                found[id(child)] = chosen[0] if chosen else 1
+    return found
+
+
+def _add(part: LayerParts, piece: Layer, dtype: str, top_k: int) -> None:
+    for size in _sums(piece):
+        part.reduced += size
+        part.reductions += 1
+    if not isinstance(piece, WeightLayer):
+        return
+    size = leaf_bytes(piece, dtype)
+    part.weights += size
+    if isinstance(piece, Experts) and len(piece.halves) > 1:
+        part.experts += (RoutedExperts(size, len(piece.halves), top_k),)
+    else:
+        part.reads += size
+
+
+def _sums(piece: Layer) -> Iterator[int]:
+    """Numbers of each sum over ranks that a piece makes for a token."""
+    if isinstance(piece, Linear):
+        if piece.reduce:
+            yield piece.spec.out_features
+    elif hasattr(piece, "communicator") and piece.communicator.world_size > 1:
+        for _, child in piece.children():
+            if isinstance(child, Experts):
+                yield child.halves[0][1].spec.out_features
+
+
+def _hidden_size(pieces: list[Layer]) -> int:
+    return next((piece.hidden_size() for piece in pieces if isinstance(piece, Decoder)), 0)
+
+
+def _table_bytes(pieces: list[tuple[str, Layer]], dtype: str) -> int:
+    kinds = (Embedding, PackedEmbedding, QuantizedEmbedding)
+    tables = (leaf_bytes(piece, dtype) for _, piece in pieces if isinstance(piece, kinds))
+    return max(tables, default=0)
