@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import struct
 
 import pytest
 from scripted_servers import (
@@ -120,6 +122,42 @@ async def test_a_stream_that_breaks_off_ends_with_an_error(path: str, form: byte
         assert answer.body.startswith(b"data: 1\n\ndata: 2\n\n" + form)
         assert b"it closed the connection" in answer.body
         assert len(one.received) == 1  # never again after the first byte
+
+
+@pytest.mark.parametrize("resets", [False, True])
+async def test_wherever_a_stream_breaks_off_its_client_is_told(resets: bool) -> None:
+    """Cut after every number of bytes: another server answers, or the last event says what happened."""
+    sent = SSE + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n") + END
+    cut_at = 0
+
+    async def script(request: Received) -> None:
+        request.writer.write(sent[:cut_at])
+        await request.writer.drain()
+        if resets:
+            once = struct.pack("ii", 1, 0)
+            sock = request.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, once)
+        request.writer.close()
+
+    async with (
+        ScriptedServer(script) as one, ScriptedServer(says_yes) as two,
+        routed(one, two, max_failures=1000) as router,
+    ):  # fmt: skip
+        told = []
+        for cut_at in range(len(sent)):
+            while len(one.received) <= cut_at:  # in turn
+                answer = await router.ask()
+            assert answer.is_whole, cut_at
+            if answer.body == b'{"ok": 1}':
+                continue
+            told.append(cut_at)
+            *events, error, done, rest = answer.body.split(b"\n\n")
+            assert events == [b"data: 1", b"data: 2"][: len(events)], cut_at
+            assert error.startswith(b'data: {"error":{"message":"server 1 broke off'), cut_at
+            assert (done, rest) == (b"data: [DONE]", b""), cut_at
+        assert told
+        if not resets:  # a reset may take along what was not read yet
+            assert told == list(range(sent.index(b"data: 1") + 1, len(sent)))
 
 
 async def test_an_answer_that_breaks_off_within_is_cut() -> None:
