@@ -17,7 +17,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
         "master_addr", "master_port", "headless", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "decode_context_parallel_size", "prefill_context_parallel_size",
+        "prefill_context_parallel_size",
     ),
     "expert parallelism": (
         "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
@@ -37,7 +37,7 @@ SHORT: Mapping[str, str] = {
     "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
-    "-dpe": "data_parallel_external_lb", "-dcp": "decode_context_parallel_size",
+    "-dpe": "data_parallel_external_lb",
     "-pcp": "prefill_context_parallel_size", "-ep": "enable_expert_parallel",
     "-cc": "compilation_config",
 }  # fmt: skip
