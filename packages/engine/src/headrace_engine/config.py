@@ -240,6 +240,16 @@ class ParallelConfig:
         "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
     )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
+    decode_context_parallel_size: int = option(
+        1, "Ranks of tensor_parallel_size that share the tokens of key-value heads which they would keep copies "
+        "of: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
+        "number of copies of each head (all ranks for latent attention).", other_flag="-dcp",
+        cost="each layer's queries and outputs cross between the ranks; steps are not recorded",
+    )  # fmt: skip
+    cp_kv_cache_interleave_size: int = option(
+        1, "Consecutive tokens that one rank of decode_context_parallel_size keeps before the next one's "
+        "turn. Must divide block_size.",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines behind one front end: processes of this machine, each with a whole model, a KV cache of "
         "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
@@ -318,6 +328,7 @@ class ParallelConfig:
                f"in 1..{MOST_ENGINES}")  # fmt: skip
         require(stages == 1, "parallel.pipeline_parallel_size", stages,
                "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        self._check_context()
         executor = self.distributed_executor_backend
         require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
@@ -341,6 +352,15 @@ class ParallelConfig:
                f"'mp', or left out, with nnodes = {count}")  # fmt: skip
         require(self.communicator != "shm", "parallel.communicator", self.communicator,
                f"'auto' or 'gloo' with nnodes = {count}: hosts share no memory")  # fmt: skip
+
+    def _check_context(self) -> None:
+        size, context = self.tensor_parallel_size, self.decode_context_parallel_size
+        require(context >= 1 and size % context == 0, "parallel.decode_context_parallel_size", context,
+               f"a divisor of tensor_parallel_size = {size}")  # fmt: skip
+        interleave = self.cp_kv_cache_interleave_size
+        require(interleave >= 1, "parallel.cp_kv_cache_interleave_size", interleave, "at least 1")
+        require(context > 1 or interleave == 1, "parallel.cp_kv_cache_interleave_size", interleave,
+               "1, or left out, without decode_context_parallel_size")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "decode_context_parallel_size", "prefill_context_parallel_size",
+        "prefill_context_parallel_size",
     ),
     "expert parallelism whose ranks change": ("enable_elastic_ep",),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
@@ -33,7 +33,7 @@ SHORT: Mapping[str, str] = {
     "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
-    "-dpe": "data_parallel_external_lb", "-dcp": "decode_context_parallel_size",
+    "-dpe": "data_parallel_external_lb",
     "-pcp": "prefill_context_parallel_size",
     "-cc": "compilation_config",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from headrace.assembly.context_parallel import key_sharing, share_blocks
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.experts import divided_experts
@@ -106,7 +107,7 @@ def worker_factory(
         config.graph.max_cudagraph_capture_size,
         max_num_batched_tokens=tokens,
     )
-    ranks = Ranks(place)
+    ranks = Ranks(place, config.parallel.decode_context_parallel_size)
     threads = ranks.threads(cpu_threads(resolved))
     kv_scales = kv_scale_constants(config.cache, os.environ)
     make_processors = processor_maker(resolved, timeline)
@@ -383,6 +384,10 @@ def build_model(
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
 
     def admit(model: CausalLM) -> None:
+        if ranks is not None and ranks.share_keys:
+            share_blocks(model, config.parallel.decode_context_parallel_size)
+        if again:
+            return
         if experts is not None:
             experts.check_found(info.architecture)
         check_room(resolved, model, share)
@@ -397,7 +402,7 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress,
-            admit=None if again else admit,
+            admit=admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
         )
@@ -513,6 +518,7 @@ def build_context(
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     uncached = tower_chooser(resolved, ops, choose)
+    sharing = key_sharing(config, ops, ranks)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -528,7 +534,7 @@ def build_context(
             activations=config.model.quantization_activations,
         ),
         communicator=SingleProcess() if ranks is None else ranks.communicator(),
-        attention=lambda need: _paged(choose(need)),
+        attention=lambda need: sharing(need, _paged(choose(need))),
         encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
