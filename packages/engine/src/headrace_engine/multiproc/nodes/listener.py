@@ -16,6 +16,7 @@ from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.nodes import tcp
 from headrace_engine.multiproc.nodes.joined import MOST_BYTES, JoinedNode
 from headrace_engine.multiproc.nodes.messages import (
+    MirrorJoins,
     NodeAccepted,
     NodeJoins,
     NodeRefused,
@@ -112,6 +113,7 @@ class NodeListener:
             for node in range(1, plan.count)
             if node not in self._nodes
             or len(self._nodes[node].ranks) < len(plan.ranks_of(node, size))
+            or (plan.mirrored and self._nodes[node].mirror is None)
         )
 
     def _look(self, selector: selectors.BaseSelector) -> None:
@@ -198,6 +200,9 @@ class NodeListener:
         if isinstance(message, RankJoins) and self._expects(message):
             self._nodes[message.node].ranks[message.rank] = connection
             return None
+        if isinstance(message, MirrorJoins) and self._plan.mirrored and message.node in self._nodes:
+            self._nodes[message.node].mirror = connection
+            return None
         logger.error("%s is refused: %.200r is not expected of it", name, message)
         connection.close()
         return None
@@ -234,7 +239,9 @@ def gather(ranked: RankedWorkers, rendezvous: str) -> list[JoinedNode]:
     accepted = NodeAccepted([], ranked.world_size, ranked.communicator, rendezvous)
     listener = NodeListener(plan, accepted)
     plan.opened(listener.port)
-    return listener.gather(JOIN_SECONDS)
+    nodes = listener.gather(JOIN_SECONDS)
+    plan.joined(nodes)
+    return nodes
 
 
 def _end(connection: socket.socket) -> None:

@@ -37,6 +37,12 @@ class RankJoins(NamedTuple):
     rank: int
 
 
+class MirrorJoins(NamedTuple):
+    """First on the connection over which a process gets what rank 0's engine puts out."""
+
+    node: int
+
+
 class NodeEnds(NamedTuple):
     """The side that says this ends its part of the engine, and so must the other."""
 
