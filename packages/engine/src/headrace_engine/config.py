@@ -246,7 +246,8 @@ class ParallelConfig:
     )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
-        "rank), or a plug-in's name. Default: uni for one rank, else mp.",
+        "rank), ray (an actor for each further rank), external_launcher (torchrun has started the processes; "
+        "LLM only), or a plug-in's name. Default: uni for one rank, else mp.",
     )  # fmt: skip
     communicator: str = option(
         "auto", "Way in which ranks exchange tensors: gloo, shm, or a plug-in's name. auto: shm where it is "
@@ -306,6 +307,9 @@ class ParallelConfig:
                "many")  # fmt: skip
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
+        require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
+               self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be on "
+               "several hosts")  # fmt: skip
         require(1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535")
         if count == 1:
             return

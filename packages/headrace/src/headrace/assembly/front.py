@@ -271,6 +271,7 @@ def shared_core(config: EngineConfig, timeline: StartupTimeline, folder: Path) -
     """
     check_one_engine(config, "api_server_count above 1")
     check_not_launched(config)
+    config = of_this_process(config)
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         warn_of_revision(resolved)

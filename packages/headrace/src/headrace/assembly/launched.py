@@ -82,6 +82,8 @@ def of_this_process(config: EngineConfig) -> EngineConfig:
         ConfigError: a setting does not fit the processes that were launched, or cannot be used with them.
     """
     parallel = config.parallel
+    if parallel.distributed_executor_backend == "ray":
+        return _of_ray(config)
     if parallel.distributed_executor_backend != BACKEND:
         return config
     launched = LaunchedRank.from_environment()
@@ -112,6 +114,19 @@ def of_this_process(config: EngineConfig) -> EngineConfig:
             communicator="gloo" if spans and communicator == "auto" else communicator,
         ),
     )
+
+
+def _of_ray(config: EngineConfig) -> EngineConfig:
+    """Each rank's share, as if all were on one host: where Ray puts them is not known yet."""
+    if config.device.cpu_bind != "none":
+        raise ConfigError(
+            f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' with {FIELD} = 'ray', which chooses "
+            "hosts and cores",
+            field="device.cpu_bind",
+        )
+    size, threads = config.parallel.num_ranks, config.device.num_threads
+    device = dataclasses.replace(config.device, num_threads=threads and max(1, threads // size))
+    return dataclasses.replace(config, cache=cache_share(config.cache, size), device=device)
 
 
 def check_not_launched(config: EngineConfig) -> None:

@@ -124,6 +124,8 @@ class NodeListener:
                 selector.unregister(key.fileobj)
                 self._leave(key.data)
         self._end_slow_strangers()
+        if (trouble := self._plan.trouble()) is not None:
+            raise EngineDead(trouble)
         with contextlib.suppress(queue.Empty):
             while True:
                 joined = self._take(self._arrivals.get_nowait())

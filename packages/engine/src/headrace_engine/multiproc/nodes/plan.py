@@ -26,6 +26,8 @@ class NodePlan:
     """Is told the port at which rank 0 listens; for who joins without knowing it."""
     joined: Callable[[Sequence[JoinedNode]], None] = lambda nodes: None
     """Is told the nodes, once all have joined."""
+    trouble: Callable[[], str | None] = lambda: None
+    """Says why those that are missing will not come; None: they may."""
     mirrored: bool = False
     """Each node has a further connection, over which it gets the engine's outputs."""
 
