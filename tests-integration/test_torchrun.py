@@ -112,9 +112,7 @@ def script(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_every_rank_gets_the_outputs_of_one_process(
-    script: str, tmp_path: Path
-) -> None:
+def test_every_rank_gets_the_outputs_of_one_process(script: str, tmp_path: Path) -> None:
     """Of experts, and of two engines one after the other."""
     save_model("qwen3_moe", tmp_path / "moe")
     run = torchrun(2, script, arguments(tmp_path / "moe", 2, "again"))
@@ -163,8 +161,8 @@ class Launched:
                 return
         raise AssertionError(self.processes[rank].communicate()[1][-3000:])
 
-    def ends(self, rank: int) -> tuple[int, str, str]:
-        output, errors = self.processes[rank].communicate(timeout=5 * SLACK)
+    def ends(self, rank: int, seconds: float = 5 * SLACK) -> tuple[int, str, str]:
+        output, errors = self.processes[rank].communicate(timeout=seconds)
         return self.processes[rank].returncode, output, errors
 
     def close(self) -> None:
@@ -197,7 +195,7 @@ def test_other_prompts_are_refused_on_both_ranks(script: str, folder: Path) -> N
     launched = Launched(script, arguments(folder, 2, "differ"))
     try:
         for rank in range(2):
-            status, output, errors = launched.ends(rank)
+            status, output, errors = launched.ends(rank, 2 * PATIENCE)
             assert status == 0, errors[-3000:]
             [error] = told(output)["error"].values()
             assert "rank 1 of this engine asked for a request that is not rank 0's" in error
@@ -229,7 +227,11 @@ ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MAST
         ({}, {"data_parallel_size": 2}, r"WORLD_SIZE = 2: must be 4 for 2 engines of 2 ranks"),
         ({}, {"engine_process": True}, "engine_process: must be left out"),
         ({}, {"cpu_bind": "0-1"}, "device.cpu_bind: must be left out"),
-        ({"LOCAL_WORLD_SIZE": "1"}, {"communicator": "shm"}, "parallel.communicator: must be left out"),
+        (
+            {"LOCAL_WORLD_SIZE": "1"},
+            {"communicator": "shm"},
+            "parallel.communicator: must be left out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(

@@ -11,9 +11,7 @@ from headrace_distributed.errors import PeerTimeout
 from headrace_distributed.rendezvous import DEFAULT_TIMEOUT
 
 
-def launched_store(
-    host: str, port: int, serves: bool, timeout: float = DEFAULT_TIMEOUT
-) -> Store:
+def launched_store(host: str, port: int, serves: bool, timeout: float = DEFAULT_TIMEOUT) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT; torch's own, where the script has made its process group.
 
     Args:
@@ -31,5 +29,6 @@ def launched_store(
         )  # fmt: skip
     except RuntimeError as error:
         raise PeerTimeout(
-            f"the store at MASTER_ADDR = {host!r}, MASTER_PORT = {port} cannot be used: {error}", rank=None
+            f"the store at MASTER_ADDR = {host!r}, MASTER_PORT = {port} cannot be used: {error}",
+            rank=None,
         ) from error

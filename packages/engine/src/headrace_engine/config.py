@@ -269,8 +269,8 @@ class ParallelConfig:
     )  # fmt: skip
     master_port: int = option(29501, "Port of host 0 at which the other hosts join.")
     node_secret_file: str | None = option(
-        None, "File with a secret of at least 16 bytes, the same on all hosts, which they prove to each other "
-        "to know. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
+        None, "File with a secret of at least 16 bytes, the same on all hosts, which prove to each other "
+        "that they know it. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
     )  # fmt: skip
 
     @property
@@ -308,9 +308,11 @@ class ParallelConfig:
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
         require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
-               self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be on "
-               "several hosts")  # fmt: skip
-        require(1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535")
+               self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be "
+               "on several hosts")  # fmt: skip
+        require(
+            1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535"
+        )
         if count == 1:
             return
         require(self.data_parallel_size == 1, "parallel.data_parallel_size", self.data_parallel_size,

@@ -137,9 +137,7 @@ def _make(hello: RankHello) -> Any:
     return getattr(importlib.import_module(module), name)(hello.config, hello.place)
 
 
-def follow(
-    make: Callable[[], Any], replies: Replies, messages: queue.SimpleQueue[Any]
-) -> None:
+def follow(make: Callable[[], Any], replies: Replies, messages: queue.SimpleQueue[Any]) -> None:
     """Make a rank's worker and do what rank 0 says until it says to stop.
 
     Args:

@@ -91,8 +91,8 @@ def of_this_process(config: EngineConfig) -> EngineConfig:
     wanted = size * engines
     if launched.world_size != wanted and (engines > 1 or launched.world_size % size):
         raise ConfigError(
-            f"WORLD_SIZE = {launched.world_size}: must be {wanted} for {engines} engines of {size} ranks, or a "
-            f"multiple of {size} with data_parallel_size left out: start so many processes (torchrun "
+            f"WORLD_SIZE = {launched.world_size}: must be {wanted} for {engines} engines of {size} ranks, or "
+            f"a multiple of {size} with data_parallel_size left out: start so many processes (torchrun "
             "--nproc-per-node)",
             field="parallel.tensor_parallel_size",
         )
@@ -104,7 +104,9 @@ def of_this_process(config: EngineConfig) -> EngineConfig:
         ("parallel.communicator", spans and communicator == "shm", "the ranks are on several hosts"),
     ):  # fmt: skip
         if value:
-            raise ConfigError(f"{field}: must be left out with {FIELD} = {BACKEND!r}: {why}", field=field)
+            raise ConfigError(
+                f"{field}: must be left out with {FIELD} = {BACKEND!r}: {why}", field=field
+            )
     return dataclasses.replace(
         config,
         cache=cache_share(config.cache, launched.local_world_size),
@@ -120,8 +122,8 @@ def _of_ray(config: EngineConfig) -> EngineConfig:
     """Each rank's share, as if all were on one host: where Ray puts them is not known yet."""
     if config.device.cpu_bind != "none":
         raise ConfigError(
-            f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' with {FIELD} = 'ray', which chooses "
-            "hosts and cores",
+            f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' with {FIELD} = 'ray', which "
+            "chooses hosts and cores",
             field="device.cpu_bind",
         )
     size, threads = config.parallel.num_ranks, config.device.num_threads
@@ -175,7 +177,8 @@ def launched_client(
         client.take(nodes)
 
     inner = InprocClient(
-        lambda started: build_resolved_core(resolved, started, vocabulary, meeting.lead(took)), timeline
+        lambda started: build_resolved_core(resolved, started, vocabulary, meeting.lead(took)),
+        timeline,
     )
     client = LeadingClient(inner)
     return client
@@ -238,7 +241,9 @@ class _Meeting:
 
             launched = self._launched
             self._store = launched_store(
-                launched.master_addr, launched.master_port, launched.rank == 0 and not launched.has_store
+                launched.master_addr,
+                launched.master_port,
+                launched.rank == 0 and not launched.has_store,
             )
         return self._store
 

@@ -81,9 +81,9 @@ class NodeListener:
                 while missing := self._missing():
                     if time.monotonic() > deadline:
                         raise EngineDead(
-                            f"nodes {missing} did not join at {address} within {seconds:g} s: start each with "
-                            "the same --nnodes, --master-addr and --master-port, its own --node-rank, and "
-                            "--headless"
+                            f"nodes {missing} did not join at {address} within {seconds:g} s: start each "
+                            "with the same --nnodes, --master-addr and --master-port, its own --node-rank, "
+                            "and --headless"
                         )
                     self._look(selector)
         except BaseException:
@@ -212,7 +212,9 @@ class NodeListener:
     def _refusal(self, message: NodeJoins) -> str | None:
         count, node = self._plan.count, message.node
         if message.num_nodes != count:
-            return f"nnodes: {count} on node 0, {message.num_nodes} on node {node}; must be the same"
+            return (
+                f"nnodes: {count} on node 0, {message.num_nodes} on node {node}; must be the same"
+            )
         if not 1 <= node < count:
             return f"node_rank = {node}: must be in 1..{count - 1}"
         if node in self._nodes:

@@ -1,4 +1,7 @@
-"""Messages between hosts beside those of ranks; each is one frame (:mod:`headrace_engine.multiproc.frames`)."""
+"""Messages between hosts beside those of ranks.
+
+Each is one frame (:mod:`headrace_engine.multiproc.frames`).
+"""
 
 from __future__ import annotations
 

@@ -106,9 +106,7 @@ class _RayRanks:
         ray, ranked, plan = self._ray, self._ranked, self.plan
         cpus = max(1, ranked.config.device.num_threads)
         self._place(cpus, ranked.world_size - 1)
-        variables = {
-            name: value for name, value in os.environ.items() if name.startswith(COPIED)
-        }
+        variables = {name: value for name, value in os.environ.items() if name.startswith(COPIED)}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank in range(1, ranked.world_size):
             actor = (
@@ -142,8 +140,8 @@ class _RayRanks:
         begin = time.monotonic()
         if not self._group.wait(PLACED_SECONDS):
             raise ConfigError(
-                f"parallel.distributed_executor_backend = 'ray': Ray had no room for {count} actors of {cpus} "
-                f"CPUs within {time.monotonic() - begin:.0f} s; it has {ray.available_resources()}",
+                f"parallel.distributed_executor_backend = 'ray': Ray had no room for {count} actors of "
+                f"{cpus} CPUs within {time.monotonic() - begin:.0f} s; it has {ray.available_resources()}",
                 field="parallel.distributed_executor_backend",
             )
 
