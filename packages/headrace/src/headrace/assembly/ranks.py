@@ -184,7 +184,8 @@ def communicator_name(config: EngineConfig) -> str:
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
-        wanted = "shm" if config.parallel.nnodes == 1 and _shares_memory() else "gloo"
+        on_this_host = config.parallel.nnodes == 1 and config.parallel.executor != "ray"
+        wanted = "shm" if on_this_host and _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
