@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
@@ -16,7 +17,7 @@ from headrace_engine.clients.base import OutputSink
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replicas import ReplicatedClient
 from headrace_engine.messages import CoreOutputs
-from headrace_testing.waiting import wait_until
+from headrace_testing.waiting import PATIENCE, wait_until
 
 SQL, CHAT = LoRARequest("sql", 1, "/sql"), LoRARequest("chat", 2, "/chat")
 
@@ -113,11 +114,15 @@ class Engines:
     def __init__(self, prepare: Callable[[FakeProcess, int], None] | None = None) -> None:
         self.processes: list[FakeProcess] = []
         self._prepare = prepare or (lambda process, number: None)
+        self.hold: threading.Event | None = None
+        """Replacements wait for it."""
         self.client = ReplicatedClient(lambda i: cast(ProcessClient, self._make(i)), 2)
         self.outputs = Outputs()
         self.client.start(self.outputs)
 
     def _make(self, index: int) -> FakeProcess:
+        if self.hold is not None:
+            assert self.hold.wait(PATIENCE)
         made = FakeProcess(index)
         self._prepare(made, len(self.processes))
         self.processes.append(made)
@@ -280,3 +285,25 @@ def test_a_group_of_requests_is_taken_whole_or_not_at_all() -> None:
         engines.client.add(named)
     assert engines.processes[0].aborted[-1] == "e"
     assert engines.client._balancer.loads == [0, 0]
+
+
+def test_while_no_engine_runs_calls_may_be_tried_again() -> None:
+    """Both are being replaced: nothing has stopped for good."""
+    engines = Engines()
+    engines.hold = threading.Event()
+    for process in engines.processes[:2]:
+        process.end()
+    for call in (
+        lambda: engines.client.add([request("a")]),
+        lambda: engines.client.call_workers("report"),
+        lambda: engines.client.call_workers("sleep", [1]),
+        lambda: engines.client.add_lora(SQL),
+        lambda: engines.client.list_loras(),
+    ):
+        with pytest.raises(GenerateError, match=r"engine 0|no engine runs") as refused:
+            call()
+        assert refused.value.is_public
+    stats = engines.client.stats().result()
+    assert ["being replaced" in one.ended for one in stats.by_engine] == [True, True]
+    engines.hold.set()
+    engines.wait_until_whole()

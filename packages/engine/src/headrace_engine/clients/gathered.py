@@ -50,6 +50,8 @@ def gathered_calls(
 
     for call in calls:
         call.add_done_callback(settle)
+    if not calls:
+        gathered.set_result(merge([]))
     return gathered
 
 
@@ -76,15 +78,15 @@ def summed_stats(engines: Sequence[EngineStats]) -> EngineStats:
     total = EngineStats(
         **{name: sum(getattr(stats, name) for stats in alive) for name in SUMMED},
         kv_cache_usage=usage / blocks if blocks else 0.0,
-        block_size=alive[0].block_size,
+        block_size=max((stats.block_size for stats in alive), default=0),
         step_tokens=[count for stats in alive for count in stats.step_tokens],
-        heartbeat_age=max(stats.heartbeat_age for stats in alive),
+        heartbeat_age=max((stats.heartbeat_age for stats in alive), default=0.0),
         num_accepted_per_position=[
             sum(stats.num_accepted_per_position[place] for stats in alive
                 if place < len(stats.num_accepted_per_position))
             for place in range(positions)
         ],
-        sleep_level=max(stats.sleep_level for stats in alive),
+        sleep_level=max((stats.sleep_level for stats in alive), default=0),
         weights_version=versions.pop() if len(versions) == 1 else "",
     )  # fmt: skip
     for stats in alive:

@@ -271,14 +271,12 @@ class ReplicatedClient(CoreClient):
         run are zeros, with the reason."""
         with self._lock:
             ended = {one.index: str(one) for one in self._replicas if not one.runs}
-            if len(ended) == len(self._replicas):
-                return failed_call(EngineDead("; ".join(ended.values())))
+            if self._failure is not None:
+                return failed_call(dead_again(self._failure))
             asked = {one.index: one.client.stats(drain) for one in self._replicas if one.runs}
         indices = list(asked)
 
         def merged(found: list[EngineStats | BaseException]) -> EngineStats:
-            if all(isinstance(stats, BaseException) for stats in found):
-                raise EngineDead("; ".join(map(str, found)))
             by_engine = {index: EngineStats(ended=why) for index, why in ended.items()}
             for index, stats in zip(indices, found, strict=True):
                 if isinstance(stats, BaseException):
@@ -338,7 +336,8 @@ class ReplicatedClient(CoreClient):
 
         Raises:
             UnsupportedFeature: the call joins workers in a group: each engine has a rank 0.
-            EngineDead: an engine does not run, and the call changes it.
+            RequestError: a request runs, and the call must be obeyed by all engines or none.
+            GenerateError: an engine does not run, and the call changes it.
         """
         if method in UPDATE_CALLS:
             raise UnsupportedFeature(
@@ -354,7 +353,7 @@ class ReplicatedClient(CoreClient):
                 )
             ailments = self.ailments
             if ailments:
-                raise EngineDead(f"{method}: must reach all engines: {'; '.join(ailments)}")
+                raise _not_now(f"{method}: must reach all engines: {'; '.join(ailments)}")
             if method in BETWEEN_REQUESTS and self._placed:
                 raise RequestError(
                     f"method = {method!r}: must wait until no request runs: pause first",
@@ -391,12 +390,15 @@ class ReplicatedClient(CoreClient):
         """Clients of engines that run.
 
         Raises:
-            EngineDead: none does.
+            GenerateError: none does now.
+            EngineDead: none will again.
         """
         with self._lock:
+            if self._failure is not None:
+                raise dead_again(self._failure)
             clients = [replica.client for replica in self._replicas if replica.runs]
             if not clients:
-                raise EngineDead("no engine runs: " + "; ".join(self.ailments))
+                raise _not_now("no engine runs: " + "; ".join(self.ailments))
             return clients
 
     # Health.
