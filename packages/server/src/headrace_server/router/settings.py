@@ -78,17 +78,18 @@ class RouterSettings:
             raise ConfigError("server: must be given, as --server http://127.0.0.1:8001",
                               field="server")  # fmt: skip
         for url in self.server:
-            parts = urlsplit(url)
-            require(
-                parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query,
-                "server", url, "a URL as http://host:port",
-            )  # fmt: skip
+            require(_is_server_url(url), "server", url,
+                    "a URL as http://host:port, without user, query or fragment")  # fmt: skip
         urls = [url.rstrip("/") for url in self.server]
         require(len(set(urls)) == len(urls), "server", self.server, "different URLs")
         require(
             len(self.kv_events) in (0, len(urls)), "kv_events", self.kv_events,
             f"one address for each server ({len(urls)}), or none",
         )  # fmt: skip
+        for address in self.event_addresses:
+            for endpoint in filter(None, address):
+                require(_is_endpoint(endpoint), "kv_events", endpoint,
+                        "an address as tcp://host:port or ipc://path")  # fmt: skip
         require(self.max_imbalance >= 1, "max_imbalance", self.max_imbalance, "at least 1")
         require(self.imbalance_slack >= 0, "imbalance_slack", self.imbalance_slack, "at least 0")
         for name in ("health_interval", "health_timeout", "connect_timeout"):
@@ -105,3 +106,24 @@ class RouterSettings:
     def key_of_servers(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """The key that the servers get; None: the client's own."""
         return self.server_api_key or environ.get(KEY_VARIABLE) or None
+
+
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or an address that is none
+        return False
+    more = parts.query or parts.fragment or parts.username or parts.password
+    return parts.scheme in ("http", "https") and has_address and not more
+
+
+def _is_endpoint(endpoint: str) -> bool:
+    """True if ZeroMQ can connect to an address, whoever may listen there."""
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme == "tcp":
+            return bool(parts.hostname) and bool(parts.port)
+    except ValueError:
+        return False
+    return parts.scheme == "ipc" and len(endpoint) > len("ipc://")
