@@ -3,7 +3,7 @@
 ``python tests-integration/chaos.py --minutes 10`` starts ``headrace serve -dp 2`` and ``... -tp 2`` of the
 bundled model behind ``headrace route``, asks greedy requests whose answers are known, streamed and
 whole, and kills (SIGKILL) engines, ranks and servers meanwhile; a server that ends is started again on its
-port. ``--sim`` has two servers with ``-dp 2`` on the simulated device instead, which start sooner.
+port. ``--sim`` has the simulated device, which starts sooner, and a second server of one process.
 
 Each request must be answered once, with the right text, or be failed: by an error status, or by an event in
 its stream after a right beginning, within ``--limit`` seconds of a kill. At the end everything must be well
@@ -45,7 +45,15 @@ MODEL = "headrace-demo"
 TOKENS = 48
 """Of the longest answer."""
 SIM = ("--device", "sim", "--sim-step-ms", "5")
-REAL = ("--enforce-eager", "--max-model-len", "256", "--num-gpu-blocks-override", "256")
+REAL = (
+    "--enforce-eager",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "256",
+    "--num-gpu-blocks-override",
+    "256",
+)
 VOCAB_SIZE, EOS = 1408, (2, 0)
 """Of the bundled model, whose tokenizer the simulated device borrows."""
 MOST_FALLS, FALLS_SECONDS = 3, 65.0
@@ -279,7 +287,7 @@ def fleet(sim: bool) -> Iterator[tuple[Fleet, RunningServer, str]]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         ports = [stack.enter_context(free_port()) for _ in range(2)]
         device = SIM if sim else REAL
-        second = ("-dp", "2") if sim else ("-tp", "2")
+        second = () if sim else ("-tp", "2")
         servers = Fleet([(*device, "-dp", "2"), (*device, *second)], ports, {"TMPDIR": folder})
         stack.callback(servers.kill)
         servers.keep_up()
@@ -402,7 +410,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--minutes", type=float, default=10.0)
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--sim", action="store_true", help="the simulated device, -dp 2 twice")
+    made.add_argument("--sim", action="store_true", help="the simulated device")
     made.add_argument("--clients", type=int, default=8, help="requests at a time")
     made.add_argument("--questions", type=int, default=16, help="different prompts")
     made.add_argument("--pause", type=float, default=4.0, help="seconds between kills, on average")
