@@ -41,7 +41,7 @@ def test_other_words_are_refused_with_what_is_taken(text: str) -> None:
 
 def test_this_machine_is_divided_evenly() -> None:
     found = parse_devices("2xcpu", 1 << 30)
-    assert (found.count, found.memory) == (2, 1 << 29)
+    assert (found.number, found.memory) == (2, 1 << 29)
     assert found.bandwidth > 1e6
     assert "NUMA node" in found.machine
 

@@ -32,7 +32,7 @@ class RoutedExperts(NamedTuple):
 
     num_bytes: int
     """On this rank."""
-    count: int
+    number: int
     """All of them, whatever this rank keeps."""
     top_k: int
 

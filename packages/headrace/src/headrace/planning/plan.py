@@ -108,13 +108,13 @@ class Planner:
         )  # fmt: skip
         found = [
             self.plan(layout, devices)
-            for layout in layouts_of(devices.count, has_experts=self.models.has_experts)
+            for layout in layouts_of(devices.number, has_experts=self.models.has_experts)
             if all(size in (1, own) for size, own in zip(wanted, layout))
         ]
         if not found:
             sizes = ", ".join(f"{f} {n}" for f, n in zip(("-tp", "-pp", "-dp"), wanted) if n > 1)
             raise ConfigError(
-                f"devices: {devices.count} of them cannot be divided so: {sizes}; leave these out, or name "
+                f"devices: {devices.number} of them cannot be divided so: {sizes}; leave these out, or name "
                 "a multiple of their product",
                 field="devices",
             )

@@ -48,7 +48,7 @@ class Stage:
         """Bytes of weights that a step of so many tokens is expected to read, if tokens choose their experts
         evenly and independently."""
         chosen = (
-            experts.num_bytes * (1 - (1 - min(1.0, experts.top_k / experts.count)) ** tokens)
+            experts.num_bytes * (1 - (1 - min(1.0, experts.top_k / experts.number)) ** tokens)
             for experts in self.experts
         )
         return self.reads + round(sum(chosen))
@@ -167,7 +167,7 @@ class RankModels:
 def _with_whole_experts(own: LayerParts, whole: LayerParts, ranks: int) -> LayerParts:
     """A layer whose experts are spread over the ranks and not divided."""
     spread = tuple(
-        experts._replace(num_bytes=experts.num_bytes * experts_of_rank(experts.count, ranks) // experts.count)
+        experts._replace(num_bytes=experts.num_bytes * experts_of_rank(experts.number, ranks) // experts.number)
         for experts in whole.experts
     )  # fmt: skip
     change = sum(e.num_bytes for e in spread) - sum(e.num_bytes for e in own.experts)
