@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import httpx2
 
+from headrace.bench.http import Client, HttpError
+
 START_SECONDS = 240.0
 TOKENS_A_WORD = 2
 """About, of the demo model's tokenizer."""
@@ -116,48 +118,44 @@ def prompts(args: argparse.Namespace, seed: int) -> list[str]:
     return [f"{groups[g]} {text(f'{seed} {n}', 24)}" for n, g in enumerate(picked)]
 
 
-async def ask(client: httpx2.AsyncClient, url: str, prompt: str, tokens: int) -> str:
+async def ask(client: Client, prompt: str, tokens: int) -> str:
     """How a request ended."""
     body = {"prompt": prompt, "max_tokens": tokens, "stream": True}
-    done, error = False, ""
     try:
-        async with client.stream("POST", url + "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                return f"refused: {answer.status_code}"
-            async for line in answer.aiter_lines():
-                if line.startswith('data: {"error"'):
-                    error = json.loads(line[6:])["error"]["message"]
-                elif '"finish_reason":"length"' in line:
-                    done = True
-    except httpx2.HTTPError as failure:
-        return f"lost: {type(failure).__name__}"
-    if error:
+        answer = await client.post("/v1/completions", json.dumps(body).encode())
+    except HttpError as failure:
+        return f"lost: {failure}"
+    if answer.status != 200:
+        return f"refused: {answer.status}"
+    if b'data: {"error"' in answer.body:
         return "told that it broke off"
-    return "whole" if done else "lost: no end"
+    return "whole" if b'"finish_reason":"length"' in answer.body else "lost: no end"
 
 
 async def run(
     args: argparse.Namespace, url: str, seed: int, halfway: Any = None
 ) -> tuple[Counter[str], float]:
-    """All requests, so many at a time; ``halfway`` is called beside them at a third of them."""
+    """All requests, so many at a time; ``halfway`` is called beside them at a third of them.
+
+    The client is one that needs little of the processor: one that is seconds behind finds connections
+    closed that it has not sent a request on in time, and would count those as lost.
+    """
     waiting = prompts(args, seed)
     ends: Counter[str] = Counter()
     began = time.perf_counter()
     beside: list[asyncio.Task[Any]] = []
-    async with httpx2.AsyncClient(
-        timeout=600, limits=httpx2.Limits(max_connections=args.streams)
-    ) as client:
+    client = Client(url, timeout=600)
 
-        async def stream() -> None:
-            while waiting:
-                prompt = waiting.pop()
-                if halfway is not None and not beside and len(waiting) < args.requests * 2 // 3:
-                    beside.append(asyncio.create_task(asyncio.to_thread(halfway)))
-                ends[await ask(client, url, prompt, args.tokens)] += 1
+    async def stream() -> None:
+        while waiting:
+            prompt = waiting.pop()
+            if halfway is not None and not beside and len(waiting) < args.requests * 2 // 3:
+                beside.append(asyncio.create_task(asyncio.to_thread(halfway)))
+            ends[await ask(client, prompt, args.tokens)] += 1
 
-        await asyncio.gather(*(stream() for _ in range(args.streams)))
-        await asyncio.gather(*beside)
+    await asyncio.gather(*(stream() for _ in range(args.streams)))
+    await asyncio.gather(*beside)
+    client.close()
     return ends, time.perf_counter() - began
 
 

@@ -72,4 +72,5 @@ class MLAOpsBackend(MLABackend):
             scale=layer.scale,
             topk_indices=topk_indices,
             k_scale=layer.k_scale,
+            **layer.extras,
         )

@@ -195,7 +195,7 @@ class AttentionBackend(BackendFacts):
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first; D is ``row_width``."""
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.row_width)
+        return (2, num_blocks, spec.page_tokens, spec.num_kv_heads, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:
         """Entry i names the logical dimension stored at physical position i (a permutation)."""
@@ -207,6 +207,10 @@ class AttentionBackend(BackendFacts):
         Plain here; a backend may give its ops another order of the same bytes.
         """
         return KVViews(kv_cache[0], kv_cache[1])
+
+    def slots(self, batch: ForwardBatch, group: int) -> Tensor:
+        """Slot mapping by which a layer writes this rank's tokens of the batch."""
+        return batch.groups[group].slot_mapping
 
     @abstractmethod
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
@@ -250,7 +254,7 @@ class MLABackend(AttentionBackend):
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Logical shape of one layer's cache: (N, S, R + P), as above."""
-        return (num_blocks, spec.block_size, spec.row_width)
+        return (num_blocks, spec.page_tokens, spec.row_width)
 
     def cache_stride_order(self) -> tuple[int, ...]:
         return (0, 1, 2)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 NULL_BLOCK = 0
@@ -89,7 +89,11 @@ class KVCacheSpec(CacheSpec):
     """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2``, ``int8`` or one of
     :data:`ROW_SCALED_BITS`."""
 
+    ranks: int = field(default=1, kw_only=True)
+    """Ranks that share a block's tokens, each with a page for ``block_size / ranks`` of them."""
+
     scales_per_row: ClassVar[int] = 1
+    rows_per_token: ClassVar[int] = 2
 
     @property
     def row_scales(self) -> int:
@@ -108,9 +112,15 @@ class KVCacheSpec(CacheSpec):
         return (-(-self.row_numbers // size) + scales) * size if scales else self.row_numbers
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of one block on this rank."""
+        return self.block_size // self.ranks
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one block of one layer, keys and values together."""
-        return 2 * self.block_size * self.num_kv_heads * self.row_width * _ITEM_BYTES[self.dtype]
+        rows = self.rows_per_token * self.page_tokens * self.num_kv_heads
+        return rows * self.row_width * _ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +151,7 @@ class MLASpec(KVCacheSpec):
 
     # Of the latent, which is normed, and of the rotated key, which may be many times as large.
     scales_per_row: ClassVar[int] = 2
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block of one layer; nothing is stored twice."""
-        return self.block_size * self.row_width * _ITEM_BYTES[self.dtype]
+    rows_per_token: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +265,21 @@ class KVConnector(ABC):
     @abstractmethod
     def save(self, key: bytes, content: memoryview) -> None:
         """Keep a copy of a block, if it is not there. Raises OSError."""
+
+    def fetch(
+        self, request_id: str, blocks: Mapping[bytes, int], params: Mapping[str, Any]
+    ) -> bool:
+        """Bring blocks (key -> bytes) near that a request needs, beside the steps. True: ask again, they are
+        on their way. ``params``: its ``kv_transfer_params``, which may name a peer (``remote_host``,
+        ``remote_port``, ``remote_engine_id``). Called by the engine's own thread, as the next two."""
+        return False
+
+    def forget(self, request_id: str) -> None:  # noqa: B027 - most fetch nothing
+        """A request waits no longer: nothing need be fetched for it."""
+
+    def address(self) -> Mapping[str, Any]:
+        """``remote_*`` parameters by which another engine finds what is saved here; {}: it needs none."""
+        return {}
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Let go of what it holds, once what is on its way is kept. Idempotent."""

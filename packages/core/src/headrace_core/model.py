@@ -116,6 +116,9 @@ class BuildContext:
     adapters: Any = None
     """The ``headrace_models.lora.Adapters`` in which linear layers get places for low-rank adapters; it is
     also the worker's :class:`headrace_core.lora.AdapterSlots`. None: the model takes none."""
+    experts: Any = None
+    """The ``headrace_models.layers.moe.division.ExpertDivision`` that gives ranks whole experts of mixtures.
+    None: each expert is divided by its inner columns."""
 
 
 class AttentionLayer(Protocol):

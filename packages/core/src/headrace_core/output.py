@@ -214,6 +214,8 @@ class RequestOutput:
     weights_versions: tuple[str, ...] = ()
     """Versions of the weights that computed it so far, each once, oldest first. Several: weights changed
     while it ran, so that no single version gives this answer; () before the first token."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Where another engine finds its blocks, once it has ended, if it asked for that."""
 
     @property
     def weights_version(self) -> str | None:
@@ -231,6 +233,7 @@ class RequestOutput:
         self.metrics = later.metrics or self.metrics
         self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
         self.weights_versions = later.weights_versions or self.weights_versions
+        self.kv_transfer_params = later.kv_transfer_params or self.kv_transfer_params
         known = {output.index: position for position, output in enumerate(self.outputs)}
         for output in later.outputs:
             if output.index not in known:

@@ -46,6 +46,7 @@ GROUPS: Mapping[str, str] = {
     "headrace.communicators": "collective communication",
     "headrace.executors": "how workers are run",
     "headrace.kv_connectors": "KV-cache transfer",
+    "headrace.eplb_policies": "places of experts by their load",
     "headrace.ec_connectors": "transfer of media's vectors between engines",
     "headrace.multimodal_processors": "media processing per model family",
     "headrace.grammar_backends": "structured output",

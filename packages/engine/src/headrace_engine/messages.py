@@ -8,7 +8,7 @@ travel as msgpack (msgspec), never as pickle.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace_core.arrays import PackedArray
 from headrace_core.output import StepTimes
@@ -48,6 +48,8 @@ class CoreOutput:
     dead_end: str | None = None
     """Reason why the request's own parameters leave it no next token; set with finish reason ``error``,
     in place of :attr:`error`."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """At the end of a request with ``do_remote_decode``: what another engine needs to find its blocks."""
 
 
 class TimedStep(NamedTuple):

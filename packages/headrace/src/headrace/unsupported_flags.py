@@ -14,15 +14,11 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
     "running on several devices": (
         "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
-        "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
-        "master_addr", "master_port", "headless", "max_parallel_loading_workers",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "decode_context_parallel_size", "prefill_context_parallel_size",
+        "prefill_context_parallel_size",
     ),
-    "expert parallelism": (
-        "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
-        "all2all_backend", "enable_elastic_ep",
-    ),
+    "expert parallelism whose ranks change": ("enable_elastic_ep",),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",
     ),
@@ -33,12 +29,12 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
 """Feature -> options of vLLM's that only it would read, as they are spelled in Python."""
 
 SHORT: Mapping[str, str] = {
-    "-n": "nnodes", "-r": "node_rank", "-dpn": "data_parallel_rank",
+    "-dpn": "data_parallel_rank",
     "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
-    "-dpe": "data_parallel_external_lb", "-dcp": "decode_context_parallel_size",
-    "-pcp": "prefill_context_parallel_size", "-ep": "enable_expert_parallel",
+    "-dpe": "data_parallel_external_lb",
+    "-pcp": "prefill_context_parallel_size",
     "-cc": "compilation_config",
 }  # fmt: skip
 """Short forms of some of them, as they are typed."""

@@ -108,7 +108,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 
 // Leading partitions of two requests that are the same blocks, and whole.
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
-  if (g.block_table == nullptr || !g.visits_together || g.last_keys != nullptr) return 0;
+  if (g.block_table == nullptr || !g.visits_together || g.last_keys != nullptr || g.key_counts != nullptr) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
   if (!decode || b.request != a.request + 1 || g.window > 0 || g.chunk > 0 || !g.causal) return 0;
   if (PART % g.keys.block_size != 0) return 0;
@@ -270,6 +270,7 @@ inline int32_t run(const Attention& g, const Plan& plan) {
   const int64_t covered = g.requests > 0 ? g.cu_seqlens_q[g.requests] : 0, row = g.q_heads * g.value_dim;
   if (covered < g.tokens) {
     __builtin_memset(static_cast<TQ*>(g.out) + covered * row, 0, size_t((g.tokens - covered) * row) * sizeof(TQ));
+    for (int64_t i = covered * g.q_heads; g.lse != nullptr && i < g.tokens * g.q_heads; ++i) g.lse[i] = -__builtin_inff();
   }
   return status;
 }
@@ -278,7 +279,7 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 
 namespace paged {
 
-// Whether the last keys of any request fall from one of its tokens to the next.
+// Whether the last keys, or the counts of keys, of any request fall from one of its tokens to the next.
 inline bool falling(const int32_t* last_keys, const int32_t* cu_seqlens_q, int64_t requests, int64_t tokens) {
   for (int64_t b = 0; last_keys != nullptr && b < requests; ++b) {
     const int64_t end = min_of(cu_seqlens_q[b + 1], tokens);
@@ -291,12 +292,12 @@ inline bool falling(const int32_t* last_keys, const int32_t* cu_seqlens_q, int64
 
 }  // namespace paged
 
-// geometry: as for cache_write.
+// geometry: as for cache_write. lse: [tokens, q_heads], written where it is not null.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
                         const float* sinks, const float* slopes, const float* temperatures,
                         const void* prefix_keys, const void* prefix_values, const int32_t* last_keys,
-                        const int64_t* geometry,
+                        const int32_t* key_counts, float* lse, const int64_t* geometry,
                         int64_t tokens, int64_t requests, int64_t q_heads, int64_t kv_heads, int64_t dim,
                         int64_t q_row, int64_t q_head, int64_t table_stride, int64_t table_width,
                         int64_t window, int64_t chunk, int64_t num_temperatures, int64_t prefix, float scale,
@@ -307,7 +308,8 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
                            table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, slope_roots != 0,
                            {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures, true, last_keys,
-                           paged::falling(last_keys, cu_seqlens_q, requests, tokens)};
+                           paged::falling(last_keys != nullptr ? last_keys : key_counts, cu_seqlens_q, requests, tokens),
+                           key_counts, lse};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

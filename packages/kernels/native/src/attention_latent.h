@@ -128,10 +128,10 @@ inline bool single_out(paged::Attention& g, const int32_t* picked, int64_t picks
   return true;
 }
 
-// picked: [tokens, picks], null for none. row_scales: as for latent_cache_write.
+// picked: [tokens, picks], null for none, with which there are no key_counts. row_scales: as for latent_cache_write.
 int32_t latent_attention(void* out, const void* query, const void* rope_query, const void* cache,
                          const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                         const int32_t* picked, const float* cache_scale, const float* row_scales, int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim,
+                         const int32_t* picked, const int32_t* key_counts, float* lse, const float* cache_scale, const float* row_scales, int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim,
                          int64_t value_dim, int64_t q_row, int64_t q_head, int64_t rope_row, int64_t rope_head,
                          int64_t blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
                          int64_t scale_block, int64_t scale_token, int64_t table_stride, int64_t table_width,
@@ -142,6 +142,9 @@ int32_t latent_attention(void* out, const void* query, const void* rope_query, c
   paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, nullptr, both, both, tokens, requests,
                      q_heads, 1, dim, value_dim, q_row, q_head, table_stride, table_width, scale, 0.0f, 0, 0,
                      true, nullptr, false, {nullptr, 0}, rope_query, rope_row, rope_head, nullptr, nullptr, 0};
+  g.key_counts = key_counts;
+  g.falls = paged::falling(key_counts, cu_seqlens_q, requests, tokens);
+  g.lse = lse;
   if (picked != nullptr && !single_out(g, picked, picks)) return BAD_LENGTHS;
   g.kv_heads = head_groups(g);
   paged::Plan plan;

@@ -78,6 +78,9 @@ struct Attention {
   // [tokens]: the last key that each sees, of those behind it none whose own entry is less; null = its own.
   const int32_t* last_keys = nullptr;
   bool falls = false;  // entries fall within a request: some keys behind a query are not seen
+  // [tokens]: how many of its request's first keys each sees, wherever it stands; null = by its position.
+  const int32_t* key_counts = nullptr;
+  float* lse = nullptr;  // [tokens, q_heads], to be written: logarithm of the sum of e^score; null = unused
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -87,6 +90,7 @@ inline int64_t context_of(const Attention& g, int64_t request) {
 
 // One past the last key that a causal query at position p, in row `row` of the call, may see.
 inline int64_t end_seen(const Attention& g, int64_t p, int64_t row, int64_t context) {
+  if (g.key_counts != nullptr) return min_of(max_of(0, int64_t(g.key_counts[row])), context);
   return g.last_keys == nullptr ? p + 1 : min_of(max_of(p, int64_t(g.last_keys[row])) + 1, context);
 }
 
@@ -460,11 +464,18 @@ inline void merge_row(const Attention& g, const State& into, const State& from, 
   }
 }
 
+// Natural logarithm of the sum of e^score; -inf of a row that has seen nothing.
+inline float lse_of(const State& state, int64_t r) {
+  if (state.best[r] == -__builtin_inff()) return state.best[r];
+  return float((double(state.best[r]) + __builtin_log2(double(state.sum[r]))) / double(LOG2E));
+}
+
 template <class TQ>
 inline void finish_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
   const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.value_dim);
   const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
   TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.value_dim;
+  if (g.lse != nullptr) g.lse[token * g.q_heads + kv_head * group + r % group] = lse_of(state, r);
   if (state.best[r] == -__builtin_inff()) {  // it saw nothing, and nobody wrote its output
     __builtin_memset(to, 0, size_t(g.value_dim) * sizeof(TQ));
     return;
@@ -633,7 +644,7 @@ struct UnitRows {
     }
     hide(line, from, own.from);
     hide(line, own.to, to);
-    if (g.falls) hide_lower(r, base, line, own);
+    if (g.falls && g.last_keys != nullptr) hide_lower(r, base, line, own);
     vf top = ld(line + from);
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;

@@ -28,7 +28,7 @@ def kept_bytes(model: Layer, dtype: str) -> int:
 def leaf_bytes(leaf: WeightLayer, dtype: str) -> int:
     """Bytes of a leaf's weights on this rank; arguments as :func:`kept_bytes`'s."""
     sizes: Mapping[str, int] = {
-        name: math.prod(slot.shape) * getattr(torch, slot.dtype or dtype).itemsize
+        name: slot.copies * math.prod(slot.shape) * getattr(torch, slot.dtype or dtype).itemsize
         for name, slot in leaf.slots().items()
         if slot.required
     }

@@ -39,6 +39,8 @@ def paged_attention(
     kv_prefix_value: Tensor | None = None,
     logit_scale: Tensor | None = None,
     last_keys: Tensor | None = None,
+    key_counts: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     check_mask(
@@ -49,6 +51,7 @@ def paged_attention(
         alibi_sqrt=alibi_sqrt,
         logit_scale=logit_scale is not None,
         last_keys=last_keys is not None,
+        key_counts=key_counts is not None,
     )
     check_kv_prefix(
         query,
@@ -63,6 +66,8 @@ def paged_attention(
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     starts = cu_seqlens_q.tolist()
+    if lse is not None:
+        lse.fill_(-torch.inf)
     for b, seq_len in enumerate(seq_lens.tolist()):
         start, end = starts[b], starts[b + 1]
         out[start:end] = attend(
@@ -81,6 +86,8 @@ def paged_attention(
             kv_prefix_value=kv_prefix_value,
             logit_scale=logit_scale,
             last_keys=None if last_keys is None else last_keys[start:end],
+            key_counts=None if key_counts is None else key_counts[start:end],
+            lse=None if lse is None else lse[start:end],
         )
     return out
 
@@ -206,11 +213,13 @@ def attend(
     logit_scale: Tensor | None = None,
     last_keys: Tensor | None = None,
     only: Tensor | None = None,
+    key_counts: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
 
     Not ``causal``: the queries may be anybody's, and see everything. ``only`` [q, L] bool: what a query
-    sees of what it would.
+    sees of what it would. ``key_counts`` [q], and ``lse`` [q, Hq], which is written.
     """
     num_q, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -239,6 +248,8 @@ def attend(
         ahead = (at >= own) & (at <= last_keys[:, None])
         ahead[:, seq_len - num_q :] &= last_keys >= last_keys[:, None]
         visible = visible | ahead
+    if key_counts is not None:
+        visible = torch.arange(seq_len, device=query.device) < key_counts[:, None]
     if only is not None:
         visible = visible & only
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -252,6 +263,8 @@ def attend(
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)
         scores = torch.cat([scores, column], dim=-1)
+    if lse is not None:
+        lse.copy_(torch.logsumexp(scores, dim=-1).transpose(0, 1))
     weights = torch.softmax(scores, dim=-1)[..., : wide_value.shape[0]]
     unseen = ~visible.any(dim=0)  # may lie in the null block, whose content is arbitrary
     wide_value = wide_value.masked_fill(unseen[:, None, None], 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_reference.attention import attend, gather
 from headrace_reference.cache import as_bytes, is_of_rows, stored, stored_rows
 from headrace_reference.dtypes import unset_like
@@ -51,8 +52,14 @@ def mla_attention(
     scale: float,
     topk_indices: Tensor | None = None,
     k_scale: Tensor | None = None,
+    key_counts: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.MLAAttentionOp`."""
+    if key_counts is not None and topk_indices is not None:
+        raise ConfigError("mla_attention: key_counts cannot be combined with topk_indices")
+    if lse is not None:
+        lse.fill_(-torch.inf)
     out = query.new_zeros(query.shape)
     whole, value_dim = torch.cat((query, rope_query), dim=-1), query.shape[-1]
     starts = cu_seqlens_q.tolist()
@@ -60,7 +67,15 @@ def mla_attention(
         rows = slice(starts[b], starts[b + 1])
         key = _vectors(cache, block_table[b], seq_len, k_scale, value_dim)
         only = None if topk_indices is None else _is_topk(topk_indices[rows], seq_len)
-        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
+        out[rows] = attend(
+            whole[rows],
+            key,
+            key[..., :value_dim],
+            scale=scale,
+            only=only,
+            key_counts=None if key_counts is None else key_counts[rows],
+            lse=None if lse is None else lse[rows],
+        )
     return out
 
 

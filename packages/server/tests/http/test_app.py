@@ -97,7 +97,7 @@ async def test_the_document_matches_what_is_served(connect: Any) -> None:
             assert answer.status_code not in (404, 405), (method, path)
     completion = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert {"temperature", "structured_outputs", "use_beam_search"} <= set(completion)
-    assert not {"suffix", "logits_processors", "kv_transfer_params"} & set(completion)
+    assert not {"suffix", "logits_processors"} & set(completion)
 
 
 async def test_docs_can_be_switched_off(connect: Any) -> None:

@@ -214,7 +214,7 @@ async def test_return_token_ids(connect: Any, events: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("kv_transfer_params", {}),
+        ("kv_transfer_params", 3),
         ("mm_processor_kwargs", {"a": 1}),
         ("logits_processors", []),
         ("reasoning_effort", "utmost"),

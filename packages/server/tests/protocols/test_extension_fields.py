@@ -260,3 +260,25 @@ def test_what_neighbours_call_otherwise_is_taken_or_refused(wire: str) -> None:
     }  # fmt: skip
     kind = WIRES[wire]
     assert theirs <= kind.model_fields.keys() | kind.refused.keys()
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+FOUND = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 14579}
+
+
+@pytest.mark.parametrize("url", [CHAT, TEXT, "/inference/v1/generate"])
+async def test_transfers_between_engines(connect: Any, url: str) -> None:
+    """What a proxy says of them reaches the engine, and what the engine answers reaches the proxy."""
+    engine = FakeEngine("x", kv_transfer_params=FOUND)
+    prompt = {CHAT: {"messages": HI}, TEXT: {"prompt": "a"}}.get(url, {"token_ids": [72]})
+    answer = await connect(engine).post(url, json={**prompt, "kv_transfer_params": PREFILL})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["kv_transfer_params"] == FOUND
+    given = {"do_remote_decode": True, "do_remote_prefill": False}
+    assert engine.requests[-1].params.extra_args == {"kv_transfer_params": given}
+    body = {**prompt, "kv_transfer_params": PREFILL, "stream": True}
+    refused = await connect(engine).post(url, json=body)
+    assert refused.status_code == 400
+    assert "not available with stream" in refused.json()["error"]["message"]
+    await connect(engine).post(url, json={**prompt, "kv_transfer_params": {}})
+    assert engine.requests[-1].params.extra_args is None

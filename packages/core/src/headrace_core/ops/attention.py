@@ -183,12 +183,15 @@ class PagedAttentionOp(Protocol):
         * ``kv_prefix_key``, ``kv_prefix_value`` [S, Hk, D] in query's dtype: learned keys and values that
           every row sees besides, wherever it stands (openPangu Pro);
         * ``last_keys`` [T] int32: a row also sees the keys j from p to its entry (less than ``seq_lens[b]``)
-          whose own rows' entries are no less: tokens of images see later ones, text between does not.
+          whose own rows' entries are no less: tokens of images see later ones, text between does not;
+        * ``key_counts`` [T] int32: row t sees the first ``key_counts[t]`` of its request's keys, wherever
+          it stands (a rank that keeps some of the keys; decision 141);
+        * ``lse`` [T, Hq] float32, contiguous: each row's log-sum-exp is written to it; -inf if it sees nothing.
 
         Raises:
             ConfigError: a window, a chunk, slopes, a logit scale or last keys without ``causal``; a window
                 and a chunk; last keys and a chunk; slopes and a logit scale; a KV prefix with a soft cap,
-                slopes or a logit scale.
+                slopes or a logit scale; key counts with anything that goes by positions.
             TypeError: an extra that the implementation does not have.
         """
         ...
@@ -234,6 +237,7 @@ def check_mask(
     alibi_sqrt: bool = False,
     logit_scale: bool = False,
     last_keys: bool = False,
+    key_counts: bool = False,
 ) -> None:
     """Check that no options of :class:`PagedAttentionOp` exclude each other.
 
@@ -251,6 +255,9 @@ def check_mask(
         raise ConfigError("paged_attention: last_keys need causal, and no attention_chunk")
     if logit_scale and (alibi or not causal):
         raise ConfigError("paged_attention: logit_scale need causal, and no alibi_slopes")
+    by_positions = windowed or attention_chunk is not None or alibi or logit_scale or last_keys
+    if key_counts and (by_positions or not causal):
+        raise ConfigError("paged_attention: key_counts need causal, and nothing by positions")
     if attention_chunk is not None and (windowed or attention_chunk < 1):
         raise ConfigError(
             f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
@@ -293,14 +300,16 @@ class MLAAttentionOp(Protocol):
         scale: float,
         topk_indices: Tensor | None = None,
         k_scale: Tensor | None = None,
+        key_counts: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
         query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
         vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
-        :class:`PagedAttentionOp`; caches and k_scale as :class:`MLACacheWriteOp`. Returns [T, Hq, R],
-        contiguous.
-        Source: DeepSeek-AI 2024, arXiv:2405.04434.
+        :class:`PagedAttentionOp`, its ``key_counts`` (without topk_indices) and ``lse`` too; caches and
+        k_scale as :class:`MLACacheWriteOp`. Returns [T, Hq, R], contiguous. Source: DeepSeek-AI 2024,
+        arXiv:2405.04434.
 
         topk_indices [T, k] int32: a token sees these positions of its request and no others. They rise along
         a row and are none after the token's own; behind them stands -1. None: all up to its own.

@@ -10,7 +10,10 @@ from typing import Any
 
 from headrace_core.errors import ConfigError
 
-EXTRA = "cache.kv_transfer_config.kv_connector_extra_config"
+FIELD = "cache.kv_transfer_config"
+EXTRA = FIELD + ".kv_connector_extra_config"
+OF_PEERS = ("kv_ip", "kv_port", "kv_buffer_size")
+"""Settings of connectors that talk to other engines."""
 
 
 def wrong(name: str, value: object, accepted: str) -> ConfigError:
@@ -18,12 +21,24 @@ def wrong(name: str, value: object, accepted: str) -> ConfigError:
     return ConfigError(f"{EXTRA}.{name} = {value!r}: must be {accepted}", field=f"{EXTRA}.{name}")
 
 
-def extra_of(settings: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+def extra_of(
+    settings: Mapping[str, Any], *known: str, has_peers: bool = False
+) -> Mapping[str, Any]:
     """The settings of the connector itself.
 
+    Args:
+        has_peers: :data:`OF_PEERS` have a meaning.
+
     Raises:
-        ConfigError: one is not among ``known``.
+        ConfigError: one is not among ``known``, or has no meaning.
     """
+    for name in OF_PEERS:
+        if name in settings and not has_peers:
+            raise ConfigError(
+                f"{FIELD}.{name} = {settings[name]!r}: must be left out for this connector, which has no "
+                "peers",
+                field=f"{FIELD}.{name}",
+            )
     extra: Mapping[str, Any] = settings["kv_connector_extra_config"]
     for name in sorted(set(extra) - set(known)):
         raise wrong(name, extra[name], f"left out: there are {', '.join(known)}")

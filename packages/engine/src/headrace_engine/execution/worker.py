@@ -93,8 +93,8 @@ WARM_UP_SEQS = 16
 class LeadsPasses(Protocol):
     """Makes passes of rank 0 run on every rank."""
 
-    def lead(self, model: CausalLM) -> None:
-        """Those of a model, from now on."""
+    def lead(self, model: Any) -> None:
+        """Those of a model or of its experts, from now on."""
         ...
 
     def lead_replays(self, graph: StepGraph | None) -> None:
@@ -107,6 +107,18 @@ class LeadsPasses(Protocol):
 
     def alone(self) -> AbstractContextManager[None]:
         """None, while this lasts."""
+        ...
+
+
+class WatchesSteps(Protocol):
+    """Does something between steps."""
+
+    def begin(self) -> None:
+        """The next step is the first with requests."""
+        ...
+
+    def after_step(self) -> None:
+        """A step of requests has run."""
         ...
 
 
@@ -156,6 +168,8 @@ class ServingWorker:
         leader: makes passes of the model run on the other ranks, too; None: there are none, or this rank
             follows.
         leave_group: ends exchanges with the other ranks; None: there are none.
+        experts: whole experts that move between ranks by ``arrange_experts``; None: there are none.
+        watcher: is told of steps; None: nobody is.
     """
 
     def __init__(
@@ -198,12 +212,15 @@ class ServingWorker:
         memory_share: int = 1,
         leader: LeadsPasses | None = None,
         leave_group: Callable[[], None] | None = None,
+        experts: Any = None,
+        watcher: WatchesSteps | None = None,
     ) -> None:
         self._build_model = build_model
         self._rank = rank
         self._memory_share = memory_share
         self._leader = leader
         self._leave_group = leave_group
+        self._experts, self._watcher = experts, watcher
         self._device = torch.device(device)
         self._dtype = dtype
         self._vocab_size = vocab_size
@@ -275,6 +292,7 @@ class ServingWorker:
             draft = None if self._build_draft is None else self._build_draft()
         if self._leader is not None:
             self._leader.lead(model)
+            self._leader.lead(self._experts)
         self._hold(model, draft)
         if self._prompt_embeds and not _takes_prompt_embeds(model):
             raise ConfigError(
@@ -472,6 +490,8 @@ class ServingWorker:
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
+        if self._watcher is not None:
+            self._watcher.begin()
 
     def _try_and_capture(self) -> None:
         """The steps of :meth:`warm_up`."""
@@ -532,6 +552,9 @@ class ServingWorker:
         else:
             with self._profiler.step():
                 result = self._run(step)
+        if self._watcher is not None and step.num_scheduled_tokens:
+            with torch.inference_mode():
+                self._watcher.after_step()
         if self._slices is not None or step.media_ahead:
             vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
             result.embedded = vectors.work_ahead(step.media_ahead, seconds)

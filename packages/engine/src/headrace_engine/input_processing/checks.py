@@ -12,6 +12,7 @@ from headrace_core.sampling.params import SamplingParams
 from headrace_core.served_model import ServedModel
 from headrace_core.text import Tokenizer
 from headrace_engine.input_processing.tokens import check_ids, need_tokenizer
+from headrace_engine.kv_transfer.params import check_transfer_params
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class ParamsChecks:
         model: facts and limits.
         processors: logits processors that the engine runs; they check requests.
         check_device: refuses what the device cannot honour.
+        kv_role: of the engine's KV connector; "": it has none.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class ParamsChecks:
         model: ServedModel,
         processors: Sequence[type[LogitsProcessor]],
         check_device: Callable[[SamplingParams], None] | None,
+        kv_role: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model
         self._processors = tuple(processors)
         self._check_device = check_device
+        self._kv_role = kv_role
 
     def check(self, params: SamplingParams) -> None:
         """Refuse what this engine cannot honour.
@@ -56,6 +60,7 @@ class ParamsChecks:
         check_ids("logit_bias", params.logit_bias or (), size)
         if params.stop_strings:
             need_tokenizer(self._tokenizer, "stop")
+        check_transfer_params(params.extra_args, self._kv_role)
         for processor in self._processors:
             _ask(processor, params)
 

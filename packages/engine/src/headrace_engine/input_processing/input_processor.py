@@ -65,6 +65,7 @@ class InputProcessor:
         media: reads what prompts bring besides text; None: the model takes none.
         default_loras: modality -> path of the adapter of prompts that bring media of it and name none.
         only_encodes: requests end when their media are encoded, for other engines.
+        kv_role: what the engine does with blocks of other engines' caches; "": nothing.
         clock: wall-clock seconds.
     """
 
@@ -84,6 +85,7 @@ class InputProcessor:
         media: MediaReader | None = None,
         default_loras: Mapping[str, str] | None = None,
         only_encodes: bool = False,
+        kv_role: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
@@ -110,7 +112,7 @@ class InputProcessor:
             lambda: self.model, self._prompts.render_pair, _marked_texts(model, tokenizer)
         )
         """Plans what must be pooled for pairs of texts."""
-        self._checks = ParamsChecks(tokenizer, model, processors, check_params)
+        self._checks = ParamsChecks(tokenizer, model, processors, check_params, kv_role)
         self._constraints = Constraints(
             tokenizer, model, structured_outputs or StructuredOutputsConfig(), reasoning_parser
         )

@@ -6,6 +6,9 @@ are there. Then it is scheduled as any other, and finds them as if they had been
 nothing is computed from a block before it is known to be right, whatever is in flight, and a block that could
 not be loaded is one that is not found: it is computed.
 
+What another engine has is brought near first (:class:`~headrace_engine.kv_transfer.fetches.BlockFetches`),
+beside the steps: a step loads only what is here.
+
 A step that fails leaves blocks behind that hold anything, and steps behind it in flight compute from them.
 Moves carry an *epoch*, which rises when the scheduler learns of the failure; the worker saves nothing for
 steps of the epoch that failed.
@@ -28,9 +31,12 @@ from headrace_core.kv import (
     KVConnector,
     RecurrentSpec,
 )
+from headrace_core.request import CoreRequest
 from headrace_engine.kv.contract import CachedBlock, KVCacheManager
 from headrace_engine.kv.manager import PagedKVCacheManager
+from headrace_engine.kv_transfer.fetches import BlockFetches
 from headrace_engine.kv_transfer.moves import MOVES, KVMove, KVMoves
+from headrace_engine.kv_transfer.params import DECODE, PREFILL, transfer_params
 from headrace_engine.kv_transfer.settings import CONSUMER, FAIL, FIELD, PRODUCER
 from headrace_engine.scheduler.request import SchedulerRequest
 
@@ -104,6 +110,9 @@ class KVTransfer:
         cache may give the blocks up again before they run."""
         self._counted: set[str] = set()
         """Requests that were counted since."""
+        self._fetches = BlockFetches(connector)
+        self._offered: set[str] = set()
+        """Requests in the queue whose cached blocks were offered to the connector, for another engine."""
         self.failed_requests: dict[str, int] = {}
         """Requests that are to end, as so many of their blocks could not be loaded."""
         self.counters: Counter[str] = Counter(
@@ -125,7 +134,7 @@ class KVTransfer:
     @property
     def has_moves(self) -> bool:
         """True if a step should be made for them, even if nobody runs in it."""
-        return bool(self._queue or self._kv.filled)
+        return bool(self._queue or self._kv.filled or self.failed_requests)
 
     def waits(self, state: SchedulerRequest, num_cached_tokens: int) -> bool:
         """True if a request should wait until blocks are loaded, which begins here.
@@ -135,10 +144,15 @@ class KVTransfer:
             num_cached_tokens: found in the pools.
         """
         request_id = state.request_id
-        if request_id in self._waiting:
+        if request_id in self._waiting or request_id in self.failed_requests:
             return True
+        params = transfer_params(state.request.params.extra_args)
+        if params.get(DECODE) and self._saves:
+            self._offer_again(state)
         if not self._loads or request_id in self._loaded or state.skip_reading_prefix_cache:
             return False
+        if self._fetch(state, params):
+            return True
         num_tokens, entries = self._kv.match_beyond(state, self._is_elsewhere)
         if request_id not in self._counted:
             self._counted.add(request_id)
@@ -169,8 +183,17 @@ class KVTransfer:
         comes into the cache."""
         self._loaded.discard(request_id)
         self._counted.discard(request_id)
+        self._offered.discard(request_id)
+        self._fetches.forget(request_id)
         self._waiting.pop(request_id, None)
         self.failed_requests.pop(request_id, None)
+
+    def answer(self, request: CoreRequest) -> dict[str, Any] | None:
+        """``kv_transfer_params`` for the engine that decodes, of a request that has ended; None: it has not
+        asked for them."""
+        if not transfer_params(request.params.extra_args).get(DECODE):
+            return None
+        return {PREFILL: True, DECODE: False, **self._connector.address()}
 
     def metadata(self, step_id: int) -> dict[str, Any]:
         """The moves of a step that has been filled, for :attr:`ScheduledStep.connector_metadata`."""
@@ -227,6 +250,38 @@ class KVTransfer:
         """A step has failed, and every cached block was forgotten: save nothing that is not written again."""
         self._epoch += 1
         self._drop_noted()
+
+    def _fetch(self, state: SchedulerRequest, params: Mapping[str, Any]) -> bool:
+        """True if a request should wait for blocks of another engine, or ends for want of them."""
+        request_id = state.request_id
+        if self._fetches.is_done(request_id):
+            return False
+        named = params if params.get(PREFILL) and not state.num_output_tokens else {}
+        if self._fetches.waits(request_id, named, lambda: self._away(state)):
+            return True
+        missing = len(self._away(state)) if named else 0
+        self.counters["failed_blocks"] += missing
+        if missing and self._fails:
+            self.failed_requests[request_id] = missing
+        return bool(missing and self._fails)
+
+    def _away(self, state: SchedulerRequest) -> dict[bytes, int]:
+        """Blocks of a request's longest prefix that are neither in the pools nor at the connector."""
+        _, entries = self._kv.match_beyond(state, lambda group, digest: True)
+        keys = {
+            self._key(b.group, b.digest): self._block_bytes[b.group]
+            for b in entries
+            if b.block_id == NULL_BLOCK
+        }
+        return {key: size for key, size in keys.items() if not self._connector.contains(key)}
+
+    def _offer_again(self, state: SchedulerRequest) -> None:
+        """Save the blocks of a prompt that are cached here and that the connector has given up since."""
+        if state.request_id in self._offered:
+            return
+        self._offered.add(state.request_id)
+        _, entries = self._kv.match_beyond(state, lambda group, digest: False)
+        self._kv.filled += [b for b in entries if not self._is_elsewhere(b.group, b.digest)]
 
     def _drop_noted(self) -> None:
         self._kv.filled.clear()

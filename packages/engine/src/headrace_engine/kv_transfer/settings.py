@@ -1,4 +1,7 @@
-"""Settings of KV transfer: ``cache.kv_transfer_config``."""
+"""Settings of KV transfer: ``cache.kv_transfer_config``.
+
+A connector that has no use for ``kv_ip``, ``kv_port`` or ``kv_buffer_size`` refuses them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,13 @@ _KNOWN: Mapping[str, _Check] = {
         lambda value: value in (RECOMPUTE, FAIL),
         f"{RECOMPUTE} (a block that cannot be loaded is computed) or {FAIL} (its request ends with an error)",
     ),
-    "engine_id": (_is_text, "a text, which the log shows"),
+    "engine_id": (_is_text, "a text, which the log shows, and by which other engines know this one"),
+    "kv_ip": (_is_text, "the address at which this engine gives its blocks away"),
+    "kv_port": (lambda value: type(value) is int and 0 <= value < 65536, "its port, 0 to 65535"),
+    "kv_buffer_size": (
+        lambda value: type(value) in (int, float) and 1 <= value < float("inf"),
+        "bytes of memory for blocks, at least 1",
+    ),
 }  # fmt: skip
 _DEFAULTS: Mapping[str, Any] = {
     "kv_connector_extra_config": {}, "kv_load_failure_policy": RECOMPUTE,

@@ -14,7 +14,8 @@ from typing import Any
 from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
-from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
+from headrace_engine.multiproc.nodes.listener import gather
+from headrace_engine.multiproc.places import RankedWorkers, Rendezvous
 from headrace_engine.multiproc.rank_process import CALLS
 from headrace_engine.multiproc.rank_processes import RankProcesses
 from headrace_engine.uniproc import UniProcExecutor
@@ -63,10 +64,10 @@ class MultiProcExecutor(UniProcExecutor):
         self._meeting = None if ranked.meet is None else ranked.meet()
         try:
             rendezvous = "" if self._meeting is None else self._meeting.address("tp")
-            self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
+            nodes = gather(ranked, rendezvous)
+            self._others = others = RankProcesses(ranked, rendezvous, self._rank_died, nodes)
             leader = PassLeader(others.run_pass, self._broken, others.call)
-            place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
-            self.worker_factory = partial(ranked.make, place, leader)
+            self.worker_factory = partial(ranked.make, ranked.place(0, rendezvous), leader)
             super().start()
             others.wait_started()
         except BaseException:
@@ -117,7 +118,7 @@ class MultiProcExecutor(UniProcExecutor):
     def shutdown(self) -> None:
         """As :meth:`UniProcExecutor.shutdown`; then end the other ranks' processes."""
         if self._others is not None and self._failure is not None:
-            self._others.kill()  # first, as rank 0 may wait for them
+            self._others.kill(self._failure)  # first, as rank 0 may wait for them
         super().shutdown()
         if self._others is not None:
             self._end_exchange(self._others)
@@ -137,7 +138,7 @@ class MultiProcExecutor(UniProcExecutor):
             return
         if self._failure is None:
             logger.warning("rank 0 is still in a step %g s after the end; it ends", JOIN_SECONDS)
-        others.kill()
+        others.kill(self._failure)
         thread.join(JOIN_SECONDS)
 
     def _join_seconds(self) -> float | None:

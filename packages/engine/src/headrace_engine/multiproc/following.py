@@ -24,7 +24,7 @@ from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
-from headrace_engine.multiproc.leader import PASSES, REPLAY
+from headrace_engine.multiproc.leader import ARRANGE, PASSES, REPLAY
 
 
 class FollowingWorker(ServingWorker):
@@ -55,7 +55,8 @@ class FollowingWorker(ServingWorker):
             return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
-        getattr(self._loaded(), method)(*(self._prepared(arg) for arg in args))
+        runs = self._experts if method == ARRANGE else self._loaded()
+        getattr(runs, method)(*(self._prepared(arg) for arg in args))
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
         """The exchanges of a step are the same whether it is replayed or not."""

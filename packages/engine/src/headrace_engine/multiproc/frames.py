@@ -42,6 +42,13 @@ from headrace_engine.multiproc.messages import (
     Stop,
     WorkerCall,
 )
+from headrace_engine.multiproc.nodes.messages import (
+    NodeAccepted,
+    NodeEnds,
+    NodeJoins,
+    NodeRefused,
+    RankJoins,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +60,7 @@ CLASSES: dict[str, type[Any]] = {
         ForwardBatch, GroupBatch, InputEmbeds, MemoryProfile, KVCacheConfig, KVCacheGroup, KVCacheSpec,
         FullAttentionSpec, SlidingWindowSpec, ChunkedLocalSpec, MLASpec, SparseIndexerSpec, StateShape,
         RecurrentSpec, CrossAttentionSpec, ModelPass, WorkerCall, Stop, Answer, Raised, Failed,
+        NodeJoins, NodeAccepted, NodeRefused, NodeEnds, RankJoins,
     )
 }  # fmt: skip
 """Classes whose objects may be in a frame, beside plain data and tensors."""
@@ -124,9 +132,20 @@ def send(connection: socket.socket, pieces: Sequence[bytes | memoryview]) -> Non
             left[0] = left[0][count:]
 
 
-def receive(connection: socket.socket) -> Any:
-    """The next frame's value. Raises EOFError (the other side is gone), OSError, :class:`BadFrame`."""
+def receive(connection: socket.socket, most: int | None = None) -> Any:
+    """The next frame's value.
+
+    Args:
+        most: bytes of the longest frame that is read; None: any.
+
+    Raises:
+        EOFError: the other side is gone.
+        OSError: of the connection.
+        BadFrame: it is none, or is longer.
+    """
     tree_size, data_size = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
+    if most is not None and tree_size + data_size > most:
+        raise BadFrame(f"a frame of {tree_size} + {data_size} bytes: at most {most} are read")
     return unpack(bytes(_read(connection, tree_size)), _read(connection, data_size))
 
 

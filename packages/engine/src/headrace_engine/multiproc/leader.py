@@ -19,8 +19,10 @@ from headrace_core.lora import AdapterSlots
 from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
 
-PASSES = ("forward", "forward_streams", "embed_media", "encode")
-"""Methods of models whose layers are divided; another method is rank 0's own affair."""
+ARRANGE = "arrange_experts"
+"""Method of a model's divided experts, in which they move between ranks."""
+PASSES = ("forward", "forward_streams", "embed_media", "encode", ARRANGE)
+"""Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 REPLAY = "replay"
 """A pass that rank 0 replays: of a batch, and with so many rows of logits."""
 
@@ -49,7 +51,7 @@ class PassLeader:
         """What the first pass raised that raised."""
 
     def lead(self, model: Any) -> None:
-        """Have the model's passes run on every rank from now on."""
+        """Have the passes of a model, or of its experts, run on every rank from now on."""
         for name in PASSES:
             own = getattr(model, name, None)
             if own is not None:

@@ -11,6 +11,7 @@ import msgspec
 from headrace_core.executor import Worker
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.leader import PassLeader
+from headrace_engine.multiproc.nodes.plan import NodePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,18 @@ class RankPlace:
     """Entry of ``headrace.communicators`` by which the ranks exchange tensors; "": there is one rank."""
     rendezvous: str = ""
     """Where the communicator's ranks find each other, in its own words."""
+    num_here: int = 0
+    """Ranks of this host, which are adjacent, each host having as many; 0: all are here."""
+
+    @property
+    def size_here(self) -> int:
+        """Ranks that share this host."""
+        return self.num_here or self.world_size
+
+    @property
+    def rank_here(self) -> int:
+        """The rank among those."""
+        return self.rank % self.size_here
 
 
 class Rendezvous(Protocol):
@@ -56,6 +69,17 @@ class RankedWorkers:
     communicator: str = ""
     meet: Callable[[], Rendezvous] | None = None
     """Opens the place where the communicator's ranks meet; None: it needs none."""
+    nodes: NodePlan | None = None
+    """The hosts, if there are several."""
+
+    @property
+    def num_here(self) -> int:
+        """Ranks of rank 0's host; 0: all."""
+        return 0 if self.nodes is None else self.world_size // self.nodes.count
+
+    def place(self, rank: int, rendezvous: str) -> RankPlace:
+        """The place of a rank of rank 0's host."""
+        return RankPlace(rank, self.world_size, self.communicator, rendezvous, self.num_here)
 
     def __call__(self) -> Worker:
         """The worker of an engine with one rank."""

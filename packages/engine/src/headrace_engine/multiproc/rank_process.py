@@ -1,5 +1,8 @@
 """The process of a rank other than 0: ``python -m headrace_engine.multiproc.rank_process DESCRIPTOR``.
 
+On another host than rank 0's there is a second descriptor: of a pair of sockets with the host's process,
+which says over it what the rank is, and whose end ends the rank, too.
+
 The main thread builds the worker and does what rank 0 says, in its order. Another one reads what rank 0 says,
 so that its end, however it comes, is seen at once and is the end of this process, too. Adapters are read in
 further ones.
@@ -57,10 +60,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
+    host = socket.socket(fileno=int(sys.argv[2])) if len(sys.argv) > 2 else None
     try:
-        hello = msgspec.json.decode(frames.receive(connection), type=RankHello)
+        hello = msgspec.json.decode(frames.receive(host or connection), type=RankHello)
     except (EOFError, OSError):
         os._exit(EXIT_ORPHANED)
+    if host is not None:
+        threading.Thread(
+            target=_end_with, args=(host,), name="headrace-host-watch", daemon=True
+        ).start()
     _configure_logging(hello)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     replies = _Replies(connection)
@@ -114,6 +122,13 @@ def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
         os._exit(EXIT_ORPHANED)
     except BaseException as error:
         messages.put(error)
+
+
+def _end_with(host: socket.socket) -> None:
+    """End this process when its host's is gone."""
+    with contextlib.suppress(OSError):
+        host.recv(1)
+    os._exit(EXIT_ORPHANED)
 
 
 def _serve(hello: RankHello, replies: _Replies, messages: queue.SimpleQueue[Any]) -> None:

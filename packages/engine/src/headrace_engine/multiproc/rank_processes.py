@@ -6,23 +6,19 @@ import contextlib
 import logging
 import selectors
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
-from headrace_core.context import MODEL
 from headrace_core.errors import EngineDead
-from headrace_engine.clients.process import describe_status
 from headrace_engine.clients.wire import as_exception
-from headrace_engine.log_lines import writes_colours, writes_json
 from headrace_engine.multiproc import frames
+from headrace_engine.multiproc.handles import ChildRank, NodeRank, RankHandle, start_child
 from headrace_engine.multiproc.messages import Answer, Failed, ModelPass, Raised, Stop, WorkerCall
-from headrace_engine.multiproc.places import RankedWorkers, RankHello, RankPlace
+from headrace_engine.multiproc.nodes.joined import JoinedNode
+from headrace_engine.multiproc.nodes.messages import NodeEnds
+from headrace_engine.multiproc.places import RankedWorkers
 from headrace_engine.multiproc.rank_process import STARTED
 from headrace_engine.threads import in_this_context
 
@@ -30,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 4.0
 """Longest time until a process that was told to stop ends, before it is killed."""
+REASON_SECONDS = 2.0
+"""Longest wait for how a process ended, once its connection is closed."""
 CAUSE_SECONDS = 2.0
 """Longest wait for the news of a rank's end, after rank 0 has failed in a pass."""
 
@@ -37,10 +35,8 @@ CAUSE_SECONDS = 2.0
 class _Rank:
     """One process, its connection, and who waits for its answers."""
 
-    def __init__(
-        self, place: RankPlace, process: subprocess.Popen[bytes], connection: socket.socket
-    ) -> None:
-        self.place = place
+    def __init__(self, rank: int, process: RankHandle, connection: socket.socket) -> None:
+        self.rank = rank
         self.process = process
         self.connection = connection
         self.started: Future[Any] = Future()
@@ -59,12 +55,18 @@ class RankProcesses:
         ranked: what to start.
         rendezvous: the communicator's.
         died: called, in that thread, with the reason when a rank has ended that was not told to.
+        nodes: further hosts, whose processes are started.
     """
 
     def __init__(
-        self, ranked: RankedWorkers, rendezvous: str, died: Callable[[EngineDead], None]
+        self,
+        ranked: RankedWorkers,
+        rendezvous: str,
+        died: Callable[[EngineDead], None],
+        nodes: Sequence[JoinedNode] = (),
     ) -> None:
         self._died = died
+        self._nodes = tuple(nodes)
         self._lock = threading.Lock()
         """Guards who waits for answers, and :attr:`failure`."""
         self._sending = threading.Lock()
@@ -76,13 +78,15 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         self._wake, self._woken = socket.socketpair()
         try:
-            for rank in range(1, ranked.world_size):
-                place = RankPlace(rank, ranked.world_size, ranked.communicator, rendezvous)
-                self._ranks.append(_start(ranked, place))
-        except BaseException:
-            self.kill()
+            for rank in range(1, ranked.num_here or ranked.world_size):
+                self._ranks.append(_start(ranked, rank, rendezvous))
+            for node in nodes:
+                for rank, connection in sorted(node.ranks.items()):
+                    self._ranks.append(_Rank(rank, NodeRank(rank, node), connection))
+        except BaseException as error:
+            self.kill(error)
             for started in self._ranks:
-                started.process.wait()
+                started.process.wait(STOP_SECONDS)
             self._close()
             raise
         self._thread = threading.Thread(
@@ -92,7 +96,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank from 1."""
+        """Process ids on their hosts, by rank from 1."""
         return [rank.process.pid for rank in self._ranks]
 
     def wait_started(self) -> None:
@@ -131,15 +135,13 @@ class RankProcesses:
         """Have every process end, and wait for it; those that do not are killed. Idempotent."""
         if not self._stopping:
             self._stopping = True
+            for node in self._nodes:
+                node.tell(Stop())
             with contextlib.suppress(OSError):
                 self._send(Stop())
         for rank in self._ranks:
-            try:
-                rank.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                logger.warning(
-                    "rank %d did not end in %g s; it is killed", rank.place.rank, STOP_SECONDS
-                )
+            if not rank.process.wait(STOP_SECONDS):
+                logger.warning("rank %d did not end in %g s; it is killed", rank.rank, STOP_SECONDS)
                 rank.process.kill()
                 rank.process.wait(STOP_SECONDS)
         with contextlib.suppress(OSError):
@@ -149,11 +151,20 @@ class RankProcesses:
             self._leave_nobody_waiting(EngineDead("the engine has been shut down"))
             self._close()
 
-    def kill(self) -> None:
-        """End every process now; :meth:`stop` is still to be called."""
+    def kill(self, cause: BaseException | None = None) -> None:
+        """End every process now; :meth:`stop` is still to be called.
+
+        Args:
+            cause: which other hosts are told.
+        """
         self._stopping = True
+        self._tell_nodes(cause)
         for rank in self._ranks:
             rank.process.kill()
+
+    def _tell_nodes(self, cause: BaseException | None) -> None:
+        for node in self._nodes:
+            node.tell(NodeEnds("rank 0 ends" if cause is None else str(cause)))
 
     def _send(self, message: ModelPass | WorkerCall | Stop) -> None:
         pieces = frames.pack(message)
@@ -174,6 +185,8 @@ class RankProcesses:
     def _close(self) -> None:
         for rank in self._ranks:
             rank.connection.close()
+        for node in self._nodes:
+            node.close()
         self._wake.close()
         self._woken.close()
 
@@ -205,9 +218,11 @@ class RankProcesses:
             future = rank.waiting.pop(message.call_id)
         if isinstance(message, Raised):
             raised = as_exception(message.error)
-            raised.add_note(f"raised by rank {rank.place.rank}")
+            raised.add_note(f"raised by rank {rank.rank}")
             future.set_exception(raised)
         elif isinstance(message, Answer):
+            if message.call_id == STARTED:
+                rank.process.made(message.result)
             future.set_result(message.result)
         return True
 
@@ -216,14 +231,8 @@ class RankProcesses:
         if isinstance(error, frames.BadFrame):
             rank.last_words = str(error)
             rank.process.kill()
-        try:
-            how = describe_status(rank.process.wait(STOP_SECONDS))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            how = "closed its connection"
-        if rank.last_words:
-            how = rank.last_words
-        reason = f"rank {rank.place.rank} (process {rank.process.pid}) ended: {how}"
+        rank.process.gone()
+        reason = rank.process.reason(0.0 if self._stopping else REASON_SECONDS, rank.last_words)
         dead = EngineDead(reason)
         with self._lock:
             first = self.failure is None
@@ -234,29 +243,14 @@ class RankProcesses:
                 one.waiting.clear()
         self._has_failed.set()
         if first and not self._stopping:
+            self._tell_nodes(dead)
             self._died(dead)
         for future in waiting:  # who gets this finds the executor ended
             future.set_exception(dead)
 
 
-def _start(ranked: RankedWorkers, place: RankPlace) -> _Rank:
+def _start(ranked: RankedWorkers, rank: int, rendezvous: str) -> _Rank:
     ours, theirs = socket.socketpair()
-    with theirs:
-        hello = RankHello(
-            factory=ranked.factory,
-            config=ranked.config,
-            place=place,
-            log_level=logger.getEffectiveLevel(),
-            log_json=writes_json(__name__),
-            log_colour=writes_colours(__name__),
-            log_model=MODEL.get(),
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "headrace_engine.multiproc.rank_process", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            process_group=0,  # a terminal's Ctrl-C is rank 0's, also while this one imports
-        )
-    with contextlib.suppress(OSError):  # ended already: whoever reads will say so
-        frames.send(ours, frames.pack(msgspec.json.encode(hello)))
-    return _Rank(place, process, ours)
+    place = ranked.place(rank, rendezvous)
+    process = start_child(ranked.factory, ranked.config, place, ours, [theirs])
+    return _Rank(rank, ChildRank(rank, process), ours)

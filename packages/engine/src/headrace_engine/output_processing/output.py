@@ -9,6 +9,7 @@ output, so nothing queues up; and the engine suspends a request of which much wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from headrace_core.lora import LoRARequest
 from headrace_core.output import (
@@ -325,6 +326,7 @@ class StreamState:
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.weights_versions = VersionsSeen()
         self._num_cached_tokens = 0
+        self._kv_transfer_params: dict[str, Any] | None = None
         self._num_preemptions: dict[str, int] = {}
         self._taken_finished = False
         self.num_takes = 0
@@ -369,6 +371,8 @@ class StreamState:
             if output.num_drafted:
                 metrics.num_draft_tokens += output.num_drafted
                 metrics.num_accepted_tokens += len(output.new_token_ids) - 1
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
         if output.num_preemptions:
             self._num_preemptions[output.request_id] = output.num_preemptions
             metrics.num_preemptions = sum(self._num_preemptions.values())
@@ -470,6 +474,7 @@ class StreamState:
             self._num_cached_tokens,
             self.request.lora_request,
             self.weights_versions.all,
+            self._kv_transfer_params,
         )
 
     def _start(self, completion: CompletionState, output: CoreOutput) -> None:

@@ -253,6 +253,8 @@ class RequestTracker:
         del self.requests[state.request_id]
         output = output_of(state)
         output.finish_reason, output.error = reason, error
+        if self._transfer is not None and reason in ("stop", "length"):
+            output.kv_transfer_params = self._transfer.answer(state.request)
         return output
 
     def end_raising(self, state: SchedulerRequest, error: Exception) -> CoreOutput:

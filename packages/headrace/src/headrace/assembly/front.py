@@ -17,6 +17,7 @@ from headrace.assembly.engines import check_one_engine, replicated_client
 from headrace.assembly.logits_processors import processor_name
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing_packages import missing
+from headrace.assembly.nodes import check_leads
 from headrace.assembly.plugged import (
     io_processor_class,
     logits_processors,
@@ -135,6 +136,7 @@ def front_end(
     Raises:
         ConfigError: shared memory of media, and the core is in this process.
     """
+    check_leads(config)
     if config.parallel.data_parallel_size > 1:
         config = dataclasses.replace(config, engine_process=True)
     if client is None:
@@ -178,6 +180,7 @@ def front_end(
         media=media,
         default_loras=resolved.config.lora.default_mm_loras,
         only_encodes=config.multimodal.only_encodes,
+        kv_role=config.cache.kv_transfer_config.get("kv_role", ""),
     )
     check_backend(config.structured_outputs)
     if client is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from headrace.assembly.context_parallel import check_context_parallel
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
 from headrace_core.graph import RecordsCalls
@@ -30,18 +31,29 @@ class Ranks:
 
     Args:
         place: None: there is one rank.
+        context_size: ranks that share the keys of what would be copies (decode context parallelism).
     """
 
-    def __init__(self, place: RankPlace | None = None) -> None:
+    def __init__(self, place: RankPlace | None = None, context_size: int = 1) -> None:
         self._place = place
+        self._context_size = context_size
         self._communicator: Communicator | None = None
+        self._context_group: Communicator | None = None
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
+        self.size_here = 1 if place is None else place.size_here
+        """Ranks that share this host."""
+        self.rank_here = 0 if place is None else place.rank_here
 
     @property
     def are_several(self) -> bool:
         """True if layers are divided."""
         return self.world_size > 1
+
+    @property
+    def share_keys(self) -> bool:
+        """True if ranks keep a part of the tokens each."""
+        return self.are_several and self._context_size > 1
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
@@ -50,6 +62,10 @@ class Ranks:
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
+        if self.share_keys:
+            if self.rank == 0:
+                logger.info("steps are not recorded while ranks share keys")
+            return False
         if not self.are_several or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
@@ -67,11 +83,24 @@ class Ranks:
             self._communicator = create(self.rank, self.world_size, self._place.rendezvous)
         return self._communicator
 
+    def context_group(self) -> Communicator:
+        """The neighbouring ranks that share keys, this one among them; it joins when it is first asked for."""
+        if self._place is None or not self.share_keys or self._context_size == self.world_size:
+            return self.communicator()
+        if self._context_group is None:
+            number, rank = divmod(self.rank, self._context_size)
+            meeting = self._place.rendezvous.rpartition("/")[0]
+            create = plugins.load(COMMUNICATORS, self._place.communicator)
+            self._context_group = create(rank, self._context_size, f"{meeting}/dcp{number}")
+        return self._context_group
+
     def leave(self) -> None:
-        """Leave the group, if this rank is in one. Idempotent."""
-        group, self._communicator = self._communicator, None
-        if group is not None:
-            group.close()
+        """Leave the groups that this rank is in. Idempotent."""
+        groups = (self._context_group, self._communicator)
+        self._context_group = self._communicator = None
+        for group in groups:
+            if group is not None:
+                group.close()
 
     def threads(self, whole: CpuThreads) -> CpuThreads:
         """This rank's share of the engine's threads, and of the cores that they are bound to.
@@ -81,27 +110,27 @@ class Ranks:
         """
         if not self.are_several:
             return whole
-        if whole.cores and len(whole.cores) < self.world_size:
+        if whole.cores and len(whole.cores) < self.size_here:
             raise ConfigError(
                 f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
                 f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
                 "num_threads out, or set it to 'none'",
                 field=BIND_FIELD,
             )
-        count = max(1, whole.num_threads // self.world_size)
-        if whole.num_threads < self.world_size and self.rank == 0:
+        count = max(1, whole.num_threads // self.size_here)
+        if whole.num_threads < self.size_here and self.rank_here == 0:
             logger.warning(
                 "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
                 "takes one: they wait for each other. Use as many ranks as cores at most",
-                self.world_size,
+                self.size_here,
                 whole.num_threads,
             )
-        start = self.rank * count
+        start = self.rank_here * count
         return CpuThreads(count, whole.cores[start : start + count])
 
     def memory_share(self, device: str) -> int:
         """Ranks that share this one's memory."""
-        return self.world_size if device == "cpu" else 1
+        return self.size_here if device == "cpu" else 1
 
 
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
@@ -127,6 +156,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
                 f"{why}",
                 field=field,
             )
+    check_context_parallel(config)
     communicator_name(config)
 
 
@@ -154,7 +184,7 @@ def communicator_name(config: EngineConfig) -> str:
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
-        wanted = "shm" if _shares_memory() else "gloo"
+        wanted = "shm" if config.parallel.nnodes == 1 and _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
@@ -176,11 +206,11 @@ def _shares_memory() -> bool:
     return "shm" in plugins.installed(COMMUNICATORS) and library.available()
 
 
-def open_rendezvous() -> Rendezvous:
-    """A place on this host where the ranks meet."""
+def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
+    """A place where the ranks meet, at an address of this host."""
     from headrace_distributed.rendezvous import RendezvousServer
 
-    return RendezvousServer()
+    return RendezvousServer(host)
 
 
 def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from headrace import demo
 from headrace.assembly.detection import detect
 from headrace.assembly.drafts.head import with_head, with_verifier
+from headrace.assembly.experts import check_experts
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
 from headrace.assembly.ranks import check_ranks
@@ -70,6 +71,7 @@ def resolve_engine(config: EngineConfig) -> ResolvedConfig:
     _check_extensions(config, info)
     check_ec_role(config, info)
     check_ranks(config, info, platform)
+    check_experts(config, info)
     _check_sampling_defaults(info)
     config = with_head(config, info)
     if not isinstance(config.model.hf_overrides, Mapping):  # what the function made

@@ -9,14 +9,18 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from headrace.assembly.context_parallel import key_sharing, share_blocks
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
+from headrace.assembly.experts import divided_experts
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.nodes import node_plan
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.ranks import (
     FOLLOWER_FACTORY,
@@ -45,6 +49,7 @@ from headrace_engine.cores import CpuThreads, format_cores, plan_threads
 if TYPE_CHECKING:
     import torch
 
+    from headrace.assembly.experts import DividedMixtures
     from headrace_core.executor import Worker, WorkerFactory
     from headrace_core.kv import KVConnector
     from headrace_core.lora import AdapterSlots
@@ -102,7 +107,7 @@ def worker_factory(
         config.graph.max_cudagraph_capture_size,
         max_num_batched_tokens=tokens,
     )
-    ranks = Ranks(place)
+    ranks = Ranks(place, config.parallel.decode_context_parallel_size)
     threads = ranks.threads(cpu_threads(resolved))
     kv_scales = kv_scale_constants(config.cache, os.environ)
     make_processors = processor_maker(resolved, timeline)
@@ -114,13 +119,15 @@ def worker_factory(
 
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
+        experts = divided_experts(config.parallel, ranks, tokens)
 
         def build(
             model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
         ) -> CausalLM:
             return build_model(
-                model, ops, timeline, slices, slots, again=again, told=weights.loaded, ranks=ranks
-            )
+                model, ops, timeline, slices, slots, again=again, told=weights.loaded, ranks=ranks,
+                experts=experts,
+            )  # fmt: skip
 
         weights = WeightHolder(
             lambda slots=None: without_weights(resolved, ops, slices, slots),
@@ -148,6 +155,7 @@ def worker_factory(
             "num_threads": threads.num_threads,
             "cores": threads.cores,
             "cache_ahead_bytes": config.cache.kv_cache_ahead_bytes,
+            "experts": experts,
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
@@ -173,6 +181,7 @@ def worker_factory(
             lambda slots=None: build(resolved, slots),
             **of_rank,
             leader=leader,
+            watcher=None if experts is None else experts.balancer(),
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             kv_scales=kv_scales,
@@ -229,7 +238,9 @@ def ranked_workers(
     if size == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
     name = communicator_name(config)
-    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, open_rendezvous)
+    plan = node_plan(resolved)
+    meet = open_rendezvous if plan is None else partial(open_rendezvous, plan.host)
+    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, meet, plan)
 
 
 def memory_pool(resolved: ResolvedConfig) -> MemoryPool | None:
@@ -349,6 +360,7 @@ def build_model(
     again: bool = False,
     told: Callable[[LoadedModel], None] | None = None,
     ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -358,6 +370,7 @@ def build_model(
         again: the model takes the place of one that is still held, so that free memory says nothing.
         told: is told how the model was loaded, so that its weights can be replaced.
         ranks: over which its layers are divided; None: it is whole.
+        experts: that ranks have whole; None: they are divided as all else is.
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
@@ -366,9 +379,19 @@ def build_model(
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
-        context = build_context(resolved, ops, choose, slices, adapters, ranks)
+        context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
+
+    def admit(model: CausalLM) -> None:
+        if ranks is not None and ranks.share_keys:
+            share_blocks(model, config.parallel.decode_context_parallel_size)
+        if again:
+            return
+        if experts is not None:
+            experts.check_found(info.architecture)
+        check_room(resolved, model, share)
+
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
@@ -379,11 +402,13 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress,
-            admit=None if again else lambda model: check_room(resolved, model, share),
+            admit=admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
         )
     choose.check_used()
+    if experts is not None:
+        experts.settle()
     if told is not None and record is not None:
         told(record)
     return model
@@ -476,6 +501,7 @@ def build_context(
     slices: EncoderSlices | None = None,
     adapters: AdapterSlots | None = None,
     ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
 ) -> BuildContext:
     """Build context of a model on one rank.
 
@@ -484,6 +510,7 @@ def build_context(
         slices: where towers pause; None: they never do.
         adapters: see :func:`build_model`.
         ranks: likewise.
+        experts: likewise.
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
@@ -491,6 +518,7 @@ def build_context(
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     uncached = tower_chooser(resolved, ops, choose)
+    sharing = key_sharing(config, ops, ranks)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -506,7 +534,7 @@ def build_context(
             activations=config.model.quantization_activations,
         ),
         communicator=SingleProcess() if ranks is None else ranks.communicator(),
-        attention=lambda need: _paged(choose(need)),
+        attention=lambda need: sharing(need, _paged(choose(need))),
         encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
@@ -517,6 +545,7 @@ def build_context(
         generation_config=info.generation_config,
         trust_remote_code=info.trust_remote_code,
         adapters=adapters,
+        experts=None if experts is None else experts.division,
     )
 
 

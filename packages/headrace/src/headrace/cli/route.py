@@ -27,6 +27,11 @@ Clients use http://127.0.0.1:8000 as if it were one server.
 A server gets a request if it has seen the longest part of its beginning, unless it has
 --max-imbalance times as many requests in flight as the least busy one. A server that dies is
 noticed within --health-interval; its requests go to another one if their answers have not begun.
+Prompts may be computed by other servers than those that answer (docs/kv-transfer.md):
+  headrace serve MODEL --port 8001 --kv-transfer-config '{"kv_connector": "p2p", "kv_role": "kv_producer"}' &
+  headrace serve MODEL --port 8002 --kv-transfer-config '{"kv_connector": "p2p", "kv_role": "kv_consumer"}' &
+  headrace route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002
+
 Take one out before an upgrade (with a key, or --dev-mode on your own machine):
   curl -X POST localhost:8000/router/drain -H 'Content-Type: application/json' \\
     -d '{"server": "http://127.0.0.1:8001"}'
@@ -39,13 +44,18 @@ def main(argv: Sequence[str]) -> int:
         router, settings = settings_from(args)
         _log(settings)
         from headrace_server.router.app import create_router_app
+        from headrace_server.router.prefixes import SentPrefixes
         from headrace_server.router.servers import ServerPool
         from headrace_server.run import bind, run
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(contextlib.closing(bind(settings)))
         prefixes = stack.enter_context(knowing_prefixes(router))
-        pool = ServerPool(router, prefixes, router.key_of_servers())
-        return run(create_router_app(pool, settings), listening, settings)
+        key = router.key_of_servers()
+        pool, prefilling = ServerPool(router, prefixes, key), None
+        if router.prefill:
+            seen = SentPrefixes(router.prefix_entries)
+            prefilling = ServerPool(router, seen, key, prefills=True)
+        return run(create_router_app(pool, settings, prefilling), listening, settings)
 
 
 def make_parser() -> Parser:

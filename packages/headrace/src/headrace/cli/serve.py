@@ -36,6 +36,8 @@ class ServeOptions(NamedTuple):
     """File with the entries of several models."""
     demo: str | None = None
     """``--demo``, which chose the model."""
+    headless: bool = False
+    """This host has ranks of an engine that another one serves."""
 
     @property
     def templates(self) -> TemplateSettings:
@@ -67,6 +69,10 @@ class ServeOptions(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     with ending_at_once():
         prepared = prepare(argv)
+    if prepared.headless:
+        from headrace.assembly.nodes import serve_ranks
+
+        return serve_ranks(prepared.config)
     if prepared.models_config is not None:
         from headrace.multi_model.serving import serve_several
 
@@ -97,7 +103,7 @@ def prepare(argv: Sequence[str], process: str = "") -> ServeOptions:
     check_traces(settings, config.observability)
     if engine_args.settings and not process:
         logger.info("non-default engine settings: %s", engine_args.settings)
-    return ServeOptions(settings, config, args.models_config, args.demo)
+    return ServeOptions(settings, config, args.models_config, args.demo, args.headless)
 
 
 def keep_metrics_in_memory() -> None:
@@ -246,6 +252,11 @@ def make_parser(kind: type[Parser] = Parser) -> Parser:
     parser.add_argument(
         "--models-config", metavar="FILE",
         help="YAML or JSON list of models that are served together (docs: several models)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--headless", action="store_true",
+        help="On a host with --node-rank above 0: run its ranks and serve nothing; flags of the HTTP server "
+        "have no effect",
     )  # fmt: skip
     try:
         from headrace_server.settings import ServerSettings

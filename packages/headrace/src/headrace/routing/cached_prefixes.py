@@ -46,7 +46,7 @@ class CachedPrefixes:
     """
 
     def __init__(self, settings: RouterSettings, sent: SentPrefixes) -> None:
-        urls = [url.rstrip("/") for url in settings.server]
+        urls = settings.servers
         self._sent = sent
         self._key = settings.key_of_servers()
         self._upstreams = {url: Upstream(url, settings.connect_timeout) for url in urls}

@@ -104,6 +104,8 @@ class Slot:
     """Any floating dtype is taken, and converted to ``dtype``."""
     only_part: int | None = None
     """The slot is for this part of a fused layer, whose parts are stored differently; it has one part."""
+    copies: int = 1
+    """How often this rank keeps the tensor; 0: other ranks do. It must be in the checkpoint all the same."""
 
     @property
     def num_parts(self) -> int:

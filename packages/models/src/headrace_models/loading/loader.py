@@ -120,6 +120,11 @@ def load_model(
     with torch.no_grad(), freed_memory_returns():
         by_rank = cast(object, chosen)
         if isinstance(by_rank, SharesByRank):
+            if context.experts is not None:
+                raise UnsupportedModel(
+                    f"{info.path}: is a sharded state, in which experts are divided by columns: it cannot be "
+                    "loaded with expert parallelism; leave that out, or load the checkpoint it was made of"
+                )
             group = context.communicator
             shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
@@ -334,7 +339,9 @@ class Filling:
         self.deliver = deliver
         self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
         self.arrived = {
-            path: _Arrived(missing=sum(s.num_parts for s in slots.values() if s.required))
+            path: _Arrived(
+                missing=sum(s.num_parts for s in slots.values() if s.required and s.copies)
+            )
             for path, slots in weights.slots.items()
         }
         self.loaded: set[str] = set()
@@ -366,11 +373,18 @@ class Filling:
                 return
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        check_finite(name, tensor, file)
         places, rule = self.weights.stack(match), match.rule
+        keeps = [self._keeps(place) for place in places]
+        if all(keeps):
+            check_finite(name, tensor, file)
         rows = unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
-        for place, row in zip(places, rows, strict=True):
+        for place, row, is_kept in zip(places, rows, keeps, strict=True):
+            if is_kept and not all(keeps):
+                check_finite(name, row, file)
             self._take(place, rule, name, row, file)
+
+    def _keeps(self, place: Place) -> bool:
+        return self.weights.slots[place.leaf][place.key].copies > 0
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
@@ -378,7 +392,7 @@ class Filling:
         check_tensor(slot, parts, rule, name, tensor, file, self.quantization)
         for part in parts:
             self._claim(place, part, name, file)
-        if self.left_over:
+        if self.left_over or not slot.copies:  # what other ranks keep is not even read
             return
         arrived = self.arrived[place.leaf]
         for part in parts:

@@ -23,7 +23,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,), "truncate_prompt_tokens": (None,),
     "response_format": (None, ResponseFormat.model_validate({"type": "text"})),
     "structured_outputs": (None,), "thinking_token_budget": (None,), "headrace_xargs": (None, {}),
-    "vllm_xargs": (None, {}), **dict.fromkeys(SPELLINGS, (None, "")),
+    "vllm_xargs": (None, {}), "kv_transfer_params": (None,), **dict.fromkeys(SPELLINGS, (None, "")),
 }  # fmt: skip
 """Fields that a search cannot honour -> the values that ask for nothing."""
 

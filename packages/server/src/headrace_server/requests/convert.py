@@ -30,7 +30,11 @@ from headrace_server.protocols.base import MAX_SEQUENCES, check_size
 from headrace_server.protocols.openai.bodies.chat import ChatMessage, ChatRequest
 from headrace_server.protocols.openai.bodies.completions import CompletionRequest
 from headrace_server.protocols.openai.bodies.pooling import ChatInput
-from headrace_server.protocols.openai.bodies.sampling import SamplingBody, SamplingFields
+from headrace_server.protocols.openai.bodies.sampling import (
+    KVTransferParams,
+    SamplingBody,
+    SamplingFields,
+)
 from headrace_server.protocols.openai.bodies.tokenize import TokenizeChatRequest
 from headrace_server.requests.prompt_embeds import decode_embeds
 from headrace_server.settings import ServerSettings
@@ -235,7 +239,24 @@ def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
 
 
 def _extra_args(body: SamplingBody) -> dict[str, Any] | None:
-    return {**(body.vllm_xargs or {}), **(body.headrace_xargs or {})} or None
+    transfer = transfer_args(body.kv_transfer_params, stream=body.stream)
+    return {**(body.vllm_xargs or {}), **(body.headrace_xargs or {}), **transfer} or None
+
+
+def transfer_args(params: KVTransferParams | None, *, stream: bool) -> dict[str, Any]:
+    """The engine's extra arguments of KV transfer; {}: there are none.
+
+    Raises:
+        RequestError: a stream cannot tell where blocks are.
+    """
+    if params is None:
+        return {}
+    if params.do_remote_decode and stream:
+        raise RequestError(
+            "kv_transfer_params.do_remote_decode: not available with stream",
+            param="kv_transfer_params",
+        )
+    return params.as_extra_args()
 
 
 # Completions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from headrace_server.errors.mapping import ErrorAnswer
 from headrace_server.http.routing import json_router
 from headrace_server.observability.fingerprint import installed_version
 from headrace_server.observability.metrics import HttpTraffic
+from headrace_server.router.prefill import Prefill
 from headrace_server.router.proxy import Proxy
 from headrace_server.router.servers import MAX_LIST, Server, ServerPool
 from headrace_server.router.upstream import UpstreamError
@@ -69,20 +70,24 @@ class NamedServer(BaseModel):
     """URL, as the router was given it."""
 
 
-def create_router_app(pool: ServerPool, settings: ServerSettings) -> FastAPI:
+def create_router_app(
+    pool: ServerPool, settings: ServerSettings, prefilling: ServerPool | None = None
+) -> FastAPI:
     """Compose the application.
 
     Args:
         pool: the servers.
         settings: of the router's own port.
+        prefilling: servers that compute prompts for them; None: there are none.
 
     Raises:
         ConfigError: a key file of the settings cannot be used; or there must be a key.
     """
     gates = gates_of(settings)
     app = new_app(settings)
+    pools = [pool] if prefilling is None else [pool, prefilling]
     state = Serving(
-        engine=_NoEngine(pool),
+        engine=_NoEngine(pools),
         settings=settings,
         traffic=HttpTraffic(settings.metrics_prefix),
         connections=connection_limits(settings),
@@ -90,14 +95,16 @@ def create_router_app(pool: ServerPool, settings: ServerSettings) -> FastAPI:
     app.state.headrace = state
     errors.install(app, stacks=bool(settings.log_error_stack))
     add_gauges(state)
-    proxy = Proxy(pool, state.lifecycle)
-    state.traffic.registry.register(_RouterCollector(settings.metrics_prefix, pool, proxy))
+    prefill = None if prefilling is None else Prefill(prefilling)
+    proxy = Proxy(pool, state.lifecycle, prefill)
+    collector = _RouterCollector(settings.metrics_prefix, pools, proxy, prefill)
+    state.traffic.registry.register(collector)
     app.include_router(_health(pool, state))
     app.include_router(_models(pool))
     if (settings.enable_control_routes or settings.dev_mode) and may_control(settings, gates):
-        add_control_routers(app, state, [_control(pool)])
+        add_control_routers(app, state, [_control(pools)])
     app.router.default = proxy
-    app.router.lifespan_context = _lifespan(pool)
+    app.router.lifespan_context = _lifespan(pools)
     close_in(app, state, gates)
     return app
 
@@ -107,24 +114,27 @@ class _NoEngine:
 
     dead_error: BaseException | None = None
 
-    def __init__(self, pool: ServerPool) -> None:
-        self._pool = pool
+    def __init__(self, pools: Sequence[ServerPool]) -> None:
+        self._pools = pools
 
     async def check_health(self) -> None:
         """Nothing can be wrong here."""
 
     async def shutdown(self) -> None:
-        self._pool.close()
+        for pool in self._pools:
+            pool.close()
 
 
-def _lifespan(pool: ServerPool) -> Any:
+def _lifespan(pools: Sequence[ServerPool]) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await pool.look()  # so that the first request finds a server
-        watching = asyncio.create_task(pool.watch())
+        # So that the first request finds a server.
+        await asyncio.gather(*(pool.look() for pool in pools))
+        watching = [asyncio.create_task(pool.watch()) for pool in pools]
         yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
     return lifespan
 
@@ -233,15 +243,15 @@ async def _models_of(
         return 503
 
 
-def _control(pool: ServerPool) -> APIRouter:
+def _control(pools: Sequence[ServerPool]) -> APIRouter:
     """Looking at the servers, and taking one out: its requests end, and it gets no others."""
     router = json_router()
     router.tags = ["control"]
 
     def named(body: NamedServer) -> Server:
-        server = pool.find(body.server)
+        server = next(filter(None, (pool.find(body.server) for pool in pools)), None)
         if server is None:
-            known = ", ".join(one.url for one in pool.servers)
+            known = ", ".join(one.url for pool in pools for one in pool.servers)
             raise RequestError(
                 f"server: {body.server!r} is none of the router's: {known}", param="server"
             )
@@ -249,7 +259,7 @@ def _control(pool: ServerPool) -> APIRouter:
 
     @router.get("/router/servers")
     async def servers() -> ServerStates:
-        return ServerStates(servers=[_state_of(one) for one in pool.servers])
+        return ServerStates(servers=[_state_of(one) for pool in pools for one in pool.servers])
 
     @router.post("/router/drain")
     async def drain(body: NamedServer) -> ServerState:
@@ -279,13 +289,16 @@ def _state_of(server: Server) -> ServerState:
 class _RouterCollector(Collector):
     """The router's own counts, by server where there are several."""
 
-    def __init__(self, prefix: str, pool: ServerPool, proxy: Proxy) -> None:
+    def __init__(
+        self, prefix: str, pools: Sequence[ServerPool], proxy: Proxy, prefill: Prefill | None
+    ) -> None:
         self._prefix = prefix + "router_"
-        self._pool = pool
-        self._proxy = proxy
+        self._pools = pools
+        self._proxy, self._prefill = proxy, prefill
 
     def collect(self) -> Iterator[Metric]:
-        servers, proxy = self._pool.servers, self._proxy
+        servers = [server for pool in self._pools for server in pool.servers]
+        proxy, prefill = self._proxy, self._prefill
         gauges = (
             ("server_available", "1 if the server gets requests.", "is_available"),
             ("server_requests_in_flight", "Requests that the server answers.", "in_flight"),
@@ -300,10 +313,15 @@ class _RouterCollector(Collector):
                 for server in servers:
                     family.add_metric((server.url,), float(getattr(server, field)))
                 yield family
-        totals = (
+        totals = [
             ("retries", "Requests sent to another server.", proxy.num_retries),
             ("broken_answers", "Answers that broke off after their first byte.", proxy.num_broken),
             ("refused_requests", "Requests that no server took.", proxy.num_refused),
-        )
+        ]
+        if prefill is not None:
+            totals += [
+                ("prefills", "Prompts that a server of --prefill computed.", prefill.num_divided),
+                ("whole_requests", "Requests for which none did.", prefill.num_whole),
+            ]
         for name, text, value in totals:
             yield CounterMetricFamily(self._prefix + name, text, value=float(value))

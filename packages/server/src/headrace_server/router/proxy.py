@@ -29,6 +29,7 @@ from headrace_server.http.paths import (
     route_path,
 )
 from headrace_server.protocols.anthropic import errors as anthropic
+from headrace_server.router.prefill import Prefill, Transport
 from headrace_server.router.requests import ReadRequest, read_request
 from headrace_server.router.servers import Server, ServerPool
 from headrace_server.router.upstream import ConnectError, UpstreamAnswer, UpstreamError
@@ -87,10 +88,14 @@ class Proxy:
     Args:
         pool: the servers.
         lifecycle: counts what is in flight, and ends it when the router stops.
+        prefill: has prompts computed before; None: servers do it themselves.
     """
 
-    def __init__(self, pool: ServerPool, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, pool: ServerPool, lifecycle: Lifecycle, prefill: Prefill | None = None
+    ) -> None:
         self._pool = pool
+        self._prefill = prefill
         self._lifecycle = lifecycle
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Stored response -> URL of the server that stores it."""
@@ -139,6 +144,9 @@ class Proxy:
         broken: list[str] = []
         refusal: _Refusal | None = None
         home = self._home(request)
+        if self._prefill is not None and home is None and scope["method"] == "POST":
+            how = Transport(_target(scope), self._headers(scope, reply))
+            request.prompt.body = await self._prefill.prepared(request, how)
         while len(broken) < MAX_BROKEN:
             server = await self._choose(request, home, tried)
             if server is None:

@@ -30,13 +30,19 @@ class Server:
         settings: of the router.
         headers: that requests of the router's own carry: its key.
         number: its place among the servers, from 1.
+        kind: what clients are told that it is.
     """
 
     def __init__(
-        self, url: str, settings: RouterSettings, headers: Headers = (), number: int = 1
+        self,
+        url: str,
+        settings: RouterSettings,
+        headers: Headers = (),
+        number: int = 1,
+        kind: str = "server",
     ) -> None:
         self.url = url
-        self.name = f"server {number}"
+        self.name = f"{kind} {number}"
         """What clients are told: addresses are the operator's affair."""
         self.upstream = Upstream(url, settings.connect_timeout)
         self.own_headers = headers
@@ -155,15 +161,22 @@ class ServerPool:
         settings: of the router.
         prefixes: knows what is cached where.
         key: that the servers want; None: the clients' own is passed on.
+        prefills: these are the servers that compute prompts for others.
     """
 
     def __init__(
-        self, settings: RouterSettings, prefixes: PrefixKnowledge, key: str | None = None
+        self,
+        settings: RouterSettings,
+        prefixes: PrefixKnowledge,
+        key: str | None = None,
+        *,
+        prefills: bool = False,
     ) -> None:
         own = [(b"authorization", b"Bearer " + key.encode())] if key else []
         self.key_headers: Headers = own
-        urls = [url.rstrip("/") for url in settings.server]
-        self.servers = [Server(url, settings, own, i) for i, url in enumerate(urls, 1)]
+        urls = [url.rstrip("/") for url in settings.prefill] if prefills else settings.servers
+        kind = "prefill server" if prefills else "server"
+        self.servers = [Server(url, settings, own, i, kind) for i, url in enumerate(urls, 1)]
         self.prefixes = prefixes
         self._interval = settings.health_interval
         self._max_imbalance = settings.max_imbalance

@@ -44,6 +44,14 @@ class RouterSettings:
         (), "URL of a server, as http://127.0.0.1:8001; may be repeated. Requests go to the one that has "
         "seen the longest part of their beginning.",
     )  # fmt: skip
+    prefill: tuple[str, ...] = option(
+        (), "URL of a server that computes prompts for those of --decode; may be repeated. Both kinds need "
+        "a --kv-transfer-config by which blocks go from one to the other.",
+    )  # fmt: skip
+    decode: tuple[str, ...] = option(
+        (), "URL of a server that answers, with prompts that servers of --prefill have computed; may be "
+        "repeated. In place of --server.",
+    )  # fmt: skip
     server_api_key: str | None = option(
         None, f"Key that the router sends to the servers. Prefer {KEY_VARIABLE}: a command line is visible "
         "to other users. Default: the client's own is passed on.",
@@ -74,17 +82,8 @@ class RouterSettings:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not self.server:
-            raise ConfigError("server: must be given, as --server http://127.0.0.1:8001",
-                              field="server")  # fmt: skip
-        for url in self.server:
-            parts = urlsplit(url)
-            require(
-                parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query,
-                "server", url, "a URL as http://host:port",
-            )  # fmt: skip
-        urls = [url.rstrip("/") for url in self.server]
-        require(len(set(urls)) == len(urls), "server", self.server, "different URLs")
+        _check_urls(self)
+        urls = self.servers
         require(
             len(self.kv_events) in (0, len(urls)), "kv_events", self.kv_events,
             f"one address for each server ({len(urls)}), or none",
@@ -97,6 +96,11 @@ class RouterSettings:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
     @property
+    def servers(self) -> list[str]:
+        """URLs of the servers that answer, without slashes at their ends."""
+        return [url.rstrip("/") for url in self.server or self.decode]
+
+    @property
     def event_addresses(self) -> list[KVEventAddress]:
         """:attr:`kv_events`, taken apart."""
         parts = [text.partition(",") for text in self.kv_events]
@@ -105,3 +109,27 @@ class RouterSettings:
     def key_of_servers(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """The key that the servers get; None: the client's own."""
         return self.server_api_key or environ.get(KEY_VARIABLE) or None
+
+
+def _check_urls(settings: RouterSettings) -> None:
+    """Raises: ConfigError: servers are missing, or are no URLs."""
+    if not settings.servers:
+        raise ConfigError("server: must be given, as --server http://127.0.0.1:8001",
+                          field="server")  # fmt: skip
+    names = ("server", "prefill", "decode")
+    for name in names:
+        for url in getattr(settings, name):
+            parts = urlsplit(url)
+            require(
+                parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query,
+                name, url, "a URL as http://host:port",
+            )  # fmt: skip
+    require(not (settings.server and settings.decode), "decode", settings.decode,
+            "left out with --server")  # fmt: skip
+    require(bool(settings.prefill) == bool(settings.decode), "prefill", settings.prefill,
+            "given with --decode, and only then")  # fmt: skip
+    require(not (settings.prefill and settings.kv_events), "kv_events", settings.kv_events,
+            "left out with --prefill")  # fmt: skip
+    urls = [url.rstrip("/") for name in names for url in getattr(settings, name)]
+    name = "server" if settings.server else "prefill"
+    require(len(set(urls)) == len(urls), name, tuple(urls), "different URLs")

@@ -162,6 +162,7 @@ class FakeEngine:
         speech, io_processor: what the properties of these names give.
         adapters: those that are known, by id; front ends of one engine share them. A model whose
             ``max_loras`` is 0 takes none.
+        kv_transfer_params: of every last output.
 
     Pooled results are those of :mod:`headrace_testing.fakes.pooling`, transcripts those of
     :mod:`headrace_testing.fakes.transcription`.
@@ -186,7 +187,9 @@ class FakeEngine:
         speech: SpeechModel | None = None,
         io_processor: IOProcessor | None = None,
         adapters: dict[int, LoRARequest] | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
+        self.kv_transfer_params = kv_transfer_params
         self.reply: Reply = reply if reply is not None else _echo
         self.tokens_per_output = tokens_per_output
         self.first_delay, self.delay, self.gate = first_delay, delay, gate
@@ -782,6 +785,7 @@ class FakeEngine:
             prompt_logprobs=prompt_logprobs,
             metrics=metrics,
             num_cached_tokens=min(self.cached_tokens, len(prompt_ids) - 1),
+            kv_transfer_params=self.kv_transfer_params if finished else None,
         )
 
     def _raise_if_dead(self) -> None:

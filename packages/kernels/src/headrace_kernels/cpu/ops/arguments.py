@@ -151,3 +151,22 @@ def vector(x: Tensor, dtype: torch.dtype, size: int, name: str) -> Tensor:
     if x.dtype is not dtype or x.shape != (size,):
         raise ConfigError(f"{name} is {describe(x)}; it must be {dtype} [{size}]")
     return x if x.is_contiguous() else x.contiguous()
+
+
+def partial_pointers(
+    key_counts: Tensor | None, lse: Tensor | None, tokens: int, heads: int, op: str
+) -> tuple[int | None, int | None]:
+    """Addresses of what attention to a part of the keys takes (:class:`headrace_core.ops.PagedAttentionOp`).
+
+    Raises:
+        ConfigError: they do not fit, or are not contiguous.
+    """
+    for name, x, dtype, shape in (
+        ("key_counts", key_counts, torch.int32, (tokens,)),
+        ("lse", lse, torch.float32, (tokens, heads)),
+    ):
+        if x is not None and (x.dtype is not dtype or x.shape != shape or not x.is_contiguous()):
+            raise ConfigError(
+                f"{op}: {name} is {describe(x)}; it must be {dtype} {list(shape)}, contiguous"
+            )
+    return pointer(key_counts), pointer(lse)

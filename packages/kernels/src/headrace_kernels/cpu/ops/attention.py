@@ -8,7 +8,14 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
-from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, unit_last, vector
+from headrace_kernels.cpu.ops.arguments import (
+    describe,
+    dtype_code,
+    int32,
+    partial_pointers,
+    unit_last,
+    vector,
+)
 from headrace_kernels.cpu.ops.caches import Geometries, sizes
 
 
@@ -48,6 +55,8 @@ class PagedAttention:
         kv_prefix_value: Tensor | None = None,
         logit_scale: Tensor | None = None,
         last_keys: Tensor | None = None,
+        key_counts: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -86,6 +95,7 @@ class PagedAttention:
             alibi_sqrt=alibi_sqrt,
             logit_scale=logit_scale is not None,
             last_keys=last_keys is not None,
+            key_counts=key_counts is not None,
         )
         check_kv_prefix(
             query, kv_prefix_key, kv_prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
@@ -99,11 +109,12 @@ class PagedAttention:
         if last_keys is not None:
             last_keys = vector(last_keys, torch.int32, tokens, "paged_attention: last_keys")
             last_pointer = last_keys.data_ptr()
+        partial = partial_pointers(key_counts, lse, tokens, q_heads, "paged_attention")
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            slope_pointer, logit_scale_pointer, *prefix_pointers, last_pointer,
+            slope_pointer, logit_scale_pointer, *prefix_pointers, last_pointer, *partial,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
             block_table.shape[1], window, attention_chunk or 0, num_positions,

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
-from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, int64, matrix, unit_last
+from headrace_kernels.cpu.ops.arguments import (
+    describe,
+    dtype_code,
+    int32,
+    int64,
+    matrix,
+    partial_pointers,
+    unit_last,
+)
 from headrace_kernels.cpu.ops.caches import STORAGE, check_row_scales, check_scale
 
 
@@ -124,6 +132,8 @@ class MLAAttention:
         scale: float,
         topk_indices: Tensor | None = None,
         k_scale: Tensor | None = None,
+        key_counts: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         query, rope_query = unit_last(query), unit_last(rope_query)
         (tokens, heads, latent), (blocks, size, _) = query.shape, cache.shape
@@ -142,6 +152,9 @@ class MLAAttention:
             )
         stored = _stored(cache, k_scale, (latent, width - latent), "mla_attention")
         topk = 0
+        if key_counts is not None and topk_indices is not None:
+            raise ConfigError("mla_attention: key_counts cannot be combined with topk_indices")
+        partial = partial_pointers(key_counts, lse, tokens, heads, "mla_attention")
         if topk_indices is not None:
             topk = self._topk_width(topk_indices, tokens, cache, stored.scale_strides)
         if block_table.stride(1) != 1 and block_table.shape[1] > 1:
@@ -152,7 +165,7 @@ class MLAAttention:
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), rope_query.data_ptr(), cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(),
-            None if topk_indices is None else topk_indices.data_ptr(),
+            None if topk_indices is None else topk_indices.data_ptr(), *partial,
             stored.scale, stored.row_scales, tokens, requests, heads, width, latent,
             *query.stride()[:2], *rope_query.stride()[:2], blocks, size, *cache.stride()[:2],
             *stored.scale_strides, block_table.stride(0), block_table.shape[1], topk, scale,

@@ -217,6 +217,7 @@ class NemotronHForCausalLM(LlamaDecoder):
             inner,
             self.settings.activation("mlp_hidden_act", default="relu2"),
             module_names=("up_proj", "down_proj"),
+            top_k=routing.top_k,
         )
         bias = self.settings.flag("mlp_bias", False)
         down = up = None

@@ -168,6 +168,7 @@ class MLAAttention(CachedAttention):
         )
         assert isinstance(backend, MLABackend), backend
         self.backend: MLABackend = backend
+        self.kv_copies = context.communicator.world_size
         self.group = 0
         self.kv_cache: Tensor | None = None
         self.scale_measure: KVScaleMeasure | None = None
@@ -238,7 +239,7 @@ class MLAAttention(CachedAttention):
             metadata, kv_cache = None, None
         else:
             metadata, kv_cache = batch.attention[self.group], self.kv_cache
-            slots = batch.groups[self.group].slot_mapping
+            slots = self.backend.slots(batch, self.group)
             if self.scale_measure is not None:
                 vectors = torch.cat((latent, rope_key), dim=1)[:, None]
                 self.spec = self.scale_measure(self.spec, vectors, vectors)

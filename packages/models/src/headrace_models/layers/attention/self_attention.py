@@ -144,6 +144,7 @@ class ProjectedAttention(Layer):
 
         heads = shard_of(num_heads, context.communicator, what=f"{name}, heads")
         kv_heads = shard_of(num_kv_heads, context.communicator, what=f"{name}, key-value heads")
+        self.kv_copies = context.communicator.world_size // kv_heads.count
         self.spec = AttentionLayerSpec(
             name=name,
             num_heads=num_heads // heads.count,
@@ -323,7 +324,7 @@ class Attention(ProjectedAttention, CachedAttention):
             self.spec = self.scale_measure(self.spec, *stored)
         if self.source_spec is not None:
             self._take_scales(self.source_spec())
-        slots = batch.groups[self.group].slot_mapping
+        slots = self.backend.slots(batch, self.group)
         scales = {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale}
         positions, rotary = batch.positions, self.rotary
         if ROTARY_ROWS in batch.extra and rotary is not None:

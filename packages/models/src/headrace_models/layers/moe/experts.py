@@ -6,6 +6,7 @@ Letters: T tokens, H hidden size, I intermediate size, E experts, k experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_models.layers.moe.division import Placement
     from headrace_models.lora.places import ExpertsPlace
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -45,7 +47,12 @@ class Experts(WeightLayer):
         module_names: of an expert's gate, up and down below that; two names: there is no gate.
         bias: of all products, of gated experts.
         identities: numbers behind the experts' that stand for giving back x.
+        top_k: experts that each token of a step goes to. Ranks may divide such experts whole; 0: they divide
+            every expert by its inner columns.
     """
+
+    placement: Placement | None = None
+    """Where whole experts are; None: every rank has its columns of all."""
 
     low_rank: ExpertsPlace | None = None
     """The experts' adapters; None: they take none. With a place plain weights are packed for two products,
@@ -62,13 +69,20 @@ class Experts(WeightLayer):
         module_names: tuple[str, ...] = GATED_NAMES,
         bias: bool = False,
         identities: int = 0,
+        top_k: int = 0,
     ) -> None:
         self.name = names[0] if len(names) == 1 else names[0].rpartition(".")[0]
         self.ops = context.ops
         self.activation = activation
         self.bias, self.identities = bias, identities
         self.is_first_rank = context.communicator.rank == 0
-        inner = shard_of(intermediate_size, context.communicator, what=f"{self.name}, inner size")
+        inner = WHOLE
+        if context.experts is not None and top_k:
+            self.placement = context.experts.divide(self, context, len(names), identities, top_k)
+            self.no_adapters = "ranks divide the experts whole (enable_expert_parallel)"
+        else:
+            what = f"{self.name}, inner size"
+            inner = shard_of(intermediate_size, context.communicator, what=what)
         size = intermediate_size // inner.count
         *first, down = module_names
         self.gated = len(first) == 2
@@ -98,8 +112,12 @@ class Experts(WeightLayer):
                 _Half("down", down_spec, for_layer(down_spec), (Part(hidden_size),), inner),
             )
 
-        self.halves = [halves(name) for name in names]
-        self.is_plain = all(half.method.is_plain for pair in self.halves for half in pair)
+        self.every = [halves(name) for name in names]
+        """Of all experts, this rank's or not."""
+        self.numbers = list(range(len(names))) if self.placement is None else self.placement.own
+        """Experts whose weights this rank loads, in the order of :attr:`halves`."""
+        self.halves = [self.every[number] for number in self.numbers]
+        self.is_plain = all(half.method.is_plain for pair in self.every for half in pair)
         # What is packed together is stacked first, which copies.
         self.takes_views = self.is_plain
         self.packed: PackedLinear | None = None
@@ -111,18 +129,25 @@ class Experts(WeightLayer):
 
     def slots(self) -> Mapping[str, Slot]:
         wanted: dict[str, Slot] = {}
-        for index, pair in enumerate(self.halves):
+        for index, pair in enumerate(self.every):
+            copies = self.numbers.count(index)
             for place, spec, method, parts, in_shard in pair:
                 for suffix, tensor in method.create(spec).items():
-                    wanted[f"{index}.{place}.{suffix}"] = slot_of(tensor, parts, in_shard)
+                    slot = slot_of(tensor, parts, in_shard)
+                    wanted[f"{index}.{place}.{suffix}"] = replace(slot, copies=copies)
                 if self.bias:
-                    wanted[f"{index}.{place}.bias"] = Slot((spec.out_features,), parts=parts)
+                    slot = Slot((spec.out_features,), parts=parts, copies=copies)
+                    wanted[f"{index}.{place}.bias"] = slot
         return wanted
 
     def replaced_slots(self) -> Mapping[str, int]:
-        halves = ((i, half) for i, pair in enumerate(self.halves) for half in pair)
-        kept = {f"{i}.{h.place}.weight": h.method.kept_bytes(h.spec) for i, h in halves}
-        return {name: count for name, count in kept.items() if count is not None}
+        kept: dict[str, int] = {}
+        for number, pair in zip(self.numbers, self.halves, strict=True):
+            for half in pair:
+                count, name = half.method.kept_bytes(half.spec), f"{number}.{half.place}.weight"
+                if count is not None:
+                    kept[name] = kept.get(name, 0) + count
+        return kept
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if self.is_plain:
@@ -134,14 +159,17 @@ class Experts(WeightLayer):
                 return
             self.packed = self.ops.moe.pack(first, second, *biases)
             return
-        for index, pair in enumerate(self.halves):
+        for at, (number, pair) in enumerate(zip(self.numbers, self.halves, strict=True)):
+            own = tensors
+            if number in self.numbers[:at]:  # a copy, which may become another expert
+                own = {k: t.clone() for k, t in tensors.items() if k.startswith(f"{number}.")}
             states = [
-                half.method.finish(half.spec, _below(tensors, f"{index}.{half.place}."))
+                half.method.finish(half.spec, _below(own, f"{number}.{half.place}."))
                 for half in pair
             ]
             self.states.append((states[0], states[1]))
-            gate_up = tensors.get(f"{index}.gate_up.bias")
-            self.biases.append((gate_up, self._once(tensors.get(f"{index}.down.bias"))))
+            gate_up = own.get(f"{number}.gate_up.bias")
+            self.biases.append((gate_up, self._once(own.get(f"{number}.down.bias"))))
         self._join(tensors)
 
     def _join(self, tensors: Mapping[str, Tensor]) -> None:
@@ -160,8 +188,10 @@ class Experts(WeightLayer):
         """All experts' weights of one product [E, out, in]."""
         return torch.stack(
             [
-                pair[at].method.weight(pair[at].spec, _below(tensors, f"{index}.{pair[at].place}."))
-                for index, pair in enumerate(self.halves)
+                pair[at].method.weight(
+                    pair[at].spec, _below(tensors, f"{number}.{pair[at].place}.")
+                )
+                for number, pair in zip(self.numbers, self.halves, strict=True)
             ]
         )
 
@@ -169,16 +199,18 @@ class Experts(WeightLayer):
         if not self.bias:
             return None
         place = self.halves[0][at].place
-        stacked = torch.stack([tensors[f"{i}.{place}.bias"] for i in range(len(self.halves))])
+        stacked = torch.stack([tensors[f"{number}.{place}.bias"] for number in self.numbers])
         return stacked if at == 0 else self._once(stacked)
 
     def _once(self, bias: Tensor | None) -> Tensor | None:
         """Every rank holds the whole bias of the second product; their sum may contain it once."""
-        return bias if self.is_first_rank else None
+        return bias if self.is_first_rank or self.placement is not None else None
 
     def __call__(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """x [T, H], weights [T, k] float32 (None: ones), ids [T, k] -> [T, H], this rank's share of the
         sum."""
+        if self.placement is not None:
+            return self._divided(self.placement, x, weights, ids)
         out = self._base(x, weights, ids)
         if self.low_rank is None or not self.low_rank.is_chosen:
             return out
@@ -187,6 +219,39 @@ class Experts(WeightLayer):
             return out
         own = None if weights is None else weights[rows]
         return out.index_copy(0, rows, self._adapted(self.low_rank, x[rows], own, ids[rows], rows))
+
+    def _divided(
+        self, placement: Placement, x: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> Tensor:
+        """The share of the experts that this rank has."""
+        slots, here = placement.find(x, ids)
+        if self.packed is None:
+            return self._of_rows(placement, x, weights, slots)
+        if here is not None:  # else an absent expert gives back 0 times x
+            weights = here if weights is None else self.ops.gate(weights, here)
+        return self.ops.moe(
+            x,
+            self.packed,
+            weights,
+            slots,
+            self.activation,
+            identities=self.identities + 1,
+            identity_scale=float(placement.gives_back),
+        )
+
+    def _of_rows(
+        self, placement: Placement, x: Tensor, weights: Tensor | None, slots: Tensor
+    ) -> Tensor:
+        """The same of weights that no op passes over. Its rows depend on contents, so such steps are not
+        captured; a token's experts are added in their order."""
+        width = self.halves[0][1].spec.out_features
+        out = torch.zeros(len(x), width, dtype=torch.float32, device=x.device)
+        rows, at = (slots < placement.absent).nonzero(as_tuple=True)
+        if len(rows):
+            own = None if weights is None else weights[rows, at, None]
+            share = self._base(x[rows], own, slots[rows, at, None])
+            out.index_add_(0, rows, share.float())
+        return out.to(x.dtype)
 
     def _base(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """What the experts make of x without adapters."""

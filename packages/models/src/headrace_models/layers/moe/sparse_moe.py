@@ -73,6 +73,7 @@ class SparseMoE(MLPLayer):
             module_names=expert_names,
             bias=expert_bias,
             identities=identities,
+            top_k=routing.top_k,
         )
         self.shared = shared
 

@@ -158,6 +158,7 @@ class Chat:
             usage=self._usage(),
             system_fingerprint=self.weights.fingerprint,
             weights_versions=self.weights.shown,
+            kv_transfer_params=output.kv_transfer_params,
             prompt_token_ids=output.prompt_token_ids if self._shows_ids else None,
         )
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:

@@ -114,6 +114,7 @@ class Completion:
     async def whole(self) -> CompletionResponse:
         """The answer in one piece."""
         choices: dict[int, CompletionChoice] = {}
+        transfer: dict[str, Any] | None = None
         outputs = self._outputs()
         try:
             async for position, output in outputs:
@@ -121,6 +122,7 @@ class Completion:
                 if not output.finished:
                     continue
                 self._weights.see(output.weights_versions)
+                transfer = output.kv_transfer_params or transfer
                 echo = await self._echo(position, output)
                 cost = cost_of(output)
                 made = await self.state.off_loop(cost, self._choices_of, position, output, echo)
@@ -136,6 +138,7 @@ class Completion:
             usage=self._usage(),
             system_fingerprint=self._weights.fingerprint,
             weights_versions=self._weights.shown,
+            kv_transfer_params=transfer,
         )
 
     async def events(self) -> Events:

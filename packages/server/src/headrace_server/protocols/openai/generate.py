@@ -103,6 +103,7 @@ class TokenGeneration:
             request_id=self._request_id,
             choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
             usage=self._usage(),
+            kv_transfer_params=last.kv_transfer_params,
         )
         if self._params.prompt_logprobs is not None and last.prompt_logprobs is not None:
             answer.prompt_logprobs = cast(Any, prompt_logprobs(last.prompt_logprobs))
@@ -220,6 +221,7 @@ def _sampling_params(body: GenerateRequest, model: ServedModel) -> SamplingParam
     """The parameters by the names that the engine has for them."""
     sampling = body.sampling_params
     convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
+    transfer = convert.transfer_args(body.kv_transfer_params, stream=body.stream)
     return convert.sampling_params(
         sampling,
         model,
@@ -228,7 +230,7 @@ def _sampling_params(body: GenerateRequest, model: ServedModel) -> SamplingParam
         prompt_logprobs=sampling.prompt_logprobs,
         stream=body.stream,
         detokenize=False,
-        extra_args=sampling.extra_args or None,
+        extra_args={**(sampling.extra_args or {}), **transfer} or None,
         constraint=(
             None
             if sampling.structured_outputs is None

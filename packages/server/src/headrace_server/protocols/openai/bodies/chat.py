@@ -106,6 +106,7 @@ REPORTED_OTHERWISE: Mapping[str, Refusal] = {
     "prompt_logprobs": Refusal("the answer has no field for it; use /v1/chat/completions"),
     "return_token_ids": Refusal("the answer has no place for it", False),
     "return_weights_version": Refusal("the answer has no place for it", False),
+    "kv_transfer_params": Refusal("is not supported here; use /v1/chat/completions"),
     "add_generation_prompt": Refusal("the last message decides it", True),
     "continue_final_message": Refusal("the last message decides it", False),
 }
@@ -274,7 +275,7 @@ class ChatResponse(BaseModel):
     prompt_logprobs: PromptLogprobsField | None = None
     prompt_token_ids: list[int] | None = None
     weights_versions: list[str] | None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChunkFunction(Struct, omit_defaults=True):

@@ -135,7 +135,7 @@ class CompletionResponse(BaseModel):
     service_tier: None = None
     system_fingerprint: str
     weights_versions: list[str] | None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChunkLogprobs(Struct):

@@ -10,7 +10,12 @@ from pydantic import BaseModel, Field
 
 from headrace_server.protocols.base import Refusal, RequestBody, ShortText, TokenIds
 from headrace_server.protocols.openai.bodies.completions import PromptLogprobsField
-from headrace_server.protocols.openai.bodies.sampling import SamplingFields, StreamOptions, Xargs
+from headrace_server.protocols.openai.bodies.sampling import (
+    KVTransferParams,
+    SamplingFields,
+    StreamOptions,
+    Xargs,
+)
 from headrace_server.protocols.openai.bodies.structured import StructuredOutputs
 from headrace_server.protocols.openai.bodies.usage import Usage
 
@@ -44,7 +49,6 @@ class GenerateRequest(RequestBody):
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "features": Refusal("media input is not supported by this version; leave it out"),
-        "kv_transfer_params": Refusal("KV transfer is not supported by this version; leave it out"),
         **{name: Refusal("belongs into sampling_params") for name in TokenSampling.model_fields},
     }
 
@@ -58,6 +62,7 @@ class GenerateRequest(RequestBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: ShortText | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 class GeneratedToken(BaseModel):
@@ -129,7 +134,7 @@ class GenerateResponse(BaseModel):
     choices: list[GenerateChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobsField | None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class GenerateChunkChoice(Struct):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -26,12 +26,8 @@ from headrace_server.protocols.openai.bodies.structured import (
     StructuredOutputs,
 )
 
-_LATER = "is not supported by this version; leave it out"
-
-
 SAMPLING_REFUSALS: Mapping[str, Refusal] = {
     "logits_processors": Refusal("per-request logits processors are not supported"),
-    "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "stop_sequences": Refusal("is called stop here", []),
     "max_output_tokens": Refusal("is called max_tokens here"),
     "text": Refusal("is called response_format here", {}),
@@ -128,6 +124,29 @@ class IdleFields(BaseModel):
     )
 
 
+class KVTransferParams(RequestObject):
+    """Which other engine has the blocks of the prompt, or will want them; a proxy sends it."""
+
+    do_remote_decode: bool = Field(
+        False, description="Another engine goes on: the answer says where it finds the blocks."
+    )
+    do_remote_prefill: bool = Field(
+        False, description="Another engine has the blocks, at remote_host and remote_port."
+    )
+    remote_engine_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    remote_block_ids: None = Field(None, description="Blocks are found by their content.")
+    remote_host: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    remote_port: Annotated[int, Field(ge=1, lt=65536)] | None = None
+    tp_size: Literal[1] | None = None
+
+    def as_extra_args(self) -> dict[str, Any]:
+        """As the engine reads them; {}: they ask for nothing."""
+        if not (self.do_remote_decode or self.do_remote_prefill):
+            return {}
+        fields = self.model_dump(include=set(type(self).model_fields), exclude_none=True)
+        return {"kv_transfer_params": fields}
+
+
 class RequestExtensions(ConstraintSpellings):
     """A constraint, and how a request is run: fields that every wire which writes text takes."""
 
@@ -171,6 +190,7 @@ class SamplingBody(IdleFields, RequestExtensions, SamplingFields):
         1.0, description="With use_beam_search: above 1 favours long completions."
     )
     response_format: ResponseFormat | None = None
+    kv_transfer_params: KVTransferParams | None = None
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -1,0 +1,126 @@
+"""Fetches for requests that wait: threads beside the engine's own, each request with a deadline."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace_distributed.kv_connectors.p2p.messages import Wanted
+from headrace_distributed.kv_connectors.p2p.peer import Address, Peers
+from headrace_distributed.kv_connectors.p2p.store import BlockStore, NoRoom
+
+logger = logging.getLogger(__name__)
+
+REST_SECONDS = 3.0
+"""After a failure an engine is not asked for so long: requests do not wait for one that is away."""
+MAX_WAITING = 1024
+"""Fetches that wait for a thread; what comes on top is not fetched."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One request's."""
+
+    places: Sequence[Address]
+    engine_id: str | None
+    wanted: list[Wanted]
+    deadline: float
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Fetcher:
+    """Brings blocks into a store.
+
+    Args:
+        store: where to.
+        peers: where from.
+        num_threads: fetches at the same time.
+        seconds: that a request waits for its blocks at most.
+    """
+
+    def __init__(self, store: BlockStore, peers: Peers, num_threads: int, seconds: float) -> None:
+        self._store, self._peers, self._seconds = store, peers, seconds
+        self._fetches: dict[str, _Fetch] = {}
+        """By request. Used by the engine's own thread alone."""
+        self._queue: queue.Queue[_Fetch | None] = queue.Queue(MAX_WAITING)
+        self._rests: dict[Address, float] = {}
+        self._warned: set[Address] = set()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"headrace-kv-fetch-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fetch(
+        self,
+        request_id: str,
+        blocks: Mapping[bytes, int],
+        places: Sequence[Address],
+        engine_id: str | None,
+    ) -> bool:
+        """Begin a request's fetch, or look after it: True while it goes on."""
+        fetch = self._fetches.get(request_id)
+        if fetch is None:
+            wanted = [Wanted(*item) for item in blocks.items()]
+            fetch = _Fetch(places, engine_id, wanted, time.monotonic() + self._seconds)
+            try:
+                self._queue.put_nowait(fetch)
+            except queue.Full:
+                return False
+            self._fetches[request_id] = fetch
+        if not fetch.done.is_set() and time.monotonic() < fetch.deadline:
+            return True
+        del self._fetches[request_id]
+        return False
+
+    def forget(self, request_id: str) -> None:
+        """A request waits no longer."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            fetch.deadline = 0.0  # read before each place
+
+    def close(self) -> None:
+        """End the threads, once what they fetch has come or failed. Idempotent."""
+        for fetch in self._fetches.values():
+            fetch.deadline = 0.0
+        self._fetches.clear()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(self._seconds)
+        self._threads = []
+        self._peers.close()
+
+    def _work(self) -> None:
+        while (fetch := self._queue.get()) is not None:
+            try:
+                self._fetch(fetch)
+            except Exception:
+                logger.exception("KV transfer: a fetch failed")
+            finally:
+                fetch.done.set()
+
+    def _fetch(self, fetch: _Fetch) -> None:
+        for place in fetch.places:
+            left = [one for one in fetch.wanted if not self._store.contains(one.key)]
+            now = time.monotonic()
+            if not left or now >= fetch.deadline:
+                return
+            if self._rests.get(place, 0.0) > now:
+                continue
+            try:
+                self._peers.fetch(place, fetch.engine_id, left, self._store, fetch.deadline)
+                self._warned.discard(place)
+            except NoRoom as error:
+                logger.warning("KV transfer: blocks of a prompt were left out: %s", error)
+                return
+            except OSError as error:
+                self._rests[place] = time.monotonic() + REST_SECONDS
+                level = logging.DEBUG if place in self._warned else logging.WARNING
+                self._warned.add(place)
+                logger.log(level, "KV transfer: no blocks from %s: %s", place, error)

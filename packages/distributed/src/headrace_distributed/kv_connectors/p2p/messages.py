@@ -1,0 +1,80 @@
+"""What engines say to each other about blocks: small binary messages of known length.
+
+``HELLO`` (client): name of the way that bytes take. ``WELCOME``: the server's engine id, and what the way
+needs to know of its memory. ``GET``: keys, each with the bytes that its block has. The answer is, for the way
+``tcp``, a ``BLOCK`` or ``MISSING`` for each, in order; for others one ``LOCATED``, after which the client
+reads the server's memory itself and says ``DONE``. ``REFUSED``: why not, before the connection ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace_distributed.kv_connectors.p2p.channel import ChannelError
+from headrace_distributed.kv_connectors.p2p.store import DIGEST_BYTES
+
+HELLO, WELCOME, REFUSED, GET, BLOCK, MISSING, LOCATED, DONE = range(1, 9)
+KEY_BYTES = 32
+MAX_KEYS = 256
+"""Most keys of one ``GET``."""
+MAX_NAME, MAX_DESCRIPTION = 256, 1 << 20
+_WANTED = struct.Struct(f"<{KEY_BYTES}sQ")
+_LOCATED = struct.Struct(f"<Q{DIGEST_BYTES}s")
+MAX_GET = MAX_KEYS * _WANTED.size
+MAX_WELCOME = 1 + MAX_NAME + MAX_DESCRIPTION
+
+
+class Wanted(NamedTuple):
+    """A block that is asked for."""
+
+    key: bytes
+    num_bytes: int
+
+
+class Located(NamedTuple):
+    """Where a block lies in its server's memory. ``address`` 0: it has none."""
+
+    address: int
+    digest: bytes
+
+
+def pack_get(wanted: Sequence[Wanted]) -> bytes:
+    return b"".join(_WANTED.pack(*one) for one in wanted)
+
+
+def unpack_get(payload: bytes) -> list[Wanted]:
+    """Raises: ChannelError: it is no list of keys."""
+    if len(payload) % _WANTED.size:
+        raise ChannelError("a list of keys was cut off")
+    return [Wanted(*one) for one in _WANTED.iter_unpack(payload)]
+
+
+def pack_located(located: Sequence[Located]) -> bytes:
+    return b"".join(_LOCATED.pack(*one) for one in located)
+
+
+def unpack_located(payload: bytes, count: int) -> list[Located]:
+    """Raises: ChannelError: it does not answer so many keys."""
+    if len(payload) != count * _LOCATED.size:
+        raise ChannelError("an answer of the wrong length")
+    return [Located(*one) for one in _LOCATED.iter_unpack(payload)]
+
+
+def located_bytes(count: int) -> int:
+    """Length of an answer to so many keys."""
+    return count * _LOCATED.size
+
+
+def pack_welcome(engine_id: str, description: bytes) -> bytes:
+    name = engine_id.encode()
+    return bytes([len(name)]) + name + description
+
+
+def unpack_welcome(payload: bytes) -> tuple[str, bytes]:
+    """Raises: ChannelError: it has no name."""
+    size = payload[0] + 1 if payload else 1
+    if len(payload) < size:
+        raise ChannelError("a welcome was cut off")
+    return payload[1:size].decode("utf-8", "replace"), payload[size:]

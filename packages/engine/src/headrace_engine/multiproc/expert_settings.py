@@ -1,0 +1,94 @@
+"""Settings of expert parallelism and of its load balancing: those of ``parallel`` that name experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.config import require
+
+if TYPE_CHECKING:
+    from headrace_engine.config import ParallelConfig
+
+DEFAULT_ALL2ALL = "allgather_reducescatter"
+_EPLB = "parallel.eplb_config"
+_NEEDS_GPUS = (
+    "pplx", "deepep_high_throughput", "deepep_low_latency", "flashinfer_all2allv",
+    "flashinfer_nvlink_one_sided", "flashinfer_nvlink_two_sided", "mori", "nixl_ep",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EPLBSettings:
+    """``parallel.eplb_config``."""
+
+    window_size: int = 1000
+    """Steps whose tokens are counted, the last ones."""
+    step_interval: int = 3000
+    """Steps from one arrangement of experts to the next."""
+    num_redundant_experts: int = 0
+    """Copies of experts that each mixture has beside its experts."""
+    log_balancedness: bool = False
+    """Log after each step how evenly ranks were used."""
+    policy: str = "default"
+    """Entry of ``headrace.eplb_policies``."""
+
+
+def check_expert_parallel(config: ParallelConfig) -> None:
+    """Check the settings among themselves.
+
+    Raises:
+        ConfigError: one is not accepted, or has no effect; names it.
+    """
+    size, engines = config.tensor_parallel_size, config.data_parallel_size
+    is_on = config.enable_expert_parallel
+    shared = " (engines of data_parallel_size share no experts)" if engines > 1 else ""
+    require(not is_on or size > 1, "parallel.enable_expert_parallel", is_on,
+           f"left out with tensor_parallel_size = 1: experts are divided over the ranks of an engine{shared}")  # fmt: skip
+    strategy = config.expert_placement_strategy
+    require(strategy in ("linear", "round_robin"), "parallel.expert_placement_strategy", strategy,
+           "one of linear, round_robin")  # fmt: skip
+    require(is_on or strategy == "linear", "parallel.expert_placement_strategy", strategy,
+           "used with enable_expert_parallel")  # fmt: skip
+    _check_all2all(config.all2all_backend)
+    require(is_on or not config.enable_eplb, "parallel.enable_eplb", config.enable_eplb,
+           "used with enable_expert_parallel")  # fmt: skip
+    require(strategy == "linear" or not config.enable_eplb, "parallel.expert_placement_strategy", strategy,
+           "linear with enable_eplb, which places experts by their load")  # fmt: skip
+    require(config.enable_eplb or not config.eplb_config, _EPLB, config.eplb_config,
+           "used with enable_eplb")  # fmt: skip
+    eplb_settings(config.eplb_config)
+
+
+def _check_all2all(backend: str) -> None:
+    field = "parallel.all2all_backend"
+    why = ""
+    if backend == "naive":
+        why = ": with it each rank would send its tokens to all others; here all have them"
+    elif backend in _NEEDS_GPUS:
+        why = f": {backend} is a library for GPUs, and ranks are processes on a CPU"
+    require(backend == DEFAULT_ALL2ALL, field, backend, f"{DEFAULT_ALL2ALL}{why}")
+
+
+def eplb_settings(stated: Mapping[str, Any]) -> EPLBSettings:
+    """``parallel.eplb_config`` with what it leaves out.
+
+    Raises:
+        ConfigError: a field is unknown, or its value is not accepted; names it.
+    """
+    require(isinstance(stated, Mapping), _EPLB, stated, "an object")
+    fields = EPLBSettings.__dataclass_fields__
+    for name, value in stated.items():
+        where = f"{_EPLB}.{name}"
+        require(name != "use_async" or value is False, where, value,
+               "false, or left out: experts move between two steps, not beside them")  # fmt: skip
+        if name == "use_async":
+            continue
+        require(name in fields, where, value, f"left out: fields are {', '.join(fields)}")
+        kind = type(getattr(EPLBSettings, name))
+        least = 0 if name == "num_redundant_experts" else 1
+        good = type(value) is kind and (kind is not int or value >= least)
+        require(good, where, value,
+               {int: f"a whole number of at least {least}", bool: "true or false", str: "a name"}[kind])  # fmt: skip
+    return EPLBSettings(**{name: value for name, value in stated.items() if name in fields})

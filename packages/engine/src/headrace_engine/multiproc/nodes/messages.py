@@ -1,0 +1,44 @@
+"""Messages between hosts beside those of ranks; each is one frame (:mod:`headrace_engine.multiproc.frames`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class NodeJoins(NamedTuple):
+    """First on a host's own connection: it would have ranks of this engine."""
+
+    node: int
+    num_nodes: int
+    settings: dict[str, str]
+    """What must be the same on all hosts, by name."""
+
+
+class NodeAccepted(NamedTuple):
+    """It has them, and opens a connection for each."""
+
+    ranks: list[int]
+    world_size: int
+    communicator: str
+    rendezvous: str
+    """Of the communicator."""
+
+
+class NodeRefused(NamedTuple):
+    """It has none, and why."""
+
+    reason: str
+
+
+class RankJoins(NamedTuple):
+    """First on the connection of one rank."""
+
+    node: int
+    rank: int
+
+
+class NodeEnds(NamedTuple):
+    """The side that says this ends its part of the engine, and so must the other."""
+
+    reason: str
+    """For people: the rank whose process ended, and how."""

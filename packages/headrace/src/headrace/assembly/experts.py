@@ -1,0 +1,152 @@
+"""Expert parallelism: what divides a model's mixtures over ranks, and what moves experts between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace_core import plugins
+from headrace_core.errors import ConfigError
+from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.assembly.ranks import Ranks
+    from headrace_core.model import ModelInfo
+    from headrace_distributed.eplb.balancer import ExpertBalancer
+    from headrace_distributed.eplb.moves import Places
+    from headrace_engine.config import EngineConfig, ParallelConfig
+    from headrace_models.layers.moe.division import ExpertDivision
+
+POLICIES = "headrace.eplb_policies"
+_ON, _EPLB = "parallel.enable_expert_parallel", "parallel.enable_eplb"
+
+
+def check_experts(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuse expert parallelism where experts cannot be divided whole; of a model's own code that shows when
+    it is built.
+
+    Raises:
+        ConfigError: naming the setting.
+        PluginNotFound: the policy is not installed.
+    """
+    if not config.parallel.enable_expert_parallel:
+        return
+    if info.source == "transformers":
+        raise ConfigError(
+            f"{_ON} = True: must be left out with the code of transformers (model_impl), whose experts are "
+            "divided by their columns",
+            field=_ON,
+        )
+    if config.parallel.enable_eplb:
+        plugins.find(POLICIES, eplb_settings(config.parallel.eplb_config).policy)
+
+
+def divided_experts(
+    config: ParallelConfig, ranks: Ranks, max_tokens: int
+) -> DividedMixtures | None:
+    """Divides the experts of the model that is built next; None: they are divided by columns, or whole.
+
+    Args:
+        max_tokens: of a step.
+    """
+    if not config.enable_expert_parallel or not ranks.are_several:
+        return None
+    from headrace_models.layers.moe.division import ExpertDivision
+
+    settings = eplb_settings(config.eplb_config)
+    division = ExpertDivision(
+        config.expert_placement_strategy,
+        redundant=settings.num_redundant_experts,
+        may_move=config.enable_eplb,
+        counts=max_tokens if config.enable_eplb and ranks.rank == 0 else 0,
+    )
+    return DividedMixtures(division, ranks, settings if config.enable_eplb else None)
+
+
+class DividedMixtures:
+    """A model's mixtures whose experts ranks have whole, on one rank.
+
+    Args:
+        division: has the mixtures once the model is built.
+        settings: how experts move; None: they do not.
+    """
+
+    def __init__(
+        self, division: ExpertDivision, ranks: Ranks, settings: EPLBSettings | None = None
+    ) -> None:
+        self.division, self._ranks, self._settings = division, ranks, settings
+
+    def check_found(self, architecture: str) -> None:
+        """Raises: ConfigError: the model that was built has no such mixtures."""
+        if not self.division.mixtures:
+            raise ConfigError(
+                f"{_ON} = True: must be left out for {architecture}: it has no mixtures whose experts ranks "
+                "can have whole",
+                field=_ON,
+            )
+
+    def settle(self) -> None:
+        """See that loaded experts can move, if they are to. Every rank must call it.
+
+        Raises:
+            ConfigError: some are stored so that they cannot.
+        """
+        if self._settings is None:
+            return
+        from headrace_distributed.eplb.moves import are_alike
+        from headrace_models.layers.moe.moving import slot_weights
+
+        for mixture in self.division.mixtures:
+            weights = slot_weights(mixture)
+            if weights is None or not are_alike(weights, self._ranks.communicator()):
+                raise ConfigError(
+                    f"{_EPLB} = True: must be left out for this checkpoint: experts of {mixture.name} are "
+                    "stored in different ways or sizes, so that one cannot take the place of another",
+                    field=_EPLB,
+                )
+
+    def places(self) -> list[Places]:
+        """By mixture, where experts are."""
+        found = []
+        for mixture in self.division.mixtures:
+            assert mixture.placement is not None
+            found.append(mixture.placement.places)
+        return found
+
+    def take_counts(self) -> Tensor:
+        """[M, L] int64: tokens that went to each expert since the last call. Only on rank 0."""
+        import torch
+
+        placements = [mixture.placement for mixture in self.division.mixtures]
+        return torch.stack([one.take_counts() for one in placements if one is not None])
+
+    def arrange_experts(self, arranged: list[list[list[int]]]) -> None:
+        """Move experts. Every rank must call it between the same two passes.
+
+        Args:
+            arranged: by mixture, rank and slot.
+        """
+        from headrace_distributed.eplb.moves import move_experts
+        from headrace_models.layers.moe.moving import slot_weights
+
+        for mixture, places in zip(self.division.mixtures, arranged, strict=True):
+            placement, weights = mixture.placement, slot_weights(mixture)
+            assert placement is not None
+            assert weights is not None  # as settle() saw
+            move_experts(placement.places, places, weights, self._ranks.communicator())
+            placement.put(places)
+
+    def balancer(self) -> ExpertBalancer | None:
+        """Decides when experts move, on rank 0; None: they do not."""
+        if self._settings is None:
+            return None
+        from headrace_distributed.eplb.balancer import ExpertBalancer
+
+        return ExpertBalancer(
+            self,
+            plugins.load(POLICIES, self._settings.policy),
+            window_size=self._settings.window_size,
+            step_interval=self._settings.step_interval,
+            log_balancedness=self._settings.log_balancedness,
+        )
