@@ -15,9 +15,13 @@ COPY packages /src/packages
 RUN pip install /src/packages/*
 
 FROM python:3.12-slim-bookworm
-RUN useradd --create-home --uid 10001 headrace
+# Folders that volumes are mounted at: a new volume takes the owner of the folder below it.
+RUN useradd --create-home --uid 10001 headrace \
+    && install --directory --owner headrace --group headrace /var/lib/headrace/models /var/lib/headrace/kv
 COPY --from=build /opt/headrace /opt/headrace
-ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1
+# HF_HOME: where models that are named and not given as folders are kept, and found again.
+ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/var/lib/headrace/models
+VOLUME /var/lib/headrace/models
 USER headrace
 WORKDIR /home/headrace
 EXPOSE 8000

@@ -51,6 +51,8 @@ TESTS = os.environ.get("HEADRACE_TESTS", "full" if "full" in sys.argv else "samp
 """``full`` or ``sampled``; ``nox -s full`` is known by its name, before any session begins."""
 RUFF, MYPY, XDIST = "ruff==0.17.6", "mypy==2.4.1", "pytest-xdist>=3.8"
 STUBS = ("types-PyYAML", "types-tqdm")
+DEPLOYED = ("kubernetes-validate==1.37.0", "check-jsonschema>=0.34", "yamllint>=1.37")
+"""Check the files of deploy/."""
 PACKAGES = (
     "core", "reference", "testing", "kernels", "attention", "quant", "models", "multimodal",
     "distributed", "engine", "server", "demo", "demo_vision", "headrace",
@@ -304,7 +306,7 @@ def serve(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def dev(session: nox.Session) -> None:
     """Make one environment for working on headrace: every package from the tree, pytest, ruff, mypy."""
-    _together(session, XDIST, RUFF, MYPY, *STUBS, "schemathesis>=4.3", "pre-commit")
+    _together(session, XDIST, RUFF, MYPY, *STUBS, *DEPLOYED, "schemathesis>=4.3", "pre-commit")
     session.log("ready: source %s", TOGETHER / "bin" / "activate")
 
 
@@ -344,7 +346,7 @@ def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     # In the order of their names, files that wait for servers run beside files that compute: those of
     # few tests, which pytest-xdist would leave to the end, are the ones that wait.
-    _together(session, XDIST, "schemathesis>=4.3").pytest(
+    _together(session, XDIST, "schemathesis>=4.3", *DEPLOYED).pytest(
         "tests-integration", "--no-loadscope-reorder", processes=4
     )
 

@@ -11,10 +11,10 @@ from headrace.planning.decoding import Bound
 from headrace.planning.devices import Devices, numa_nodes, parse_devices, parse_speed, parse_time
 from headrace.planning.layouts import Layout, layouts_of
 from headrace.planning.memory import RankMemory
-from headrace.planning.parallelism import experts_of_rank, stage_ranges
+from headrace.planning.parallelism import stage_ranges
 from headrace.planning.plan import LayoutPlan
 from headrace.planning.report import table
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_other_words_are_refused_with_what_is_taken(text: str) -> None:
 
 def test_this_machine_is_divided_evenly() -> None:
     found = parse_devices("2xcpu", 1 << 30)
-    assert (found.count, found.memory) == (2, 1 << 29)
+    assert (found.number, found.memory) == (2, 1 << 29)
     assert found.bandwidth > 1e6
     assert "NUMA node" in found.machine
 
@@ -81,12 +81,6 @@ def test_stages_divide_memory() -> None:
     assert stage_ranges([8, 1, 1, 1], 0, 2) == [range(1), range(1, 4)]
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size = 3: must be at most 2"):
         stage_ranges([1, 1], 0, 3)
-
-
-def test_experts_of_the_fullest_rank() -> None:
-    assert [experts_of_rank(6, ranks) for ranks in (1, 2, 4, 6)] == [6, 3, 2, 1]
-    with pytest.raises(UnsupportedModel, match=r"2 experts .*tensor_parallel_size = 4"):
-        experts_of_rank(2, 4)
 
 
 def plan(layout: Layout, speed: float, *, refused: str = "") -> LayoutPlan:

@@ -32,7 +32,7 @@ class RoutedExperts(NamedTuple):
 
     num_bytes: int
     """On this rank."""
-    count: int
+    number: int
     """All of them, whatever this rank keeps."""
     top_k: int
 
@@ -150,8 +150,8 @@ def _add(part: LayerParts, piece: Layer, dtype: str, top_k: int) -> None:
         return
     size = leaf_bytes(piece, dtype)
     part.weights += size
-    if isinstance(piece, Experts) and len(piece.halves) > 1:
-        part.experts += (RoutedExperts(size, len(piece.halves), top_k),)
+    if isinstance(piece, Experts) and len(piece.every) > 1:
+        part.experts += (RoutedExperts(size, len(piece.every), top_k),)
     else:
         part.reads += size
 
@@ -164,7 +164,7 @@ def _sums(piece: Layer) -> Iterator[int]:
     elif hasattr(piece, "communicator") and piece.communicator.world_size > 1:
         for _, child in piece.children():
             if isinstance(child, Experts):
-                yield child.halves[0][1].spec.out_features
+                yield child.every[0][1].spec.out_features
 
 
 def _hidden_size(pieces: list[Layer]) -> int:

@@ -217,6 +217,14 @@ def _fields(value: Any) -> list[Any]:
     return [getattr(value, field.name) for field in dataclasses.fields(value)]
 
 
+def _made(kind: Any, values: list[Any]) -> Any:
+    """An object of its fields' values, some of which may be given by name only."""
+    if not dataclasses.is_dataclass(kind):
+        return kind(*values)
+    names = (field.name for field in dataclasses.fields(kind))
+    return kind(**dict(zip(names, values, strict=True)))
+
+
 def _unpacked(tree: Any, data: bytearray) -> Any:
     if not isinstance(tree, list):
         return tree
@@ -225,7 +233,7 @@ def _unpacked(tree: Any, data: bytearray) -> Any:
         _, dtype, shape, start = tree
         return _tensor(dtype, shape, start, data)
     if kind == _OBJECT:
-        return CLASSES[tree[1]](*(_unpacked(field, data) for field in tree[2]))
+        return _made(CLASSES[tree[1]], [_unpacked(field, data) for field in tree[2]])
     if kind == _TUPLE:
         return tuple(_unpacked(item, data) for item in tree[1])
     if kind == _LIST:

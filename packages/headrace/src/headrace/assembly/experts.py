@@ -64,6 +64,16 @@ def divided_experts(
     return DividedMixtures(division, ranks, settings if config.enable_eplb else None)
 
 
+def check_mixtures(division: ExpertDivision, architecture: str) -> None:
+    """Raises: ConfigError: the model that was built with a division has no such mixtures."""
+    if not division.mixtures:
+        raise ConfigError(
+            f"{_ON} = True: must be left out for {architecture}: it has no mixtures whose experts ranks "
+            "can have whole",
+            field=_ON,
+        )
+
+
 class DividedMixtures:
     """A model's mixtures whose experts ranks have whole, on one rank.
 
@@ -78,13 +88,8 @@ class DividedMixtures:
         self.division, self._ranks, self._settings = division, ranks, settings
 
     def check_found(self, architecture: str) -> None:
-        """Raises: ConfigError: the model that was built has no such mixtures."""
-        if not self.division.mixtures:
-            raise ConfigError(
-                f"{_ON} = True: must be left out for {architecture}: it has no mixtures whose experts ranks "
-                "can have whole",
-                field=_ON,
-            )
+        """See :func:`check_mixtures`."""
+        check_mixtures(self.division, architecture)
 
     def settle(self) -> None:
         """See that loaded experts can move, if they are to. Every rank must call it.

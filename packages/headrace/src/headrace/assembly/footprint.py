@@ -11,6 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.assembly.context_parallel import share_blocks
+from headrace.assembly.experts import check_mixtures, divided_experts
+from headrace.assembly.ranks import Ranks
 from headrace.assembly.read_speed import read_speed
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
@@ -28,9 +31,10 @@ from headrace_core.kv import (
 )
 from headrace_core.model import SupportsRecurrence
 from headrace_core.platform import BringsWorker
+from headrace_engine.multiproc.places import RankPlace
 
 if TYPE_CHECKING:
-    from headrace_core.model import CausalLM
+    from headrace_core.model import BuildContext, CausalLM
     from headrace_models.linear_storage import LinearStorage
 
 SHARE_OF_READS = 0.7
@@ -192,7 +196,8 @@ def footprint(resolved: ResolvedConfig) -> Footprint | UnknownFootprint:
     try:
         one, shares = one_rank(resolved)
         model, weights = _built(one)
-        available = resolved.platform.available_memory() // shares.ranks
+        here = shares.ranks // resolved.config.parallel.nnodes
+        available = resolved.platform.available_memory() // here
         found = reckoned(one, weights, specs_of(model), available)
         found = dataclasses.replace(found, ranks=shares.ranks, engines=shares.engines)
         return found if resolved.info.source == "transformers" else _with_storage(found, model)
@@ -241,16 +246,13 @@ def _with_storage(found: Footprint, model: Any) -> Footprint:
 def _built(resolved: ResolvedConfig) -> tuple[CausalLM, int]:
     """The model of one rank without weights, and the bytes that it will keep."""
     from headrace_engine.startup import StartupTimeline
-    from headrace_models.loading.absent_group import AbsentGroup
-    from headrace_models.loading.loader import Built, load_model
+    from headrace_models.loading.loader import load_model
     from headrace_models.weight_bytes import kept_bytes
 
     info, available = resolved.info, resolved.platform.available_memory()
     ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
-    context = build_context(resolved, ops, backend_chooser(resolved, ops))
-    ranks = resolved.config.parallel.tensor_parallel_size
-    context = dataclasses.replace(context, communicator=AbsentGroup(0, ranks))
-    model: Any = Built.of(info, context).model
+    context = rank_context(resolved, build_context(resolved, ops, backend_chooser(resolved, ops)))
+    model: Any = rank_model(resolved, context)
     weights = kept_bytes(model, info.dtype)
     if info.source != "transformers":
         return model, weights
@@ -262,6 +264,41 @@ def _built(resolved: ResolvedConfig) -> tuple[CausalLM, int]:
         )
     filled = load_model(info, context, load=LoadConfig(load_format="dummy"))
     return filled, weights
+
+
+def rank_context(resolved: ResolvedConfig, context: BuildContext, rank: int = 0) -> BuildContext:
+    """The build context of one of the ranks that the settings ask for, none of which is there."""
+    from headrace_models.loading.absent_group import AbsentGroup
+
+    parallel = resolved.config.parallel
+    place = RankPlace(rank, parallel.tensor_parallel_size)
+    tokens = resolved.config.scheduler.max_num_batched_tokens or 1
+    experts = divided_experts(parallel, Ranks(place), tokens)
+    return dataclasses.replace(
+        context,
+        communicator=AbsentGroup(rank, place.world_size),
+        experts=None if experts is None else experts.division,
+    )
+
+
+def rank_model(resolved: ResolvedConfig, context: BuildContext) -> CausalLM:
+    """The model of one rank without weights.
+
+    Args:
+        context: of :func:`rank_context`.
+
+    Raises:
+        UnsupportedModel, ConfigError: the model cannot be divided so.
+    """
+    from headrace_models.loading.loader import Built
+
+    info, parallel = resolved.info, resolved.config.parallel
+    model = Built.of(info, context).model
+    if context.experts is not None:
+        check_mixtures(context.experts, info.architecture)
+    if parallel.decode_context_parallel_size > 1:
+        share_blocks(model, parallel.decode_context_parallel_size)
+    return model
 
 
 def specs_of(model: CausalLM) -> Mapping[str, CacheSpec]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from argparse import Namespace
@@ -139,10 +138,7 @@ def _command(engine_args: EngineArgs, planner: Planner, advice: Advice) -> str:
     }
     model = str(engine_args.settings.get("model") or "")
     words = ["headrace", "serve", *([model] if model else []), *layout.flags().split()]
-    plain = {
-        n: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for n, v in others.items()
-    }
-    return shlex.join([*words, *argv_of({**limits, **plain})])
+    return shlex.join([*words, *argv_of({**limits, **others})])
 
 
 def _refusal(planner: Planner, devices: Devices, advice: Advice) -> str:

@@ -103,7 +103,7 @@ def _reasons(
     if bound.exchange_seconds:
         share = 100 * bound.exchange_seconds / bound.step_seconds
         found.append(f"its ranks exchange during {figures(share)} % of a step")
-    elif devices.count > 1 and chosen.traffic and chosen.traffic.step_bytes(1):
+    elif devices.number > 1 and chosen.traffic and chosen.traffic.step_bytes(1):
         found.append("exchanges between ranks are not in the bound: --link tells their speed")
     if chosen.cache_flag:
         found.append(
@@ -151,10 +151,10 @@ def _remedies(
 
 def _other_devices(planner: Planner, devices: Devices) -> str:
     """Another number of them: fewer may divide the model where these do not."""
-    fewer = range(devices.count - 1, 0, -1)
-    more = [times * devices.count for times in range(2, MOST_TIMES + 1)]
+    fewer = range(devices.number - 1, 0, -1)
+    more = [times * devices.number for times in range(2, MOST_TIMES + 1)]
     for count in (*fewer, *more):
-        others = devices._replace(count=count)
+        others = devices._replace(number=count)
         try:
             running = [plan for plan in planner.layouts(others) if plan.runs]
         except ConfigError:  # they do not divide so

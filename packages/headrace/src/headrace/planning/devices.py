@@ -27,7 +27,7 @@ NODES = Path("/sys/devices/system/node")
 class Devices(NamedTuple):
     """Equal devices. Sizes in bytes, speeds in bytes a second, times in seconds."""
 
-    count: int
+    number: int
     memory: int
     """Free on each, before anything is loaded."""
     bandwidth: float

@@ -9,17 +9,15 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 from headrace.assembly.engines import check_engines
+from headrace.assembly.experts import check_experts
 from headrace.assembly.ranks import check_ranks
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.planning.layouts import Layout
-from headrace.unsupported_flags import unbuilt
-from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel
+from headrace_core.errors import ConfigError, HeadraceError
 from headrace_engine.config import EngineConfig
 
-EXPERTS_OPTION = "enable_expert_parallel"
 STREAMS_BETWEEN_STAGES = 2
 """Tensors [T, H] that a stage hands on: blocks keep the stream in two terms (``layers.decoder.Block``). The
 last stage hands them to the first, which has all that is not a layer: table, final norm and head."""
@@ -34,17 +32,33 @@ def with_layout(config: EngineConfig, layout: Layout) -> EngineConfig:
     Raises:
         ConfigError: this version of the engine refuses it.
     """
-    changes: dict[str, Any] = {
-        "tensor_parallel_size": layout.tensor,
-        "pipeline_parallel_size": layout.pipeline,
-        "data_parallel_size": layout.data,
-    }
-    if layout.experts:
-        known = {field.name for field in dataclasses.fields(config.parallel)}
-        if EXPERTS_OPTION not in known:
-            raise ConfigError(str(unbuilt(EXPERTS_OPTION)), field=EXPERTS_OPTION)
-        changes[EXPERTS_OPTION] = True
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **changes))
+    parallel = dataclasses.replace(
+        config.parallel,
+        tensor_parallel_size=layout.tensor,
+        pipeline_parallel_size=layout.pipeline,
+        data_parallel_size=layout.data,
+        enable_expert_parallel=layout.experts,
+    )
+    return dataclasses.replace(config, parallel=parallel)
+
+
+def check_plannable(config: EngineConfig) -> None:
+    """Refuse settings of parallelism of which layouts know nothing.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    parallel = config.parallel
+    for name, value, default in (
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+        ("enable_eplb", parallel.enable_eplb, False),
+        ("nnodes", parallel.nnodes, 1),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"parallel.{name} = {value!r}: must be left out: plans do not reckon with it",
+                field=f"parallel.{name}",
+            )
 
 
 def refusal(resolved: ResolvedConfig, layout: Layout) -> str:
@@ -52,6 +66,7 @@ def refusal(resolved: ResolvedConfig, layout: Layout) -> str:
     try:
         config = with_layout(resolved.config, layout)
         check_ranks(config, resolved.info, resolved.platform)
+        check_experts(config, resolved.info)
         if layout.data > 1:
             check_engines(config, resolved.platform)
     except HeadraceError as error:
@@ -93,17 +108,3 @@ def stage_ranges(costs: Sequence[int], first: int, stages: int) -> list[range]:
 
     ends = [*accumulate(best(layers, stages)[2])]
     return [range(start, end) for start, end in zip([0, *ends], ends)]
-
-
-def experts_of_rank(num_experts: int, ranks: int) -> int:
-    """Most experts that a rank keeps, where whole experts are spread.
-
-    Raises:
-        UnsupportedModel: there are fewer experts than ranks.
-    """
-    if num_experts < ranks:
-        raise UnsupportedModel(
-            f"{num_experts} experts cannot be divided over tensor_parallel_size = {ranks}: with "
-            "enable_expert_parallel it must be at most their number"
-        )
-    return -(-num_experts // ranks)

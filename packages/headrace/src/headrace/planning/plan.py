@@ -10,7 +10,7 @@ from headrace.planning.decoding import Bound, Traffic, bound_of, traffic_of
 from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout, layouts_of
 from headrace.planning.memory import RankMemory, Workload, rank_memory, token_bytes
-from headrace.planning.parallelism import refusal
+from headrace.planning.parallelism import check_plannable, refusal
 from headrace.planning.rank_model import RankModels
 from headrace_core.errors import ConfigError, HeadraceError
 from headrace_engine.config import EngineConfig
@@ -88,11 +88,12 @@ class Planner:
             raise ConfigError(
                 f"concurrency = {concurrency}: must be at least 1", field="concurrency"
             )
+        check_plannable(config)
         self._wanted = config.parallel
         alone = dataclasses.replace(
             config,
             parallel=dataclasses.replace(config.parallel, tensor_parallel_size=1, data_parallel_size=1,
-                                         pipeline_parallel_size=1),
+                                         pipeline_parallel_size=1, enable_expert_parallel=False),
             scheduler=dataclasses.replace(config.scheduler, max_num_seqs=concurrency),
         )  # fmt: skip
         self.resolved = resolve_engine(alone)
@@ -108,13 +109,14 @@ class Planner:
         )  # fmt: skip
         found = [
             self.plan(layout, devices)
-            for layout in layouts_of(devices.count, has_experts=self.models.has_experts)
+            for layout in layouts_of(devices.number, has_experts=self.models.has_experts)
             if all(size in (1, own) for size, own in zip(wanted, layout))
+            and layout.experts >= self._wanted.enable_expert_parallel
         ]
         if not found:
             sizes = ", ".join(f"{f} {n}" for f, n in zip(("-tp", "-pp", "-dp"), wanted) if n > 1)
             raise ConfigError(
-                f"devices: {devices.count} of them cannot be divided so: {sizes}; leave these out, or name "
+                f"devices: {devices.number} of them cannot be divided so: {sizes}; leave these out, or name "
                 "a multiple of their product",
                 field="devices",
             )

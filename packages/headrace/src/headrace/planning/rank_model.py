@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.assembly.footprint import specs_of
+from headrace.assembly.footprint import rank_context, rank_model, specs_of
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.planning.layouts import Layout
-from headrace.planning.parallelism import experts_of_rank, stage_ranges
+from headrace.planning.parallelism import stage_ranges, with_layout
 from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import CacheSpec
 
@@ -48,7 +48,7 @@ class Stage:
         """Bytes of weights that a step of so many tokens is expected to read, if tokens choose their experts
         evenly and independently."""
         chosen = (
-            experts.num_bytes * (1 - (1 - min(1.0, experts.top_k / experts.count)) ** tokens)
+            experts.num_bytes * (1 - (1 - min(1.0, experts.top_k / experts.number)) ** tokens)
             for experts in self.experts
         )
         return self.reads + round(sum(chosen))
@@ -77,7 +77,7 @@ class RankModels:
                 "`headrace inspect` estimates its memory"
             )
         self._resolved = resolved
-        self._built: dict[int, RankModel] = {}
+        self._built: dict[Layout, RankModel] = {}
 
     @cached_property
     def context(self) -> BuildContext:
@@ -101,22 +101,24 @@ class RankModels:
         size: int = getattr(torch, self._resolved.info.dtype).itemsize
         return size
 
-    def of(self, ranks: int) -> RankModel:
+    def of(self, ranks: int, *, experts: bool = False) -> RankModel:
         """The model of rank 0.
 
-        Raises:
-            UnsupportedModel: it cannot be divided over so many; names the layer.
-        """
-        if ranks not in self._built:
-            from headrace_models.layer_parts import layer_parts
-            from headrace_models.loading.absent_group import AbsentGroup
-            from headrace_models.loading.loader import Built
+        Args:
+            experts: ranks have whole experts.
 
-            context = dataclasses.replace(self.context, communicator=AbsentGroup(0, ranks))
-            info = self._resolved.info
-            model = Built.of(info, context).model
-            self._built[ranks] = RankModel(layer_parts(model, info.dtype), specs_of(model))
-        return self._built[ranks]
+        Raises:
+            UnsupportedModel, ConfigError: it cannot be divided so; names the layer.
+        """
+        key = Layout(ranks, experts=experts)
+        if key not in self._built:
+            from headrace_models.layer_parts import layer_parts
+
+            config = with_layout(self._resolved.config, key)
+            resolved = self._resolved._replace(config=config)
+            model = rank_model(resolved, rank_context(resolved, self.context))
+            self._built[key] = RankModel(layer_parts(model, resolved.info.dtype), specs_of(model))
+        return self._built[key]
 
     def stages(self, layout: Layout) -> list[Stage]:
         """Each stage's rank 0.
@@ -125,16 +127,12 @@ class RankModels:
             UnsupportedModel: see :meth:`of`; or layers are not one list, which stages could share.
             ConfigError: more stages than layers.
         """
-        parts, specs = self.of(layout.tensor)
+        parts, specs = self.of(layout.tensor, experts=layout.experts)
         if layout.pipeline > 1 and not parts.one_stack:
             raise UnsupportedModel(
                 "its layers are not one list, which pipeline_parallel_size could divide: set 1"
             )
-        layers = list(parts.layers)
-        if layout.experts:
-            whole = self.of(1).parts.layers
-            pairs = zip(layers, whole, strict=True)
-            layers = [_with_whole_experts(own, all_, layout.tensor) for own, all_ in pairs]
+        layers = parts.layers
         rest = parts.front.weights + parts.head.weights + parts.tables
         ranges = stage_ranges([part.weights for part in layers], rest, layout.pipeline)
         return [
@@ -162,13 +160,3 @@ class RankModels:
             specs={name: spec for name, spec in specs.items() if name in names},
             samples=is_first,
         )
-
-
-def _with_whole_experts(own: LayerParts, whole: LayerParts, ranks: int) -> LayerParts:
-    """A layer whose experts are spread over the ranks and not divided."""
-    spread = tuple(
-        experts._replace(num_bytes=experts.num_bytes * experts_of_rank(experts.count, ranks) // experts.count)
-        for experts in whole.experts
-    )  # fmt: skip
-    change = sum(e.num_bytes for e in spread) - sum(e.num_bytes for e in own.experts)
-    return dataclasses.replace(own, weights=own.weights + change, experts=spread)

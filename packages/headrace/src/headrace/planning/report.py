@@ -44,7 +44,7 @@ def report(
 
 def describe(devices: Devices) -> str:
     """One line."""
-    text = f"{devices.count} of {readable(devices.memory)} that reads {figures(devices.bandwidth / 1e9)} GB/s"
+    text = f"{devices.number} of {readable(devices.memory)} that reads {figures(devices.bandwidth / 1e9)} GB/s"
     if devices.link:
         text += f", links of {figures(devices.link / 1e9)} GB/s"
     if devices.latency:
