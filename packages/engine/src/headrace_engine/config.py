@@ -241,8 +241,8 @@ class ParallelConfig:
     )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
     decode_context_parallel_size: int = option(
-        1, "Ranks of tensor_parallel_size that share the tokens of key-value heads which they would keep copies "
-        "of: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
+        1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
+        "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
         "number of copies of each head (all ranks for latent attention).", other_flag="-dcp",
         cost="each layer's queries and outputs cross between the ranks; steps are not recorded",
     )  # fmt: skip

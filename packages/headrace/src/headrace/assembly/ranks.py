@@ -84,7 +84,7 @@ class Ranks:
         return self._communicator
 
     def context_group(self) -> Communicator:
-        """The neighbouring ranks that share keys, this one among them; it joins when it is first asked for."""
+        """The neighbouring ranks that share keys, this one among them, which joins when first asked for."""
         if self._place is None or not self.share_keys or self._context_size == self.world_size:
             return self.communicator()
         if self._context_group is None:
