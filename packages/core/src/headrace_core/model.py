@@ -116,6 +116,8 @@ class BuildContext:
     adapters: Any = None
     """The ``headrace_models.lora.Adapters`` in which linear layers get places for low-rank adapters; it is
     also the worker's :class:`headrace_core.lora.AdapterSlots`. None: the model takes none."""
+    stage: Any = None
+    """The ``headrace_models.stages.stage.Stage`` whose layers are built; None: all are."""
 
 
 class AttentionLayer(Protocol):

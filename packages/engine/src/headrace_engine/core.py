@@ -16,7 +16,7 @@ from headrace_core import plugins
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
-from headrace_core.kv import CacheSpec, KVConnector
+from headrace_core.kv import CacheSpec, KVCacheConfig, KVCacheGroup, KVConnector
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
@@ -220,17 +220,17 @@ class EngineCore:
         with timeline.phase("load model", is_long=True):
             executor.call("load")
         with timeline.phase("profile memory"):
-            specs = executor.call("kv_specs")[0]
+            specs = executor.call("kv_specs")
             profile = _tightest(executor.call("profile"))
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
-            ranks = config.parallel.tensor_parallel_size
+            ranks = config.parallel.num_ranks
             title = "memory plan" if ranks == 1 else f"memory plan of each of {ranks} ranks"
             log_block(logger, title, plan.describe())
             if connector is not None:
                 check_layers(plan.config)
-            executor.call("allocate_cache", plan.config)
+            executor.call("allocate_cache", _with_layers(plan.config, specs))
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
         overlapped = bool(config.scheduler.async_scheduling)
@@ -638,14 +638,37 @@ def _tightest(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
     )
 
 
+def _groups(specs: Sequence[Mapping[str, CacheSpec]]) -> tuple[KVCacheGroup, ...]:
+    """Cache groups of the layers of all ranks."""
+    from headrace_engine.kv.grouping import plan_groups
+
+    stages: list[Mapping[str, CacheSpec]] = []
+    for own in specs:
+        # Ranks of one stage have the same layers, but for those that guess tokens on rank 0.
+        if not any(own.keys() <= stage.keys() for stage in stages):
+            stages.append(own)
+    merged = {name: spec for own in stages for name, spec in own.items()}
+    return plan_groups(merged, stages)
+
+
+def _with_layers(config: KVCacheConfig, specs: Sequence[Mapping[str, CacheSpec]]) -> KVCacheConfig:
+    """The planned cache, with the layers of all ranks in its groups."""
+    return dataclasses.replace(config, groups=_groups(specs)) if config.groups else config
+
+
 def _plan_memory(
     profile: MemoryProfile,
-    specs: Mapping[str, CacheSpec],
+    specs: Sequence[Mapping[str, CacheSpec]],
     config: EngineConfig,
     max_model_len: int,
     fit_context: bool,
 ) -> CachePlan:
-    """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
+    """The cache as the rank with the most layers has it, if the model has one, and the longest context
+    (shortened if that is wanted).
+
+    Args:
+        specs: of the layers of each rank.
+    """
     from headrace_engine.execution.division import CacheLimits
     from headrace_engine.execution.memory import (
         CachePlan,
@@ -653,12 +676,12 @@ def _plan_memory(
         of_one_rank,
         plan_cache,
     )
-    from headrace_engine.kv.grouping import plan_groups
+    from headrace_engine.kv.grouping import largest_share
 
     config = of_one_rank(config)
-    if not specs:
+    if not any(specs):
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
-    groups, device = plan_groups(specs), config.device.device
+    groups, device = largest_share(_groups(specs), specs), config.device.device
     limits = CacheLimits.of(config, max_model_len)
     if fit_context:
         fits = fit_max_model_len(profile, groups, config.cache, limits, device=device)

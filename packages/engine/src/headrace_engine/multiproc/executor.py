@@ -14,7 +14,7 @@ from typing import Any
 from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
 from headrace_engine.multiproc.leader import PassLeader
-from headrace_engine.multiproc.places import RankedWorkers, RankPlace, Rendezvous
+from headrace_engine.multiproc.places import RankedWorkers, Rendezvous
 from headrace_engine.multiproc.rank_process import CALLS
 from headrace_engine.multiproc.rank_processes import RankProcesses
 from headrace_engine.uniproc import UniProcExecutor
@@ -62,11 +62,11 @@ class MultiProcExecutor(UniProcExecutor):
             return
         self._meeting = None if ranked.meet is None else ranked.meet()
         try:
-            rendezvous = "" if self._meeting is None else self._meeting.address("tp")
+            meeting = self._meeting
+            rendezvous = {} if meeting is None else {n: meeting.address(n) for n in ranked.groups}
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died)
             leader = PassLeader(others.run_pass, self._broken, others.call)
-            place = RankPlace(0, ranked.world_size, ranked.communicator, rendezvous)
-            self.worker_factory = partial(ranked.make, place, leader)
+            self.worker_factory = partial(ranked.make, ranked.place(0, rendezvous), leader)
             super().start()
             others.wait_started()
         except BaseException:
@@ -88,14 +88,14 @@ class MultiProcExecutor(UniProcExecutor):
         if not isinstance(method, str):
             raise UnsupportedFeature(
                 "a function for the workers: cannot be sent to other processes, where ranks are while "
-                "tensor_parallel_size is above 1; name a method"
+                "tensor_parallel_size or pipeline_parallel_size is above 1; name a method"
             )
         if method in OWN:
             return super().call(method, *args)
         if method not in CALLS:
             raise UnsupportedFeature(
-                f"{method}: not while tensor_parallel_size is above 1; ranks in other processes do "
-                f"{', '.join(CALLS)} only"
+                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1; ranks in "
+                f"other processes do {', '.join(CALLS)} only"
             )
         results: list[Any] = self._queue(
             partial(_on_every_rank, others, method, args), is_step=False
@@ -111,7 +111,9 @@ class MultiProcExecutor(UniProcExecutor):
             UnsupportedFeature: there are several.
         """
         if self._others is not None:
-            raise UnsupportedFeature(f"{method}: not while tensor_parallel_size is above 1")
+            raise UnsupportedFeature(
+                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1"
+            )
         return super().call_beside(method, *args)
 
     def shutdown(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -21,8 +21,10 @@ class RankPlace:
     world_size: int = 1
     communicator: str = ""
     """Entry of ``headrace.communicators`` by which the ranks exchange tensors; "": there is one rank."""
-    rendezvous: str = ""
-    """Where the communicator's ranks find each other, in its own words."""
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    """By group: where its ranks find each other, in the communicator's own words."""
+    stages: int = 1
+    """Ranges of layers, each of as many neighbouring ranks."""
 
 
 class Rendezvous(Protocol):
@@ -53,13 +55,20 @@ class RankedWorkers:
     also has ``run_pass``."""
     config: EngineConfig
     world_size: int = 1
+    stages: int = 1
     communicator: str = ""
     meet: Callable[[], Rendezvous] | None = None
     """Opens the place where the communicator's ranks meet; None: it needs none."""
+    groups: tuple[str, ...] = ()
+    """Names of the groups that meet there."""
 
     def __call__(self) -> Worker:
         """The worker of an engine with one rank."""
         return self.make(RankPlace(), None)
+
+    def place(self, rank: int, rendezvous: Mapping[str, str]) -> RankPlace:
+        """The place of one rank."""
+        return RankPlace(rank, self.world_size, self.communicator, rendezvous, self.stages)
 
 
 class RankHello(msgspec.Struct, frozen=True):

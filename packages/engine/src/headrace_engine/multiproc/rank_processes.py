@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,12 +57,15 @@ class RankProcesses:
 
     Args:
         ranked: what to start.
-        rendezvous: the communicator's.
+        rendezvous: the communicator's, by group.
         died: called, in that thread, with the reason when a rank has ended that was not told to.
     """
 
     def __init__(
-        self, ranked: RankedWorkers, rendezvous: str, died: Callable[[EngineDead], None]
+        self,
+        ranked: RankedWorkers,
+        rendezvous: Mapping[str, str],
+        died: Callable[[EngineDead], None],
     ) -> None:
         self._died = died
         self._lock = threading.Lock()
@@ -77,8 +80,7 @@ class RankProcesses:
         self._wake, self._woken = socket.socketpair()
         try:
             for rank in range(1, ranked.world_size):
-                place = RankPlace(rank, ranked.world_size, ranked.communicator, rendezvous)
-                self._ranks.append(_start(ranked, place))
+                self._ranks.append(_start(ranked, ranked.place(rank, rendezvous)))
         except BaseException:
             self.kill()
             for started in self._ranks:

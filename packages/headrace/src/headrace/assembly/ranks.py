@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
+    from headrace_models.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,16 @@ class Ranks:
 
     def __init__(self, place: RankPlace | None = None) -> None:
         self._place = place
-        self._communicator: Communicator | None = None
+        self._groups: dict[str, Communicator] = {}
+        """Those that this rank has joined, by name."""
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
+        self.num_stages = 1 if place is None else place.stages
+        self.tensor_size = self.world_size // self.num_stages
 
     @property
     def are_several(self) -> bool:
-        """True if layers are divided."""
+        """True if layers are divided, or are on several stages."""
         return self.world_size > 1
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
@@ -50,6 +54,10 @@ class Ranks:
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
+        if self.num_stages > 1:
+            if self.rank == 0:
+                logger.info("steps of several stages are not recorded: they run eagerly")
+            return False
         if not self.are_several or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
@@ -58,20 +66,58 @@ class Ranks:
             )
         return False
 
+    @property
+    def stage(self) -> int:
+        """Index of this rank's stage."""
+        return self.rank // self.tensor_size
+
     def communicator(self) -> Communicator:
-        """The group of all ranks, which this one joins when it is first asked for."""
-        if self._place is None or not self.are_several:
+        """The group of the ranks of this stage, which this one joins when it is first asked for."""
+        if self.tensor_size == 1:
             return SingleProcess()
-        if self._communicator is None:
-            create = plugins.load(COMMUNICATORS, self._place.communicator)
-            self._communicator = create(self.rank, self.world_size, self._place.rendezvous)
-        return self._communicator
+        return self._join(tensor_group(self.stage), self.rank % self.tensor_size, self.tensor_size)
+
+    def stages(self, partition: str | None) -> Stage | None:
+        """This rank's stage, whose ways to others are joined; None: there is one stage.
+
+        Args:
+            partition: numbers of layers by stage, as text; None: chosen.
+
+        Raises:
+            ConfigError: ``partition`` is something else.
+        """
+        if self.num_stages == 1:
+            return None
+        from headrace_models.stages.division import partition_of
+        from headrace_models.stages.stage import Link, Stage
+
+        index, last = self.stage, self.num_stages - 1
+        numbers = () if partition is None else partition_of(partition, self.num_stages)
+        lane = self.rank % self.tensor_size
+
+        def link(start: int) -> Link:
+            """The way from a stage to the next one; from the last one, to the first."""
+            return Link(self._join(link_group(lane, start), int(start != index), 2))
+
+        # In this order: a rank waits for one whose earlier groups wait for none of its later ones.
+        before = link(index - 1) if index else None
+        after = link(index) if index < last else None
+        # The streams of a stage's ranks are equal, and rank 0 is who uses what comes out.
+        result = link(last) if lane == 0 and index in (0, last) else None
+        return Stage(index, self.num_stages, numbers, before, after, result)
 
     def leave(self) -> None:
-        """Leave the group, if this rank is in one. Idempotent."""
-        group, self._communicator = self._communicator, None
-        if group is not None:
+        """Leave the groups that this rank has joined. Idempotent."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
             group.close()
+
+    def _join(self, name: str, rank: int, world_size: int) -> Communicator:
+        if name not in self._groups:
+            assert self._place is not None
+            create = plugins.load(COMMUNICATORS, self._place.communicator)
+            self._groups[name] = create(rank, world_size, self._place.rendezvous[name])
+        return self._groups[name]
 
     def threads(self, whole: CpuThreads) -> CpuThreads:
         """This rank's share of the engine's threads, and of the cores that they are bound to.
@@ -84,17 +130,18 @@ class Ranks:
         if whole.cores and len(whole.cores) < self.world_size:
             raise ConfigError(
                 f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
-                f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
-                "num_threads out, or set it to 'none'",
+                f"{self.world_size} ranks need one each (tensor_parallel_size times pipeline_parallel_size); "
+                "name more of them, leave num_threads out, or set it to 'none'",
                 field=BIND_FIELD,
             )
         count = max(1, whole.num_threads // self.world_size)
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
-                "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
-                "takes one: they wait for each other. Use as many ranks as cores at most",
-                self.world_size,
+                "the engine has %d CPU threads for %d ranks (tensor_parallel_size times "
+                "pipeline_parallel_size), each of which takes one: they wait for each other. Use as many ranks "
+                "as cores at most",
                 whole.num_threads,
+                self.world_size,
             )
         start = self.rank * count
         return CpuThreads(count, whole.cores[start : start + count])
@@ -104,6 +151,32 @@ class Ranks:
         return self.world_size if device == "cpu" else 1
 
 
+def tensor_group(stage: int) -> str:
+    """Name of the group of a stage's ranks."""
+    return f"tp:{stage}"
+
+
+def link_group(lane: int, start: int) -> str:
+    """Name of the group of two ranks that a stream goes through.
+
+    Args:
+        lane: their place among the ranks of their stages.
+        start: the stage that sends; the next one receives, or the first if it is the last.
+    """
+    return f"pp:{lane}:{start}"
+
+
+def group_names(tensor_size: int, num_stages: int) -> tuple[str, ...]:
+    """All groups of an engine's ranks."""
+    tensor = [tensor_group(stage) for stage in range(num_stages)] if tensor_size > 1 else []
+    links = [
+        link_group(lane, start)
+        for lane in range(tensor_size)
+        for start in range(num_stages if lane == 0 else num_stages - 1)
+    ]
+    return (*tensor, *(links if num_stages > 1 else ()))
+
+
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
     """Refuse what does not work yet while layers are divided over several ranks.
 
@@ -111,20 +184,24 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
         ConfigError: naming the setting.
         PluginNotFound: the communicator is not installed.
     """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    parallel = config.parallel
+    if parallel.num_ranks == 1:
         return
     if platform.device != "cpu" or isinstance(platform, BringsWorker):
+        tensor = parallel.tensor_parallel_size > 1
+        field = f"parallel.{'tensor' if tensor else 'pipeline'}_parallel_size"
         raise ConfigError(
-            f"parallel.tensor_parallel_size = {size}: must be 1 on device {platform.device!r}: ranks are "
+            f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
             "processes on a CPU for now",
-            field="parallel.tensor_parallel_size",
+            field=field,
         )
-    for field, value, why in _single_rank_settings(config):
+    refused = _single_rank_settings(config)
+    if parallel.pipeline_parallel_size > 1:
+        refused += _single_stage_settings(config, info)
+    for field, value, why in refused:
         if value:
             raise ConfigError(
-                f"{field} = {value!r:.200}: must be left out while parallel.tensor_parallel_size = {size}: "
-                f"{why}",
+                f"{field} = {value!r:.200}: must be left out while {parallel.describe_ranks()}: {why}",
                 field=field,
             )
     communicator_name(config)
@@ -145,6 +222,13 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
     )  # fmt: skip
 
 
+def _single_stage_settings(
+    config: EngineConfig, info: ModelInfo
+) -> tuple[tuple[str, object, str], ...]:
+    """Settings that need one stage, likewise."""
+    return (("lora.enable_lora", config.lora.enable_lora, "adapters of stages are not read yet"),)
+
+
 def communicator_name(config: EngineConfig) -> str:
     """The communicator of an engine's ranks, chosen if that was left open.
 
@@ -159,8 +243,8 @@ def communicator_name(config: EngineConfig) -> str:
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
         raise ConfigError(
-            f"parallel.communicator = 'single': it has one rank, and tensor_parallel_size = "
-            f"{config.parallel.tensor_parallel_size}; must be 'auto' or one of {others}",
+            f"parallel.communicator = 'single': it has one rank, and {config.parallel.describe_ranks()}; must "
+            f"be 'auto' or one of {others}",
             field="parallel.communicator",
         )
     plugins.find(COMMUNICATORS, wanted)

@@ -85,6 +85,10 @@ class Decoder(Layer, ABC):
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
+    no_stages: ClassVar[str] = ""
+    """Why the layers cannot be on several stages, where it is not seen from the built model."""
+    is_whole: bool = True
+    """False: other stages have some of the layers (:mod:`headrace_models.stages.cut`)."""
     spelling: ClassVar[Spelling] = {}
     """See :class:`~headrace_models.config.settings.Settings`."""
 
@@ -229,9 +233,19 @@ class Decoder(Layer, ABC):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
         x, residual = self.run_blocks(self.embed_tokens(batch), batch)
-        if batch.logits_rows is not None:  # norms work by row: the others need not be computed
-            rows, select = batch.logits_rows, self.context.ops.embedding
-            x, residual = select(rows, x), None if residual is None else select(rows, residual)
+        return self.finish(*self.wanted_rows(x, residual, batch))
+
+    def wanted_rows(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows of the stream that a pass returns: norms work by row, so the others need none."""
+        if batch.logits_rows is None:
+            return x, residual
+        rows, select = batch.logits_rows, self.context.ops.embedding
+        return select(rows, x), None if residual is None else select(rows, residual)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[R, H]: hidden states of the whole stream."""
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
@@ -240,7 +254,7 @@ class Decoder(Layer, ABC):
         """See :class:`headrace_core.speculation.ShowsStreams`."""
         kind = type(self)
         shown = kind.run_blocks is Decoder.run_blocks and kind.forward is Decoder.forward
-        return len(self.layers) + 1 if shown else 0
+        return len(self.layers) + 1 if shown and self.is_whole else 0
 
     def forward_streams(
         self, batch: ForwardBatch, layers: Sequence[int]
@@ -253,8 +267,7 @@ class Decoder(Layer, ABC):
                 streams[index] = x.clone() if residual is None else x + residual
             if layer is not None:
                 x, residual = layer(x, residual, batch)
-        hidden, _ = self.final_norm.add(x, residual)
-        return hidden, [streams[index] for index in layers]
+        return self.finish(x, residual), [streams[index] for index in layers]
 
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""

@@ -1,0 +1,106 @@
+"""One rank's stage, and how the stream of hidden states comes to it and goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.parallel import Communicator
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ABSENT = -1
+"""Stands for the dtype of a tensor that is not there."""
+_DIMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank's place among the stages. :attr:`BuildContext.stage` of a model that is cut."""
+
+    index: int
+    count: int
+    partition: tuple[int, ...] = ()
+    """Numbers of layers by stage, as the user wants them; empty: chosen by the layers' memory."""
+    before: Link | None = None
+    """From the stage before; None at the first stage."""
+    after: Link | None = None
+    """To the next stage; None at the last."""
+    result: Link | None = None
+    """From the last stage to the first, on the ranks that use what comes out; None on others."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+class Link:
+    """A way from one rank to another for a stream of hidden states.
+
+    A stream comes in two terms, see :class:`headrace_models.layers.decoder.Block`; the second may be absent.
+
+    Args:
+        pair: a group of two ranks; rank 0 sends, rank 1 receives.
+    """
+
+    def __init__(self, pair: Communicator) -> None:
+        self._pair = pair
+
+    def send(self, x: Tensor, residual: Tensor | None, layer: int) -> None:
+        """Send a stream.
+
+        Args:
+            x: [R, H].
+            residual: [R, H] or None.
+            layer: number of layers that the stream has passed.
+        """
+        header = torch.tensor([layer, *_described(x), *_described(residual)], dtype=torch.int64)
+        self._pair.broadcast(header, 0)
+        for tensor in (x, residual):
+            if tensor is not None and tensor.numel():
+                self._pair.broadcast(tensor.contiguous(), 0)
+
+    def receive(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """The next stream that comes.
+
+        Args:
+            layer: number of layers that it must have passed.
+
+        Raises:
+            ModelError: it has passed others: the two ranks have cut the model differently.
+        """
+        header = self._pair.broadcast(torch.zeros(1 + 2 * (1 + _DIMS), dtype=torch.int64), 0)
+        passed, *described = header.tolist()
+        if passed != layer:
+            raise ModelError(
+                f"a stage got a stream that has passed {passed} layers, and needs one after {layer}: the "
+                "ranks have cut the model differently"
+            )
+        x, residual = self._receive(described[: 1 + _DIMS]), self._receive(described[1 + _DIMS :])
+        assert x is not None
+        return x, residual
+
+    def _receive(self, described: Sequence[int]) -> Tensor | None:
+        code, *shape = described
+        if code == _ABSENT:
+            return None
+        empty = torch.empty(shape, dtype=_DTYPES[code])
+        return self._pair.broadcast(empty, 0) if empty.numel() else empty
+
+
+def _described(tensor: Tensor | None) -> tuple[int, ...]:
+    """Dtype and shape."""
+    if tensor is None:
+        return (_ABSENT, *(0 for _ in range(_DIMS)))
+    return (_DTYPES.index(tensor.dtype), *tensor.shape)
