@@ -85,7 +85,7 @@ class Decoder(Layer, ABC):
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
-    no_stages: ClassVar[str] = ""
+    no_stages: str = ""
     """Why the layers cannot be on several stages, where it is not seen from the built model."""
     is_whole: bool = True
     """False: other stages have some of the layers (:mod:`headrace_models.stages.cut`)."""
@@ -230,8 +230,13 @@ class Decoder(Layer, ABC):
         found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
         return {layer.name: layer for layer in found}
 
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with what all layers need of it besides, made once for a pass."""
+        return batch
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
+        batch = self.prepare_batch(batch)
         x, residual = self.run_blocks(self.embed_tokens(batch), batch)
         return self.finish(*self.wanted_rows(x, residual, batch))
 
@@ -252,8 +257,8 @@ class Decoder(Layer, ABC):
     @property
     def num_streams(self) -> int:
         """See :class:`headrace_core.speculation.ShowsStreams`."""
-        kind = type(self)
-        shown = kind.run_blocks is Decoder.run_blocks and kind.forward is Decoder.forward
+        own = ("run_blocks", "run_layer", "prepare_batch", "forward")
+        shown = all(getattr(type(self), name) is getattr(Decoder, name) for name in own)
         return len(self.layers) + 1 if shown and self.is_whole else 0
 
     def forward_streams(
@@ -272,9 +277,15 @@ class Decoder(Layer, ABC):
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
         residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
+        for index in range(len(self.layers)):
+            x, residual = self.run_layer(index, x, residual, batch)
         return x, residual
+
+    def run_layer(
+        self, index: int, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer of the stack, and what the family does behind it."""
+        return self.layers[index](x, residual, batch)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""

@@ -80,8 +80,8 @@ def cut(model: object, stage: Stage, dtype: str) -> None:
 def why_whole(model: Decoder) -> str:
     """Why a decoder's layers cannot be on several stages; "": they can."""
     kind = type(model)
-    if kind.no_stages:
-        return kind.no_stages
+    if model.no_stages:
+        return model.no_stages
     if kind.run_blocks is not Decoder.run_blocks or kind.forward is not Decoder.forward:
         return "it runs its layers in a way of its own"
     attending = (layer for _, layer in walk(model) if isinstance(layer, Attention))
@@ -128,12 +128,13 @@ def _take_out_rest(model: Decoder) -> None:
 def _forward(model: Decoder, stage: Stage, own: range, batch: ForwardBatch) -> Tensor:
     """A stage's part of a pass: hidden states [R, H] on the first stage, where they are used; elsewhere what
     it hands on."""
+    batch = model.prepare_batch(batch)
     if stage.before is None:
         x, residual = model.embed_tokens(batch), None
     else:
         x, residual = stage.before.receive(own.start)
     for index in own:
-        x, residual = model.layers[index](x, residual, batch)
+        x, residual = model.run_layer(index, x, residual, batch)
     if stage.after is not None:
         stage.after.send(x, residual, own.stop)
     if stage.is_last:

@@ -51,11 +51,12 @@ class Link:
     A stream comes in two terms, see :class:`headrace_models.layers.decoder.Block`; the second may be absent.
 
     Args:
-        pair: a group of two ranks; rank 0 sends, rank 1 receives.
+        pair: a group of two ranks.
+        sender: the one that sends.
     """
 
-    def __init__(self, pair: Communicator) -> None:
-        self._pair = pair
+    def __init__(self, pair: Communicator, sender: int = 0) -> None:
+        self._pair, self._sender = pair, sender
 
     def send(self, x: Tensor, residual: Tensor | None, layer: int) -> None:
         """Send a stream.
@@ -66,10 +67,10 @@ class Link:
             layer: number of layers that the stream has passed.
         """
         header = torch.tensor([layer, *_described(x), *_described(residual)], dtype=torch.int64)
-        self._pair.broadcast(header, 0)
+        self._pair.broadcast(header, self._sender)
         for tensor in (x, residual):
             if tensor is not None and tensor.numel():
-                self._pair.broadcast(tensor.contiguous(), 0)
+                self._pair.broadcast(tensor.contiguous(), self._sender)
 
     def receive(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """The next stream that comes.
@@ -80,7 +81,9 @@ class Link:
         Raises:
             ModelError: it has passed others: the two ranks have cut the model differently.
         """
-        header = self._pair.broadcast(torch.zeros(1 + 2 * (1 + _DIMS), dtype=torch.int64), 0)
+        header = self._pair.broadcast(
+            torch.zeros(1 + 2 * (1 + _DIMS), dtype=torch.int64), self._sender
+        )
         passed, *described = header.tolist()
         if passed != layer:
             raise ModelError(
@@ -96,7 +99,7 @@ class Link:
         if code == _ABSENT:
             return None
         empty = torch.empty(shape, dtype=_DTYPES[code])
-        return self._pair.broadcast(empty, 0) if empty.numel() else empty
+        return self._pair.broadcast(empty, self._sender) if empty.numel() else empty
 
 
 def _described(tensor: Tensor | None) -> tuple[int, ...]:
