@@ -204,7 +204,9 @@ class RankProcesses:
             rank.last_words = f"{message.kind}: {message.message}"
             return True
         with self._lock:
-            future = rank.waiting.pop(message.call_id)
+            future = rank.waiting.pop(message.call_id, None)
+        if future is None:  # another rank has ended, of which who waited was told
+            return True
         if isinstance(message, Raised):
             raised = as_exception(message.error)
             raised.add_note(f"raised by rank {rank.place.rank}")
