@@ -101,6 +101,7 @@ class EngineCore:
         executor: Executor,
         *,
         overlapped: bool = True,
+        steps_beside: int = 1,
         log_stats_interval: float = 0.0,
         memory_plan: str = "",
         block_size: int = 0,
@@ -118,6 +119,7 @@ class EngineCore:
             scheduler: owns the KV-cache manager.
             executor: started, with the cache allocated.
             overlapped: schedule the next step before the current one's result is there.
+            steps_beside: steps that run beside each other, in stages.
             log_stats_interval: seconds between log lines; 0 = none.
             memory_plan: where the memory went, for people.
             block_size: tokens per block, for the statistics.
@@ -134,6 +136,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.overlapped = overlapped
+        self.steps_beside = steps_beside
         self.log_stats_interval = log_stats_interval
         self.memory_plan = memory_plan
         self.block_size = block_size
@@ -248,6 +251,9 @@ class EngineCore:
                 events=events,
             )
             settings: dict[str, Any] = {**_draft_limits(config)}
+            steps_beside = _steps_beside(config)
+            if steps_beside > 1:
+                settings["steps_beside"] = steps_beside
             if adapters is not None:
                 settings["adapters"] = SlotPlanner(config.lora.max_loras, adapters)
             if connector is not None:
@@ -269,6 +275,7 @@ class EngineCore:
             scheduler,
             executor,
             overlapped=overlapped,
+            steps_beside=steps_beside,
             log_stats_interval=stats.log_stats_interval if stats.log_stats else 0.0,
             memory_plan=plan.describe(),
             block_size=plan.config.block_size,
@@ -617,6 +624,12 @@ def _check_arguments(method: str, args: Sequence[Any]) -> None:
             f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
             param="args",
         )
+
+
+def _steps_beside(config: EngineConfig) -> int:
+    """Steps that run beside each other: one on each stage, where a step is nothing but a pass."""
+    alone = not config.scheduler.async_scheduling or config.speculative.num_drafts > 0
+    return 1 if alone else config.parallel.pipeline_parallel_size
 
 
 def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:

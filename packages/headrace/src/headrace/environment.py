@@ -57,8 +57,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LORA_RESOLVER_CACHE_DIR": "folder in which unknown adapters are looked for",
     "HEADRACE_LORA_RESOLVER_HF_REPO_LIST": "hub repositories in which unknown adapters are looked for",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
-    "HEADRACE_PP_LAYER_PARTITION": "numbers of layers by stage of --pipeline-parallel-size, as 10,14; without "
-    "it they follow the layers' memory",
+    "HEADRACE_PP_LAYER_PARTITION": "numbers of layers by stage of --pipeline-parallel-size, as 10,14; "
+    "without it they follow the layers' memory",
     "HEADRACE_OBJECT_STORAGE_SHM_BUFFER_NAME": "name of the memory of --mm-processor-cache-type shm in "
     "/proc/PID/maps; unset: headrace-objects",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",

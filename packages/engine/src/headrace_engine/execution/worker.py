@@ -22,6 +22,7 @@ from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    LaunchesPasses,
     StateLayer,
     SupportsPooling,
     SupportsPromptEmbeds,
@@ -64,6 +65,7 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.execution.staged import StagedRunner
 from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
@@ -462,7 +464,9 @@ class ServingWorker:
     def _runner_class(self) -> type[ModelRunner]:
         if self._transfer is not None and self._transfer.is_producer:
             return EncodingRunner
-        return ModelRunner if self._pooling is None else PoolingRunner
+        if self._pooling is not None:
+            return PoolingRunner
+        return StagedRunner if isinstance(self._loaded(), LaunchesPasses) else ModelRunner
 
     @torch.inference_mode()
     def warm_up(self) -> None:

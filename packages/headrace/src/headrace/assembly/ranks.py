@@ -138,8 +138,8 @@ class Ranks:
         if whole.num_threads < self.world_size and self.rank == 0:
             logger.warning(
                 "the engine has %d CPU threads for %d ranks (tensor_parallel_size times "
-                "pipeline_parallel_size), each of which takes one: they wait for each other. Use as many ranks "
-                "as cores at most",
+                "pipeline_parallel_size), each of which takes one: they wait for each other. Use as many "
+                "ranks as cores at most",
                 whole.num_threads,
                 self.world_size,
             )
@@ -243,8 +243,8 @@ def communicator_name(config: EngineConfig) -> str:
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
         raise ConfigError(
-            f"parallel.communicator = 'single': it has one rank, and {config.parallel.describe_ranks()}; must "
-            f"be 'auto' or one of {others}",
+            f"parallel.communicator = 'single': it has one rank, and {config.parallel.describe_ranks()}; "
+            f"must be 'auto' or one of {others}",
             field="parallel.communicator",
         )
     plugins.find(COMMUNICATORS, wanted)

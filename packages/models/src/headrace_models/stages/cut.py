@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,7 +73,12 @@ def cut(model: object, stage: Stage, dtype: str) -> None:
     if not stage.is_first:
         _take_out_rest(model)
     model.is_whole = False
-    setattr(model, "forward", partial(_forward, model, stage, own))  # noqa: B010 - of this object
+    passes: dict[str, object] = {"forward": partial(_run, model, stage, own)}
+    if stage.is_first and stage.result is not None:
+        launch = partial(_launch, model, stage, own)
+        passes = {"launch": launch, "forward": lambda batch: launch(batch).result()()}
+    for name, made in passes.items():
+        setattr(model, name, made)  # of this object
     if stage.is_first:
         parts = ", ".join(map(str, numbers))
         logger.info("%d stages, with %s of %d layers", stage.count, parts, total)
@@ -125,9 +132,17 @@ def _take_out_rest(model: Decoder) -> None:
             setattr(model, name, [one for one in value if not isinstance(one, Layer)])
 
 
-def _forward(model: Decoder, stage: Stage, own: range, batch: ForwardBatch) -> Tensor:
-    """A stage's part of a pass: hidden states [R, H] on the first stage, where they are used; elsewhere what
-    it hands on."""
+def _launch(
+    model: Decoder, stage: Stage, own: range, batch: ForwardBatch
+) -> Future[Callable[[], Tensor]]:
+    """See :class:`headrace_core.model.LaunchesPasses`."""
+    assert stage.result is not None
+    _run(model, stage, own, batch)
+    return stage.result.expect(len(model.layers), model.finish)
+
+
+def _run(model: Decoder, stage: Stage, own: range, batch: ForwardBatch) -> Tensor:
+    """A stage's part of a pass; returns a part of what it hands on."""
     batch = model.prepare_batch(batch)
     if stage.before is None:
         x, residual = model.embed_tokens(batch), None
@@ -141,6 +156,4 @@ def _forward(model: Decoder, stage: Stage, own: range, batch: ForwardBatch) -> T
         x, residual = model.wanted_rows(x, residual, batch)
         if stage.result is not None:
             stage.result.send(x, residual, own.stop)
-    if not stage.is_first or stage.result is None:
-        return x
-    return model.finish(*stage.result.receive(len(model.layers)))
+    return x

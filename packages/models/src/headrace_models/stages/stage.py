@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,6 +49,14 @@ class Stage:
         return self.index == self.count - 1
 
 
+class _Wanted(NamedTuple):
+    """A stream that is to come, and who waits for it."""
+
+    layer: int
+    then: Callable[[Tensor, Tensor | None], Tensor]
+    future: Future[Callable[[], Tensor]]
+
+
 class Link:
     """A way from one rank to another for a stream of hidden states.
 
@@ -57,6 +69,8 @@ class Link:
 
     def __init__(self, pair: Communicator, sender: int = 0) -> None:
         self._pair, self._sender = pair, sender
+        self._wanted: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
+        self._receiver: threading.Thread | None = None
 
     def send(self, x: Tensor, residual: Tensor | None, layer: int) -> None:
         """Send a stream.
@@ -93,6 +107,33 @@ class Link:
         x, residual = self._receive(described[: 1 + _DIMS]), self._receive(described[1 + _DIMS :])
         assert x is not None
         return x, residual
+
+    def expect(
+        self, layer: int, then: Callable[[Tensor, Tensor | None], Tensor]
+    ) -> Future[Callable[[], Tensor]]:
+        """As :meth:`receive`, in a thread of its own: the sender need not wait for who uses the stream.
+
+        Args:
+            then: what is to be made of the stream, when the result is called.
+        """
+        if self._receiver is None:
+            self._receiver = threading.Thread(
+                target=self._receive_all, name="headrace-stages", daemon=True
+            )
+            self._receiver.start()
+        wanted = _Wanted(layer, then, Future())
+        self._wanted.put(wanted)
+        return wanted.future
+
+    def _receive_all(self) -> None:
+        while True:
+            layer, then, future = self._wanted.get()
+            try:
+                x, residual = self.receive(layer)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(partial(then, x, residual))
 
     def _receive(self, described: Sequence[int]) -> Tensor | None:
         code, *shape = described
