@@ -55,12 +55,13 @@ class RankedWorkers:
     also has ``run_pass``."""
     config: EngineConfig
     world_size: int = 1
-    stages: int = 1
     communicator: str = ""
     meet: Callable[[], Rendezvous] | None = None
     """Opens the place where the communicator's ranks meet; None: it needs none."""
-    groups: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ("tp:0",)
     """Names of the groups that meet there."""
+    stages: int = 1
+    """See :attr:`RankPlace.stages`."""
 
     def __call__(self) -> Worker:
         """The worker of an engine with one rank."""

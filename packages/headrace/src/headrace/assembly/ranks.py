@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from headrace_core import plugins
@@ -185,6 +186,8 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
         PluginNotFound: the communicator is not installed.
     """
     parallel = config.parallel
+    from headrace_models.stages.division import PARTITION, partition_of
+
     if parallel.num_ranks == 1:
         return
     if platform.device != "cpu" or isinstance(platform, BringsWorker):
@@ -197,13 +200,16 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
         )
     refused = _single_rank_settings(config)
     if parallel.pipeline_parallel_size > 1:
-        refused += _single_stage_settings(config, info)
+        refused += _single_stage_settings(config)
     for field, value, why in refused:
         if value:
             raise ConfigError(
                 f"{field} = {value!r:.200}: must be left out while {parallel.describe_ranks()}: {why}",
                 field=field,
             )
+    partition = os.environ.get(PARTITION)
+    if partition is not None and parallel.pipeline_parallel_size > 1:
+        partition_of(partition, parallel.pipeline_parallel_size)
     communicator_name(config)
 
 
@@ -222,11 +228,14 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
     )  # fmt: skip
 
 
-def _single_stage_settings(
-    config: EngineConfig, info: ModelInfo
-) -> tuple[tuple[str, object, str], ...]:
+def _single_stage_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one stage, likewise."""
-    return (("lora.enable_lora", config.lora.enable_lora, "adapters of stages are not read yet"),)
+    reads_layers = config.speculative.method == "eagle3"
+    return (
+        ("lora.enable_lora", config.lora.enable_lora, "adapters of stages are not read yet"),
+        ("speculative.method", reads_layers and "eagle3",
+         "it reads what comes out of layers in the middle, which are on several stages"),
+    )  # fmt: skip
 
 
 def communicator_name(config: EngineConfig) -> str:

@@ -236,10 +236,10 @@ def ranked_workers(
         FOLLOWER_FACTORY,
         config,
         parallel.num_ranks,
-        stages,
         communicator_name(config),
         open_rendezvous,
         group_names(parallel.tensor_parallel_size, stages),
+        stages,
     )
 
 
