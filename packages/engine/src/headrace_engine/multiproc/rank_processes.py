@@ -251,7 +251,7 @@ class RankProcesses:
             future.set_exception(dead)
 
 
-def _start(ranked: RankedWorkers, rank: int, rendezvous: str) -> _Rank:
+def _start(ranked: RankedWorkers, rank: int, rendezvous: Mapping[str, str]) -> _Rank:
     ours, theirs = socket.socketpair()
     place = ranked.place(rank, rendezvous)
     process = start_child(ranked.factory, ranked.config, place, ours, [theirs])
