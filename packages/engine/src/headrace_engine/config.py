@@ -259,8 +259,8 @@ class ParallelConfig:
         cost="its code runs in the engine's threads, between two steps: nothing else runs meanwhile",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
-        False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some inner "
-        "columns of all experts. Everything else is divided as without.", other_flag="-ep",
+        False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some "
+        "inner columns of all experts. Everything else is divided as without.", other_flag="-ep",
         cost="a rank whose experts get more tokens than others' makes the others wait",
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
