@@ -24,7 +24,7 @@ def ranks(rank: int) -> Ranks:
 
 
 def test_a_model_without_mixtures_is_refused() -> None:
-    with pytest.raises(ConfigError, match="enable_expert_parallel.*LlamaForCausalLM.*no mixtures"):
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel.*LlamaForCausalLM.*no mixtures"):
         DividedMixtures(ExpertDivision(), ranks(0)).check_found("LlamaForCausalLM")
 
 
