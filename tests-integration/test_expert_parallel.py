@@ -161,19 +161,9 @@ def test_served(server: RunningServer, whole: Any) -> None:
             {"enable_eplb": True, "expert_placement_strategy": "round_robin"},
             "linear with enable_eplb",
         ),
-        (
-            {"enable_eplb": True, "eplb_config": {"num_redundant_experts": 1}},
-            r"num_redundant_experts = 1.*6 experts.*set 0",
-        ),
         ({"model_impl": "transformers"}, "parallel.enable_expert_parallel.*transformers"),
     ],
 )
 def test_refused_by_name(folder: Path, settings: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, LookupError), match=text):
         LLM(str(folder), **{**SETTINGS, **DIVIDED, **settings})
-
-
-def test_a_model_without_mixtures_is_refused(tmp_path: Path) -> None:
-    save_model("llama", tmp_path)
-    with pytest.raises(ValueError, match=r"enable_expert_parallel.*LlamaForCausalLM.*no mixtures"):
-        LLM(str(tmp_path), **SETTINGS, **DIVIDED)

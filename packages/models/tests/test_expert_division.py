@@ -258,6 +258,6 @@ def test_a_sharded_state_is_refused(mixtral: Checkpoint, tmp_path: Path) -> None
     )
     saved = MIXTRAL.resolve(tmp_path, max_model_len=64)
     context = dataclasses.replace(build_context(saved), experts=ExpertDivision())
-    with pytest.raises(UnsupportedModel, match="sharded state.*expert parallelism"):
+    with pytest.raises(UnsupportedModel, match=r"sharded state.*expert parallelism"):
         load_model(saved, context)
     assert json.loads((tmp_path / "config.json").read_text())

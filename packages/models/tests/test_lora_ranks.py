@@ -14,12 +14,14 @@ from test_lora_peft import GPT_OSS, OWN, SIZES, reference, run
 from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import HeadraceError
 from headrace_core.model import CausalLM
 from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.ops.optional.low_rank import LOW_RANK
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import CpuPlatform
 from headrace_models.layers.base import WHOLE, Part, Shard
+from headrace_models.layers.moe.division import ExpertDivision
 from headrace_models.loading.loader import load_model
 from headrace_models.lora.adapters import Adapters
 from headrace_models.lora.places import LinearPlace, Memory
@@ -37,11 +39,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def opened(
-    folder: Path, communicator: Communicator, *, native: bool = False, **settings: Any
+    folder: Path,
+    communicator: Communicator,
+    *,
+    native: bool = False,
+    division: ExpertDivision | None = None,
+    **settings: Any,
 ) -> tuple[CausalLM, Adapters]:
     info = resolve(ModelConfig(model=str(folder), max_model_len=64), LoadConfig(), CpuPlatform())
     more = {"ops": bind_ops(KernelNeed(device="cpu", dtype="float32"))} if native else {}
     context = build_context(info, communicator=communicator, **more)
+    context = dataclasses.replace(context, experts=division)
     context, slots = with_adapters(context, most=96, max_loras=3, **settings)
     return load_model(info, context), slots
 
@@ -93,6 +101,35 @@ def test_two_ranks_are_one(
 
     expected = work(SingleProcess())
     assert float((expected[0] - expected[2]).abs().max()) > 0.1
+    for ranks in run_ranks(2, work):
+        for found, wanted in zip(ranks, expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def test_experts_that_are_whole_on_a_rank_take_no_adapters(tmp_path: Path) -> None:
+    """Other layers do."""
+    model = reference("Mixtral")
+    model.save_pretrained(tmp_path / "base")
+    of_experts = adapters_of(model, tmp_path)[0]
+    linear = {
+        name: tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    write_adapter(tmp_path / "other", linear, 4, scale=0.5)
+
+    def work(communicator: Communicator) -> list[Tensor]:
+        whole = communicator.world_size > 1
+        division = ExpertDivision() if whole else None
+        own, slots = opened(tmp_path / "base", communicator, division=division)
+        if whole:
+            with pytest.raises(HeadraceError, match=r"experts.*enable_expert_parallel"):
+                slots.read(str(of_experts))
+        slots.place(0, slots.read(str(tmp_path / "other")))
+        return run(own, slots, [0, -1])
+
+    expected = work(SingleProcess())
+    assert float((expected[0] - expected[1]).abs().max()) > 0.1
     for ranks in run_ranks(2, work):
         for found, wanted in zip(ranks, expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)

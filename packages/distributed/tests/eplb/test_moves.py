@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_slots_hold_what_the_new_arrangement_says(
 
     def work(group: Communicator) -> list[list[Tensor]]:
         held = weights_of(orders[0][group.rank])
-        for old, new in zip(orders, orders[1:]):
+        for old, new in pairwise(orders):
             move_experts(old, new, held, group)
         return held
 

@@ -287,8 +287,8 @@ class ParallelConfig:
         "that they know it. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
-        False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some inner "
-        "columns of all experts. Everything else is divided as without.", other_flag="-ep",
+        False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some "
+        "inner columns of all experts. Everything else is divided as without.", other_flag="-ep",
         cost="a rank whose experts get more tokens than others' makes the others wait",
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -23,7 +24,7 @@ class DividedExperts(Protocol):
     """Experts of a model's mixtures on all ranks, as rank 0 sees them. Letters: see
     :mod:`headrace_distributed.eplb.policy`."""
 
-    def places(self) -> list[Places]:
+    def places(self) -> Sequence[Places]:
         """By mixture, where experts are."""
         ...
 
@@ -125,7 +126,7 @@ class ExpertBalancer:
         )
 
 
-def _kept_in_place(old: list[int], new: list[int]) -> list[int]:
+def _kept_in_place(old: Sequence[int], new: Sequence[int]) -> list[int]:
     """A rank's new experts in an order in which those that it has already stay where they are."""
     left = list(new)
     found: list[int | None] = [None] * len(old)

@@ -1,10 +1,10 @@
-"""The default policy: experts with many tokens get copies, and ranks get experts with about equally many tokens.
+"""The default policy: experts with many tokens get copies, ranks get experts with about equally many tokens.
 
 Greedy and deterministic; of equals the lower number comes first. Source: DeepSeek-AI 2024, arXiv:2412.19437,
 section 3.4, and their published description of EPLB.
 
-Letters: M mixtures of a model, L logical experts of a mixture (those that it has), R physical ones (places for
-them, copies included), X = R - L + 1 most copies of one.
+Letters: M mixtures of a model, L logical experts of a mixture (those that it has), R physical ones (places
+for them, copies included), X = R - L + 1 most copies of one.
 """
 
 from __future__ import annotations

@@ -43,9 +43,11 @@ def check_expert_parallel(config: ParallelConfig) -> None:
     """
     size, engines = config.tensor_parallel_size, config.data_parallel_size
     is_on = config.enable_expert_parallel
+    alone = (
+        "left out with tensor_parallel_size = 1: experts are divided over the ranks of an engine"
+    )
     shared = " (engines of data_parallel_size share no experts)" if engines > 1 else ""
-    require(not is_on or size > 1, "parallel.enable_expert_parallel", is_on,
-           f"left out with tensor_parallel_size = 1: experts are divided over the ranks of an engine{shared}")  # fmt: skip
+    require(not is_on or size > 1, "parallel.enable_expert_parallel", is_on, f"{alone}{shared}")
     strategy = config.expert_placement_strategy
     require(strategy in ("linear", "round_robin"), "parallel.expert_placement_strategy", strategy,
            "one of linear, round_robin")  # fmt: skip
@@ -89,6 +91,10 @@ def eplb_settings(stated: Mapping[str, Any]) -> EPLBSettings:
         kind = type(getattr(EPLBSettings, name))
         least = 0 if name == "num_redundant_experts" else 1
         good = type(value) is kind and (kind is not int or value >= least)
-        require(good, where, value,
-               {int: f"a whole number of at least {least}", bool: "true or false", str: "a name"}[kind])  # fmt: skip
+        accepted = {
+            int: f"a whole number of at least {least}",
+            bool: "true or false",
+            str: "a name",
+        }
+        require(good, where, value, accepted[kind])
     return EPLBSettings(**{name: value for name, value in stated.items() if name in fields})

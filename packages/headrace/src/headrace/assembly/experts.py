@@ -113,7 +113,7 @@ class DividedMixtures:
 
     def places(self) -> list[Places]:
         """By mixture, where experts are."""
-        found = []
+        found: list[Places] = []
         for mixture in self.division.mixtures:
             assert mixture.placement is not None
             found.append(mixture.placement.places)

@@ -25,7 +25,7 @@ from headrace_models.layers.linear import (
     QuantizedTiedLinear,
     TiedLinear,
 )
-from headrace_models.layers.moe.experts import Experts
+from headrace_models.layers.moe.experts import GATED_NAMES, Experts
 from headrace_models.layers.moe.router import Router
 from headrace_models.lora.head_places import HeadsPlace
 from headrace_models.lora.places import (
@@ -96,6 +96,10 @@ def _around(path: str, reasons: Mapping[str, str]) -> str:
 
 
 def _names(leaf: Any) -> tuple[str, ...]:
+    if isinstance(leaf, Experts):
+        specs = [half.spec for half in leaf.every[0]]
+        own = [name for spec in specs for name in spec.part_names or (spec.name,)]
+        return (leaf.name, *own, *GATED_NAMES)  # also as transformers 5 spells them
     spec = getattr(leaf, "spec", None)
     return (leaf.name, *(spec.part_names if spec is not None else ()))
 

@@ -7,6 +7,7 @@ S slots of this rank, each of which holds one expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ def initial_places(
         return [slots[rank::ranks] for rank in range(ranks)]
     size, more = divmod(len(slots), ranks)
     starts = [rank * size + min(rank, more) for rank in range(ranks + 1)]
-    return [slots[start:end] for start, end in zip(starts, starts[1:])]
+    return [slots[start:end] for start, end in pairwise(starts)]
 
 
 class ExpertDivision:
@@ -96,9 +97,9 @@ class ExpertDivision:
         field = "parallel.eplb_config.num_redundant_experts"
         if (count + self.redundant) % ranks:
             raise ConfigError(
-                f"{field} = {self.redundant}: {name} has {count} experts: with the redundant ones their number "
-                f"must be a multiple of tensor_parallel_size = {ranks}: set {-count % ranks}, or that and a "
-                f"multiple of {ranks}",
+                f"{field} = {self.redundant}: {name} has {count} experts: with the redundant ones their "
+                f"number must be a multiple of tensor_parallel_size = {ranks}: set {-count % ranks}, or that "
+                f"and a multiple of {ranks}",
                 field=field,
             )
         for other in self.mixtures[:1]:
@@ -195,8 +196,8 @@ class Placement:
             ids: [T, k] int64, within [0, E + I).
 
         Returns:
-            Slots [T, k] int64, :attr:`absent` where it has none; and of a rank that gives back [T, k] float32,
-            0 where it has none, else 1.
+            Slots [T, k] int64, :attr:`absent` where it has none; and of a rank that gives back [T, k]
+            float32, 0 where it has none, else 1.
         """
         if len(self._seen):
             flat = ids.reshape(-1, 1)[: len(self._seen)]

@@ -1,0 +1,53 @@
+"""Settings of expert parallelism are refused by name where they have no effect or another value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_core.errors import ConfigError
+from headrace_engine.config import ParallelConfig
+from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
+
+ON: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+def test_defaults_and_what_is_stated() -> None:
+    assert eplb_settings({}) == EPLBSettings()
+    stated = {"window_size": 5, "log_balancedness": True, "use_async": False}
+    assert eplb_settings(stated) == EPLBSettings(window_size=5, log_balancedness=True)
+    assert ParallelConfig(**ON, enable_eplb=True, eplb_config=stated).eplb_config == stated
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"enable_expert_parallel": True}, "parallel.enable_expert_parallel"),
+        ({**ON, "expert_placement_strategy": "random"}, "parallel.expert_placement_strategy"),
+        ({"expert_placement_strategy": "round_robin"}, "parallel.expert_placement_strategy"),
+        ({**ON, "all2all_backend": "pplx"}, "parallel.all2all_backend"),
+        ({"all2all_backend": "naive"}, "parallel.all2all_backend"),
+        ({"tensor_parallel_size": 2, "enable_eplb": True}, "parallel.enable_eplb"),
+        ({**ON, "eplb_config": {"window_size": 5}}, "parallel.eplb_config"),
+        ({**ON, "enable_eplb": True, "eplb_config": 5}, "parallel.eplb_config"),
+    ],
+)
+def test_refused_settings(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**settings)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("window_size", 0), ("window_size", 2.5), ("step_interval", True), ("step_interval", "9"),
+        ("num_redundant_experts", -1), ("log_balancedness", 1), ("policy", 3), ("use_async", True),
+        ("window", 5),
+    ],
+)  # fmt: skip
+def test_refused_fields(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        eplb_settings({name: value})
+    assert caught.value.field == f"parallel.eplb_config.{name}"

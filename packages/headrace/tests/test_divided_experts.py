@@ -1,0 +1,45 @@
+"""What is said where experts cannot be divided whole, and what is made where they can."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.assembly.experts import DividedMixtures, divided_experts
+from headrace.assembly.ranks import Ranks
+from headrace_core.errors import ConfigError
+from headrace_engine.config import ParallelConfig
+from headrace_engine.multiproc.places import RankPlace
+from headrace_models.layers.moe.division import ExpertDivision
+
+ON = ParallelConfig(
+    tensor_parallel_size=2,
+    enable_expert_parallel=True,
+    enable_eplb=True,
+    eplb_config={"num_redundant_experts": 3},
+)
+
+
+def ranks(rank: int) -> Ranks:
+    return Ranks(RankPlace(rank, 2, "gloo", ""))
+
+
+def test_a_model_without_mixtures_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel.*LlamaForCausalLM.*no mixtures"):
+        DividedMixtures(ExpertDivision(), ranks(0)).check_found("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_counts(rank: int) -> None:
+    made = divided_experts(ON, ranks(rank), 64)
+    assert made is not None
+    assert (made.division.redundant, made.division.may_move) == (3, True)
+    assert made.division.counts == (64 if rank == 0 else 0)
+
+
+def test_nothing_is_divided_otherwise() -> None:
+    assert divided_experts(ParallelConfig(tensor_parallel_size=2), ranks(0), 64) is None
+    assert divided_experts(ON, Ranks(), 64) is None, "a draft model, or one rank"
+    still = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True)
+    made = divided_experts(still, ranks(0), 64)
+    assert made is not None
+    assert made.balancer() is None
