@@ -15,6 +15,7 @@ from modes import SETTINGS
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
+from headrace_testing.waiting import wait_until
 
 KINDS = ("llama", "gemma3", "deepseek_v3")
 """Full attention, windows beside it, latent attention."""
@@ -135,6 +136,30 @@ def test_another_layout_matches_nothing(
         params = prefill(first)
         assert ask(second, PROMPTS, params) == (wanted["llama"], 150)
         assert second.engine.stats().kv_transfer["failed_blocks"] == 9
+
+
+def test_several_connectors_as_one(
+    checkpoints: dict[str, Path], wanted: dict[str, Said], tmp_path: Path
+) -> None:
+    """What is in a folder is read there, the rest is fetched."""
+    folder = checkpoints["llama"]
+
+    def several(role: str) -> dict[str, Any]:
+        files = {"kv_connector": "file", "kv_role": role,
+                 "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}  # fmt: skip
+        peers = {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_buffer_size": 1 << 24}
+        extra = {"connectors": [files, peers]}
+        return {"kv_connector": "multi", "kv_role": role, "kv_connector_extra_config": extra}
+
+    with (
+        engine(folder, kv_transfer_config=several("kv_producer")) as first,
+        engine(folder, kv_transfer_config=several("kv_consumer")) as second,
+    ):
+        params = prefill(first)
+        wait_until(lambda: len(list(tmp_path.rglob("*.kv"))) == 18, 20)
+        for path in sorted(tmp_path.rglob("*.kv"))[::2]:
+            path.unlink()
+        assert ask(second, PROMPTS, params) == (wanted["llama"], 6)
 
 
 def test_who_says_nothing_delays_nobody_else(

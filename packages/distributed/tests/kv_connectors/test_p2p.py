@@ -165,6 +165,27 @@ def test_a_secret(secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFi
         assert fetch(wary, giver.address(), 1) == []
 
 
+def test_who_only_echoes_is_not_believed(
+    secret_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger at a giver's address, who takes any proof and has none."""
+
+    def pretend(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b"HRKV\x01" + bytes(32))
+            proof = connection.recv(69, socket.MSG_WAITALL)[-32:]
+            connection.sendall(proof)
+            connection.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=pretend, args=(listening,), daemon=True).start()
+        where = {"remote_host": "127.0.0.1", "remote_port": listening.getsockname()[1]}
+        with closing(made("kv_consumer", secret_file=str(secret_file))) as taker:
+            assert fetch(taker, where, 1) == []
+        assert "it has another secret" in caplog.text
+
+
 class Between:
     """Passes bytes on between an engine that asks and one that gives, and changes the answers."""
 
@@ -335,6 +356,7 @@ def test_memory_that_is_read_is_not_given_to_others() -> None:
     assert bytes(store.view(slots[0])) == content_of(0)
     store.unpin(slots[0])
     save(store, 2)
+    assert store.contains(KEYS[1]), "it is still read"
     assert store.contains(KEYS[2])
     with pytest.raises(NoRoom):
         store.save(KEYS[9], memoryview(bytes(3 * BLOCK_BYTES)))

@@ -82,7 +82,8 @@ class CacheConfig:
     kv_transfer_config: Mapping[str, Any] = option(
         {}, "JSON: a store of blocks outside the cache: {\"kv_connector\": \"offload\", \"kv_role\": "
         "\"kv_both\", \"kv_connector_extra_config\": {\"cpu_bytes_to_use\": 8000000000}} keeps blocks that "
-        "the cache gives up in memory; the connector file: in a folder that engines share. Default: none.",
+        "the cache gives up in memory; the connector file: in a folder that engines share; p2p: engines "
+        "give them to each other. Default: none.",
         cost="memory, or a folder, of that size; blocks are copied between steps",
     )  # fmt: skip
 

@@ -266,14 +266,16 @@ class KVTransfer:
         return bool(missing and self._fails)
 
     def _away(self, state: SchedulerRequest) -> dict[bytes, int]:
-        """Blocks of a request's longest prefix that are neither in the pools nor at the connector."""
+        """Blocks of a request's longest prefix that are neither in the pools, nor on their way there, nor at
+        the connector."""
         _, entries = self._kv.match_beyond(state, lambda group, digest: True)
         keys = {
             self._key(b.group, b.digest): self._block_bytes[b.group]
             for b in entries
             if b.block_id == NULL_BLOCK
         }
-        return {key: size for key, size in keys.items() if not self._connector.contains(key)}
+        away = keys.keys() - self._coming
+        return {k: n for k, n in keys.items() if k in away and not self._connector.contains(k)}
 
     def _offer_again(self, state: SchedulerRequest) -> None:
         """Save the blocks of a prompt that are cached here and that the connector has given up since."""

@@ -37,7 +37,7 @@ _KNOWN: Mapping[str, _Check] = {
     ),
     "engine_id": (_is_text, "a text, which the log shows, and by which other engines know this one"),
     "kv_ip": (_is_text, "the address at which this engine gives its blocks away"),
-    "kv_port": (lambda value: type(value) is int and 0 <= value < 65536, "its port, 0 to 65535"),
+    "kv_port": (lambda value: type(value) is int and 0 <= value < 65536, "a port, 0 to 65535"),
     "kv_buffer_size": (
         lambda value: type(value) in (int, float) and 1 <= value < float("inf"),
         "bytes of memory for blocks, at least 1",
