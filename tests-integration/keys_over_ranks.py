@@ -31,7 +31,7 @@ def attended(group: Communicator, dtype: str, interleave: int) -> list[Tensor]:
     own = slice(group.rank * HEADS // size, (group.rank + 1) * HEADS // size)
     layer = AttentionLayerSpec("layer", HEADS // size, 1, HEAD_DIM, scale=0.4)
     spec = FullAttentionSpec(PAGE * size, 1, HEAD_DIM, dtype, ranks=size)
-    shape, order = backend.cache_shape(spec, 100), backend.cache_stride_order()
+    shape, order = backend.cache_shape(spec, 140), backend.cache_stride_order()
     cache = torch.zeros([shape[i] for i in order], dtype=getattr(torch, dtype))
     cache = cache.permute([order.index(i) for i in range(len(order))])
     generator = torch.Generator().manual_seed(3)
