@@ -15,7 +15,7 @@ from headrace_core.kv import FullAttentionSpec
 from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
 
-HEADS, HEAD_DIM, PAGE = 4, 32, 8
+HEADS, HEAD_DIM, PAGE = 4, 32, 16
 STEPS = (((0, 530), (0, 3)), ((530, 531), (3, 40)), ((531, 532), (40, 41)))
 """By step: (first, end) of each request's new tokens."""
 
