@@ -209,10 +209,11 @@ FULL = FullAttentionSpec(8, 1, 16, "float32")
         (FakeHybrid(kv_spec=FULL, kv_copies=2), "'state' keeps a state"),
         (FakeModel(kv_spec=SlidingWindowSpec(8, 1, 16, "float32", sliding_window=9), kv_copies=2), "Window"),
         (FakeModel(kv_spec=SparseIndexerSpec(8, 1, 16, "float32"), kv_copies=2), "SparseIndexer"),
+        (FakeModel(kv_spec=None), "names no layers"),
         (FakeModel(kv_spec=FULL), "does not say how many ranks"),
         (FakeModel(kv_spec=FULL, kv_copies=3), "kept by 3 of the ranks"),
     ],
-    ids=["state", "window", "indexer", "unsaid", "copies"],
+    ids=["state", "window", "indexer", "nothing", "unsaid", "copies"],
 )  # fmt: skip
 def test_models_are_refused_by_what_they_have(model: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match) as error:
