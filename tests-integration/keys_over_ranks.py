@@ -15,7 +15,7 @@ from headrace_core.kv import FullAttentionSpec
 from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
 
-HEADS, HEAD_DIM, PAGE = 4, 32, 8
+HEADS, HEAD_DIM, PAGE = 4, 32, 16
 STEPS = (((0, 530), (0, 3)), ((530, 531), (3, 40)), ((531, 532), (40, 41)))
 """By step: (first, end) of each request's new tokens."""
 
@@ -31,7 +31,7 @@ def attended(group: Communicator, dtype: str, interleave: int) -> list[Tensor]:
     own = slice(group.rank * HEADS // size, (group.rank + 1) * HEADS // size)
     layer = AttentionLayerSpec("layer", HEADS // size, 1, HEAD_DIM, scale=0.4)
     spec = FullAttentionSpec(PAGE * size, 1, HEAD_DIM, dtype, ranks=size)
-    shape, order = backend.cache_shape(spec, 100), backend.cache_stride_order()
+    shape, order = backend.cache_shape(spec, 140), backend.cache_stride_order()
     cache = torch.zeros([shape[i] for i in order], dtype=getattr(torch, dtype))
     cache = cache.permute([order.index(i) for i in range(len(order))])
     generator = torch.Generator().manual_seed(3)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NULL_BLOCK = 0
@@ -89,7 +89,7 @@ class KVCacheSpec(CacheSpec):
     """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2``, ``int8`` or one of
     :data:`ROW_SCALED_BITS`."""
 
-    ranks: int = field(default=1, kw_only=True)
+    ranks: int = 1
     """Ranks that share a block's tokens, each with a page for ``block_size / ranks`` of them."""
 
     scales_per_row: ClassVar[int] = 1

@@ -64,14 +64,18 @@ def share_blocks(model: CausalLM, size: int) -> None:
     """Have each block of a model's cache be shared by ``size`` ranks: before the cache is planned.
 
     Raises:
-        ConfigError: a layer caches something else than keys of all tokens, or too few ranks keep the same.
+        ConfigError: a layer caches something else than keys of all tokens, or too few ranks keep the same;
+            or nothing is known of the model's layers yet (code of transformers), or nothing is cached.
     """
     if isinstance(model, SupportsRecurrence) and model.state_layers():
         name = next(iter(model.state_layers()))
         raise _refusal(
             size, f"layer {name!r} keeps a state of fixed size, which ranks do not share"
         )
-    for name, layer in model.attention_layers().items():
+    layers = model.attention_layers()
+    if all(layer.kv_spec is None for layer in layers.values()):
+        raise _refusal(size, "the model names no layers with a cache before its weights are read")
+    for name, layer in layers.items():
         if layer.kv_spec is not None:
             copies: Any = getattr(layer, "kv_copies", None)
             _check(name, layer.kv_spec, copies, size)

@@ -26,7 +26,10 @@ _ENGINE: Mapping[str, tuple[str, ...]] = {
         "override_generation_config",
     ),
     "cache": ("kv_cache_dtype", "calculate_kv_scales"),
-    "parallel": ("tensor_parallel_size", "pipeline_parallel_size"),
+    "parallel": (
+        "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size",
+        "cp_kv_cache_interleave_size",
+    ),
     "device": ("device", "num_threads", "kernels"),
     "load": ("load_format",),
     "attention": ("backend",),
