@@ -27,6 +27,7 @@ SECONDS = 5.0 * SLACK
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # the machine may be busy
     module = pytest.importorskip("ray", reason="ray is not installed (pip install 'ray[data]')")
     module.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     yield module
