@@ -27,9 +27,15 @@ SECONDS = 5.0 * SLACK
 
 @pytest.fixture(scope="module")
 def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # the machine may be busy
     module = pytest.importorskip("ray", reason="ray is not installed (pip install 'ray[data]')")
-    module.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    for attempt in range(3):  # Ray gives its own processes 30 s, and the machine may be busy
+        try:
+            module.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+            break
+        except Exception:
+            module.shutdown()
+            if attempt == 2:
+                raise
     yield module
     module.shutdown()
 
