@@ -27,13 +27,15 @@ NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SECONDS = 5.0 * SLACK
+JOIN_SECONDS = 4 * PATIENCE
+"""All hosts have come, and those that do not fit have been sent away, within these."""
 HOSTS = {"tensor_parallel_size": 2, "nnodes": 2}
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that does not come ends a test, not the run."""
-    monkeypatch.setattr(listener, "JOIN_SECONDS", PATIENCE)
+    monkeypatch.setattr(listener, "JOIN_SECONDS", JOIN_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def test_hosts_that_do_not_fit_are_refused_and_the_right_one_joins(
         assert "HEADRACE_NODE_SECRET, or the content of --node-secret-file, must be the same" in log
         assert not coming.done()
         node = host.start(*flags(folder, port, host.address, node_secret_file=secret))
-        llm = coming.result(PATIENCE)
+        llm = coming.result(JOIN_SECONDS)
     with llm:
         agree(said(llm), whole(folder))
         assert [report["rank"] for report in llm.collective_rpc("report")] == [0, 1]
@@ -164,7 +166,7 @@ def test_hosts_that_do_not_fit_are_refused_and_the_right_one_joins(
 
 def ended(words: list[str]) -> tuple[int, str]:
     process = start(*words)
-    output, errors = process.communicate(PATIENCE)
+    output, errors = process.communicate(JOIN_SECONDS)
     return process.wait(0.0), output + errors
 
 

@@ -18,7 +18,7 @@ from modes import PROMPTS, SETTINGS
 from servers import PATIENCE, SLACK
 
 from headrace import LLM, SamplingParams
-from headrace.assembly.launched import LaunchedRank
+from headrace.assembly.hosts.launched import LaunchedRank
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)

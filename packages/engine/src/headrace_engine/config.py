@@ -285,7 +285,8 @@ class ParallelConfig:
     master_port: int = option(29501, "Port of host 0 at which the other hosts join.")
     node_secret_file: str | None = option(
         None, "File with a secret of at least 16 bytes, the same on all hosts, which prove to each other "
-        "that they know it. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
+        "that they know it. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is "
+        "loopback.",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some "

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
 from headrace.assembly.engines import check_one_engine, replicated_client
-from headrace.assembly.launched import (
+from headrace.assembly.hosts.launched import (
     BACKEND,
     check_not_launched,
     launched_client,
     of_this_process,
 )
+from headrace.assembly.hosts.nodes import check_leads
 from headrace.assembly.logits_processors import processor_name
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing_packages import missing
-from headrace.assembly.nodes import check_leads
 from headrace.assembly.plugged import (
     io_processor_class,
     logits_processors,

@@ -16,11 +16,11 @@ from headrace.assembly.context_parallel import key_sharing, share_blocks
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.experts import divided_experts
+from headrace.assembly.hosts.nodes import node_plan
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
-from headrace.assembly.nodes import node_plan
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.ranks import (
     FOLLOWER_FACTORY,

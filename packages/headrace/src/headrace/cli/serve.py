@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     with ending_at_once():
         prepared = prepare(argv)
     if prepared.headless:
-        from headrace.assembly.nodes import serve_ranks
+        from headrace.assembly.hosts.nodes import serve_ranks
 
         return serve_ranks(prepared.config)
     if prepared.models_config is not None:

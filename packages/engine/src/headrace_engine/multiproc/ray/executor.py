@@ -31,6 +31,9 @@ PLACED_SECONDS = 60.0
 COPIED = ("HEADRACE_", "HF_", "OMP_", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Beginnings of names of variables that actors get from this process's environment."""
 
+SECRET = ("KEY", "SECRET", "TOKEN")
+"""Words in names of variables that Ray would show to whoever sees its cluster."""
+
 
 class RayExecutor(MultiProcExecutor):
     """As :class:`MultiProcExecutor`, but Ray starts the other ranks.
@@ -106,7 +109,11 @@ class _RayRanks:
         ray, ranked, plan = self._ray, self._ranked, self.plan
         cpus = max(1, ranked.config.device.num_threads)
         self._place(cpus, ranked.world_size - 1)
-        variables = {name: value for name, value in os.environ.items() if name.startswith(COPIED)}
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(COPIED) and not any(word in name for word in SECRET)
+        }
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for rank in range(1, ranked.world_size):
             actor = (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.core import build_resolved_core
 from headrace.assembly.engines import cache_share
-from headrace.assembly.nodes import shared_settings
+from headrace.assembly.hosts.nodes import shared_settings
 from headrace.assembly.ranks import build_follower
 from headrace_core.errors import ConfigError, EngineDead
 
