@@ -114,7 +114,6 @@ def test_guesses_are_checked_by_every_stage(folder: Path, whole: LLM) -> None:
         ({"pipeline_parallel_size": 33, "tensor_parallel_size": 2}, "", r"in 1\.\.32"),
         ({"distributed_executor_backend": "uni"}, "", "parallel.distributed_executor_backend"),
         ({}, "1,2,1", "must be 2 numbers"),
-        ({"model_impl": "transformers"}, "", "not one of headrace's decoders"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_is_refused_by_name(

@@ -98,7 +98,7 @@ def test_version():
             2,
             "override_generation_config.temprature: unknown key; did you mean temperature?",
         ),
-        (("serve", "-pp", "2", "--port", "0"), 2, "pipeline_parallel_size"),
+        (("serve", "-pp", "0", "--port", "0"), 2, "pipeline_parallel_size"),
         (
             ("serve", "-n", "2", "--port", "0"),
             2,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.assembly.ranks import Ranks
+from headrace.assembly.ranks import Ranks, group_names
 from headrace_core.errors import ConfigError
 from headrace_engine.cores import CpuThreads
 from headrace_engine.multiproc.places import RankPlace
@@ -17,9 +17,19 @@ def test_ranks_share_threads_and_cores_in_order() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_fewer_cores_than_ranks_are_refused(rank: int) -> None:
     """A rank without a core would not be bound at all."""
-    with pytest.raises(ConfigError, match=r"cpu_bind: it binds 2 .*tensor_parallel_size = 3"):
+    with pytest.raises(ConfigError, match=r"cpu_bind: it binds 2 .*3 ranks need one each"):
         Ranks(RankPlace(rank, 3)).threads(CpuThreads(2, (0, 1)))
 
 
 def test_fewer_threads_than_ranks_need_no_cores() -> None:
     assert Ranks(RankPlace(2, 3)).threads(CpuThreads(1)) == CpuThreads(1)
+
+
+def test_groups_of_stages_of_ranks() -> None:
+    """Every rank has a way to the next stage; only rank 0 needs the result."""
+    assert group_names(2, 1) == ("tp:0",)
+    assert group_names(1, 3) == ("pp:0:0", "pp:0:1", "pp:0:2")
+    assert group_names(2, 2) == ("tp:0", "tp:1", "pp:0:0", "pp:0:1", "pp:1:0")
+    of = [Ranks(RankPlace(rank, 4, stages=2)) for rank in range(4)]
+    assert [ranks.stage for ranks in of] == [0, 0, 1, 1]
+    assert [ranks.tensor_size for ranks in of] == [2] * 4

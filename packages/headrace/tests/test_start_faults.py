@@ -170,7 +170,7 @@ FAULTS: Mapping[str, Fault] = {
         "speculative_config.model", "none",
     ),
     "several devices": fault(
-        f"{SERVE} --pipeline-parallel-size 2", "pipeline_parallel_size", "not built"
+        f"{SERVE} --pipeline-parallel-size 65", "pipeline_parallel_size", "in 1..64"
     ),
     # the checkpoint
     "model missing": fault("serve {none} --device cpu --port 0", "none"),

@@ -65,7 +65,6 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
-from headrace_engine.execution.staged import StagedRunner
 from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
@@ -73,6 +72,7 @@ from headrace_engine.kv_transfer.moves import MOVES
 from headrace_engine.kv_transfer.worker import BlockMover, splits_of_groups
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.lora.store import AdapterStore
+from headrace_engine.multiproc.staged import StagedRunner
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS

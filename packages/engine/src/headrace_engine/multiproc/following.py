@@ -113,7 +113,7 @@ class FollowingWorker(ServingWorker):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
-        if self._capture is not None:
+        if self._capture is not None and self._has_inputs:  # steps of stages are not recorded
             runner, cache = self._ready(), self._cache
             assert cache is not None
             record = partial(

@@ -7,7 +7,7 @@ Every predicate takes a class or an instance. A capability is its protocol's mem
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from headrace_core.speech import diagnosis as speech_diagnosis
 
@@ -16,7 +16,6 @@ _MEMBERS: Mapping[str, tuple[str, ...]] = {
     "pooling": ("pooler", "forward"),
     "multimodal": ("embed_media", "modalities"),
     "encoder-decoder": ("encode", "compute_logits"),
-    "pipeline parallel": ("forward_stage",),
     "prompt embeddings": ("input_vectors",),
     "guides sampling": ("logits_processors",),
 }
@@ -32,6 +31,12 @@ def supports_lora(model: object) -> bool:
     """True if its layers take low-rank adapters: it is built of headrace's, and does not say why not."""
     found = _class_of(model)
     return hasattr(found, "module_names") and not getattr(found, "no_adapters", "")
+
+
+def supports_pipeline_stages(model: object) -> bool:
+    """True if its layers can be on several stages: it says so, as headrace's decoders do."""
+    says: Callable[[], bool] = getattr(_class_of(model), "runs_in_stages", lambda: False)
+    return says()
 
 
 def supports_multimodal(model: object) -> bool:
@@ -52,7 +57,11 @@ def is_pooling_model(model: object) -> bool:
 
 def interfaces_of(model: object) -> tuple[str, ...]:
     """Names of all interfaces that it has."""
-    further = {"LoRA": supports_lora(model), "transcription": supports_transcription(model)}
+    further = {
+        "pipeline parallel": supports_pipeline_stages(model),
+        "LoRA": supports_lora(model),
+        "transcription": supports_transcription(model),
+    }
     found = tuple(name for name in _MEMBERS if _has(model, name))
     return (*found, *(name for name, has in further.items() if has))
 

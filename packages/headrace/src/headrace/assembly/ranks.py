@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
-    from headrace_models.stages.stage import Stage
+    from headrace_models.stages.stage import Link, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Ranks:
         self._context_size = context_size
         self._groups: dict[str, Communicator] = {}
         """Those that this rank has joined, by name."""
+        self._links: list[Link] = []
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
         self.num_stages = 1 if place is None else place.stages
@@ -110,7 +111,9 @@ class Ranks:
 
         def link(start: int) -> Link:
             """The way from a stage to the next one; from the last one, to the first."""
-            return Link(self._join(link_group(lane, start), int(start != index), 2))
+            made = Link(self._join(link_group(lane, start), int(start != index), 2))
+            self._links.append(made)
+            return made
 
         # In this order: a rank waits for one whose earlier groups wait for none of its later ones.
         before = link(index - 1) if index else None
@@ -128,6 +131,9 @@ class Ranks:
 
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
+        links, self._links = self._links, []
+        for link in links:
+            link.close()
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()

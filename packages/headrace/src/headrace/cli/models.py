@@ -66,7 +66,7 @@ def _of_wrappers() -> Iterable[dict[str, Any]]:
             "task": wrapper.task,
             "caches": [kind for kind in CACHES if kind in held],
             "lora": all(ARCHITECTURES[text].lora for text in wrapper.texts.values()),
-            "pp": False,
+            "pp": all(ARCHITECTURES[text].pp for text in wrapper.texts.values()),
             "quantization": False,
             "alias_of": "",
             "source": "native",

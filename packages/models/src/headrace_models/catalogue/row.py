@@ -23,10 +23,13 @@ class Architecture:
     """Another row whose checkpoints may carry this name; tested there."""
     lora: bool = True
     """True if its layers take low-rank adapters (:mod:`headrace_models.lora`)."""
-    pp: bool = False
-    """True if it can be cut into stages ; nothing does that yet."""
     quantization: bool = True
     """True if a quantization method decides how its linear layers are stored."""
+
+    @property
+    def pp(self) -> bool:
+        """True if its layers can be on several stages (:mod:`headrace_models.stages`)."""
+        return self.name not in WHOLE and not {"none", "cross"} & {*self.caches}
 
     @property
     def entry(self) -> str:
@@ -34,4 +37,10 @@ class Architecture:
         return f"headrace_models.families.{self.target}"
 
 
+WHOLE = (
+    "CLIPTextModelWithProjection", "Gemma3nForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM",
+    "IQuestLoopCoderForCausalLM", "OuroForCausalLM", "SiglipTextModel", "SolarForCausalLM",
+    "Zamba2ForCausalLM", "ZambaForCausalLM", "ZayaForCausalLM",
+)  # fmt: skip
+"""Architectures whose layers need more of each other than the stream, beside encoders."""
 CACHES = ("full", "sliding", "chunked", "latent", "recurrent", "cross", "none")

@@ -254,6 +254,13 @@ class Decoder(Layer, ABC):
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
+    @classmethod
+    def runs_in_stages(cls) -> bool:
+        """True if layers of such a model can be on several stages; a checkpoint's may still need each other
+        (:func:`headrace_models.stages.cut.why_whole`)."""
+        own = (cls.run_blocks, cls.forward)
+        return not cls.no_stages and own == (Decoder.run_blocks, Decoder.forward)
+
     @property
     def num_streams(self) -> int:
         """See :class:`headrace_core.speculation.ShowsStreams`."""

@@ -86,10 +86,9 @@ def cut(model: object, stage: Stage, dtype: str) -> None:
 
 def why_whole(model: Decoder) -> str:
     """Why a decoder's layers cannot be on several stages; "": they can."""
-    kind = type(model)
     if model.no_stages:
         return model.no_stages
-    if kind.run_blocks is not Decoder.run_blocks or kind.forward is not Decoder.forward:
+    if not model.runs_in_stages():
         return "it runs its layers in a way of its own"
     attending = (layer for _, layer in walk(model) if isinstance(layer, Attention))
     if any(layer.spec.kv_sharing_target is not None for layer in attending):

@@ -23,6 +23,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ABSENT = -1
 """Stands for the dtype of a tensor that is not there."""
 _DIMS = 2
+END_SECONDS = 1.0
+"""Longest wait for the end of a thread, which may wait for a rank that does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Link:
 
     def __init__(self, pair: Communicator, sender: int = 0) -> None:
         self._pair, self._sender = pair, sender
-        self._wanted: queue.SimpleQueue[_Wanted] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
         self._receiver: threading.Thread | None = None
 
     def send(self, x: Tensor, residual: Tensor | None, layer: int) -> None:
@@ -125,9 +127,16 @@ class Link:
         self._wanted.put(wanted)
         return wanted.future
 
+    def close(self) -> None:
+        """End the thread that receives, once nothing is expected. Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            self._wanted.put(None)
+            receiver.join(END_SECONDS)
+
     def _receive_all(self) -> None:
-        while True:
-            layer, then, future = self._wanted.get()
+        while (wanted := self._wanted.get()) is not None:
+            layer, then, future = wanted
             try:
                 x, residual = self.receive(layer)
             except BaseException as error:

@@ -86,6 +86,8 @@ class WhisperForConditionalGeneration(Decoder, SupportsTranscription):
         "headrace_models.families.speech.whisper_rules:WhisperRules",
     )
 
+    no_stages = "it has an encoder"
+
     supported_languages: ClassVar[Mapping[str, str]] = LANGUAGES
     supports_transcription_only: ClassVar[bool] = True
     supports_segment_timestamp: ClassVar[bool] = True
