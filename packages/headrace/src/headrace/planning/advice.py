@@ -180,7 +180,7 @@ def _fewer_bits(planner: Planner, devices: Devices, config: EngineConfig) -> str
     from headrace_models.quantization import quant_method_name
 
     own = planner.resolved
-    if quant_methodname_of(own.info, own.config.model.quantization) != "none":
+    if quant_method_name(own.info, own.config.model.quantization) != "none":
         return ""
     for name in QUANTIZATIONS:
         model = dataclasses.replace(config.model, quantization=name)
