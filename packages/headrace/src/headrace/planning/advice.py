@@ -17,8 +17,8 @@ EQUALS = 0.95
 """Layouts whose bound is this part of the best one's are as good: the simplest of them is taken."""
 QUANTIZATIONS = ("int8", "int4_g32")
 """Proposed where a checkpoint in floats does not fit, the more exact one first."""
-TIMES = (2, 4, 8)
-"""Times the devices that are tried."""
+MOST_TIMES = 8
+"""Most times the devices that are tried."""
 
 
 class Advice(NamedTuple):
@@ -162,7 +162,10 @@ def _other_devices(planner: Planner, devices: Devices, *, fewer: bool) -> str:
         fewer: try fewer ones, too, which may divide the model where these do not.
     """
     less = range(devices.number - 1, 0, -1) if fewer else ()
-    more = [times * devices.number for times in TIMES]
+    most = MOST_TIMES * devices.number
+    doubled = {devices.number * 2**power for power in range(1, 4)}
+    powers = {2**power for power in range(most.bit_length())}
+    more = sorted(n for n in doubled | powers if devices.number < n <= most)
     for count in (*less, *more):
         others = devices._replace(number=count)
         try:
