@@ -555,6 +555,12 @@ def kills(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def chaos(session: nox.Session) -> None:
+    """kill -9 of engines, ranks and servers behind a router, for ten minutes or ``-- --minutes N``."""
+    _together(session).run("python", "tests-integration/chaos.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
     _together(session).run("python", "benchmarks/compare.py", *session.posargs)

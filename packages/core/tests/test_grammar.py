@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.grammar import Constraint, GrammarSpec, Refusal, Vocabulary, refuse
+from headrace_core.grammar import Constraint, GrammarSpec, Refusal, refuse
 from headrace_core.sampling.params import SamplingParams, StructuredOutputsParams
 
 
@@ -67,23 +65,3 @@ def test_refusals_say_keyword_place_and_param():
     assert error.param == "structured_outputs.json"
     assert "'not' at '#/items/0': unknown" in str(error)
     assert "2 more" in str(error)
-
-
-TOKENS = [*(bytes([i]) for i in range(256)), b"ab", b"abc", "é".encode(), b"<s>", b""]
-
-
-@given(st.binary(max_size=30))
-def test_every_text_has_a_spelling(text):
-    vocabulary = Vocabulary(TOKENS, frozenset({259}))
-    ids = vocabulary.spell(text)
-    assert b"".join(TOKENS[i] for i in ids) == text
-    assert 259 not in ids
-
-
-def test_the_tokenizers_spelling_wins_if_it_is_one():
-    right = Vocabulary(TOKENS, frozenset({259}), encode=lambda text: [97, 98, 99])
-    assert right.spell(b"abc") == [97, 98, 99]
-    assert right.spell(b"ab") == [256], "it spells something else"
-    assert right.spell(b"\xff") == [255], "it cannot know parts of characters"
-    with pytest.raises(ValueError, match="0x78"):
-        Vocabulary([b"a"]).spell(b"ax")

@@ -99,7 +99,11 @@ def test_version():
             "override_generation_config.temprature: unknown key; did you mean temperature?",
         ),
         (("serve", "-pp", "2", "--port", "0"), 2, "pipeline_parallel_size"),
-        (("serve", "-n", "2", "--port", "0"), 2, "nnodes: not built yet"),
+        (
+            ("serve", "-n", "2", "--port", "0"),
+            2,
+            "nnodes = 2: must be a divisor of the number of ranks, 1",
+        ),
         (
             ("run-batch", "--offline", "-i", "http://127.0.0.1:9/in?key=secret", "-o", "out"),
             6,

@@ -73,8 +73,8 @@ class KeyShare:
             own, run // self.ranks * self.interleave + slots % self.interleave, PAD_SLOT
         )
 
-    def metadata(self, batch: ForwardBatch, group: int) -> SharedMetadata:
-        """What :meth:`AttentionBackend.prepare` returns."""
+    def metadata(self, batch: ForwardBatch, group: int) -> PagedMetadata:
+        """The batch as this rank sees it: slots, and numbers of keys, are its own."""
         where = PagedMetadata.of(batch, group)
         new = batch.cu_seqlens_q.diff()
         first = (batch.seq_lens - new - batch.cu_seqlens_q[:-1]).repeat_interleave(new)
@@ -82,23 +82,13 @@ class KeyShare:
         length[: first.shape[0]] = first + torch.arange(
             1, first.shape[0] + 1, dtype=torch.int32, device=first.device
         )
-        paged = replace(
+        return replace(
             where,
             slot_mapping=self.own_slots(where.slot_mapping),
             seq_lens=self.count(where.seq_lens),
             max_seqlen_k=int(self.count(torch.tensor(where.max_seqlen_k))),
+            key_counts=self.count(length),
         )
-        return SharedMetadata(paged, self.count(length))
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMetadata:
-    """One rank's view of a batch."""
-
-    paged: PagedMetadata
-    """With slots and numbers of keys of this rank."""
-    key_counts: Tensor
-    """[T] int32; how many of this rank's keys each token sees. T as many as the batch has rows."""
 
 
 def corrected(out: Tensor, lses: Tensor, rank: int) -> Tensor:
@@ -148,17 +138,17 @@ class _KeySharing:
         super().__init__(ops)  # type: ignore[call-arg] # of a backend, which this is mixed into
         self._group, self._share = group, share
 
-    def prepare(self, batch: ForwardBatch, group: int) -> SharedMetadata:
+    def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
         """See :meth:`headrace_core.attention.AttentionBackend.prepare`."""
         return self._share.metadata(batch, group)
 
     def slots(self, batch: ForwardBatch, group: int) -> Tensor:
         """See :meth:`headrace_core.attention.AttentionBackend.slots`."""
-        metadata: SharedMetadata = batch.attention[group]
-        return metadata.paged.slot_mapping
+        metadata: PagedMetadata = batch.attention[group]
+        return metadata.slot_mapping
 
     def _of_all_heads(
-        self, layer: AttentionLayerSpec, query: Tensor, metadata: SharedMetadata | None
+        self, layer: AttentionLayerSpec, query: Tensor, metadata: PagedMetadata | None
     ) -> tuple[AttentionLayerSpec, Tensor]:
         """The layer as it asks this rank's keys with the queries of all ranks, and their log-sum-exp, which
         it will write: [T, D * H]."""
@@ -178,8 +168,6 @@ class _KeySharing:
 class SharedPagedBackend(_KeySharing, PagedBackend):
     """``paged`` over one rank's share of the tokens. Layers have one key-value head."""
 
-    supported_devices = ("cpu",)
-
     def forward(
         self,
         layer: AttentionLayerSpec,
@@ -187,20 +175,17 @@ class SharedPagedBackend(_KeySharing, PagedBackend):
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Tensor | None,
-        metadata: SharedMetadata | None,  # type: ignore[override]
+        metadata: PagedMetadata | None,
     ) -> Tensor:
         """See :meth:`headrace_core.attention.AttentionBackend.forward`."""
         query = self._group.all_gather(query, dim=1)
         layer, lse = self._of_all_heads(layer, query, metadata)
-        paged = None if metadata is None else metadata.paged
-        out = super().forward(layer, query, key, value, kv_cache, paged)
+        out = super().forward(layer, query, key, value, kv_cache, metadata)
         return self._joined(out, lse)
 
 
 class SharedMLABackend(_KeySharing, MLAOpsBackend):
     """``latent`` over one rank's share of the tokens."""
-
-    supported_devices = ("cpu",)
 
     def attend(
         self,
@@ -210,7 +195,7 @@ class SharedMLABackend(_KeySharing, MLAOpsBackend):
         latent: Tensor | None,
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
-        metadata: SharedMetadata | None,  # type: ignore[override]
+        metadata: PagedMetadata | None,
         *,
         topk_indices: Tensor | None = None,
     ) -> Tensor:
@@ -218,9 +203,8 @@ class SharedMLABackend(_KeySharing, MLAOpsBackend):
         both = self._group.all_gather(torch.cat((query, rope_query), dim=-1), dim=1)
         cut = query.shape[-1]
         layer, lse = self._of_all_heads(layer, both, metadata)
-        paged = None if metadata is None else metadata.paged
         out = super().attend(
-            layer, both[..., :cut], both[..., cut:], latent, rope_key, kv_cache, paged,
+            layer, both[..., :cut], both[..., cut:], latent, rope_key, kv_cache, metadata,
             topk_indices=topk_indices,
         )  # fmt: skip
         return self._joined(out, lse)

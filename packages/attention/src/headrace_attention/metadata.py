@@ -30,6 +30,9 @@ class PagedMetadata:
     max_seqlen_k: int
     last_keys: Tensor | None = None
     """See :class:`~headrace_core.batch.ForwardBatch`."""
+    key_counts: Tensor | None = None
+    """[T] int32; how many of its request's keys here each token sees, on a rank that keeps some of them
+    (:mod:`headrace_attention.context_parallel`)."""
 
     @classmethod
     def of(cls, batch: ForwardBatch, group: int) -> PagedMetadata:

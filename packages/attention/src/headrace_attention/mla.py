@@ -6,7 +6,7 @@ it once, where expanded keys and values would be num_heads times as much.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -60,6 +60,7 @@ class MLAOpsBackend(MLABackend):
             self.ops.mla_cache_write(
                 latent, rope_key, kv_cache, metadata.slot_mapping, k_scale=layer.k_scale
             )
+        extras: dict[str, Any] = {**layer.extras}
         return self.ops.mla_attention(
             query,
             rope_query,
@@ -72,5 +73,5 @@ class MLAOpsBackend(MLABackend):
             scale=layer.scale,
             topk_indices=topk_indices,
             k_scale=layer.k_scale,
-            **layer.extras,
+            **extras,
         )

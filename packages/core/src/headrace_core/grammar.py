@@ -144,40 +144,9 @@ class Vocabulary:
         }
 
     @cached_property
-    def _longest(self) -> int:
+    def longest(self) -> int:
+        """Bytes of the longest token that is text."""
         return max(map(len, self.text_ids), default=0)
-
-    def spell(self, text: bytes) -> list[int]:
-        """Tokens whose bytes, joined, are ``text``: the tokenizer's if it has an opinion, else the
-        longest possible one after the other.
-
-        Raises:
-            ValueError: no tokens spell it.
-        """
-        return self._own_spelling(text) or self._greedy_spelling(text)
-
-    def _own_spelling(self, text: bytes) -> list[int]:
-        if self.encode is None:
-            return []
-        try:
-            ids = self.encode(text.decode())
-        except UnicodeDecodeError:
-            return []
-        known = all(i < self.size and i not in self.special_token_ids for i in ids)
-        return ids if known and b"".join(self.tokens[i] for i in ids) == text else []
-
-    def _greedy_spelling(self, text: bytes) -> list[int]:
-        ids, at = [], 0
-        while at < len(text):
-            for end in range(min(len(text), at + self._longest), at, -1):
-                token_id = self.text_ids.get(text[at:end])
-                if token_id is not None:
-                    ids.append(token_id)
-                    at = end
-                    break
-            else:
-                raise ValueError(f"no token spells byte {text[at]:#04x}")
-        return ids
 
 
 @runtime_checkable

@@ -55,7 +55,7 @@ class Gloo(Communicator):
         self._watch = PeerWatch(introduce(store, rank, world_size, timeout))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout)
-        options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(host))]
         self._group: ProcessGroupGloo | None = None
         self._run("joining", lambda: self._join(store, options))
 
@@ -174,7 +174,7 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _address_towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """This machine's address, as that host sees it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging.config
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from test_p2p import KEYS, closing, fetch, save
 from headrace_core.errors import ConfigError
 from headrace_distributed.kv_connectors.p2p.connector import P2PConnector
 from headrace_distributed.kv_connectors.p2p.mooncake import MooncakeConnector
-from headrace_distributed.kv_connectors.p2p.nixl import NixlConnector
+from headrace_distributed.kv_connectors.p2p.nixl import NixlConnector, _keeping_log_handlers
 from headrace_testing.engine.kv_connectors import BLOCK_BYTES, KVConnectorConformance
 
 KINDS: dict[str, tuple[type[P2PConnector], dict[str, Any], str]] = {
@@ -95,3 +96,17 @@ def test_wrong_settings(kind: Any, own: Any, extra: Any, message: str, tmp_path:
     extra = {k: str(secret) if v == "FILE" else v for k, v in extra.items()}
     with pytest.raises(ConfigError, match=message):
         kind({"kv_role": "kv_both", "kv_connector_extra_config": extra, "kv_port": 0, **own})
+
+
+def test_handlers_of_the_programs_log_outlive_the_librarys_import() -> None:
+    class Handler(logging.StreamHandler[Any]):
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    handler, configure = Handler(), logging.config.dictConfig
+    with _keeping_log_handlers():
+        logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    assert not handler.is_closed
+    assert logging.config.dictConfig is configure

@@ -241,8 +241,8 @@ class ParallelConfig:
     )  # fmt: skip
     pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
     decode_context_parallel_size: int = option(
-        1, "Ranks of tensor_parallel_size that share the tokens of key-value heads which they would keep copies "
-        "of: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
+        1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
+        "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
         "number of copies of each head (all ranks for latent attention).", other_flag="-dcp",
         cost="each layer's queries and outputs cross between the ranks; steps are not recorded",
     )  # fmt: skip
@@ -257,7 +257,8 @@ class ParallelConfig:
     )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
-        "rank), or a plug-in's name. Default: uni for one rank, else mp.",
+        "rank), ray (an actor for each further rank), external_launcher (torchrun has started the processes; "
+        "LLM only), or a plug-in's name. Default: uni for one rank, else mp.",
     )  # fmt: skip
     communicator: str = option(
         "auto", "Way in which ranks exchange tensors: gloo, shm, or a plug-in's name. auto: shm where it is "
@@ -279,8 +280,8 @@ class ParallelConfig:
     )  # fmt: skip
     master_port: int = option(29501, "Port of host 0 at which the other hosts join.")
     node_secret_file: str | None = option(
-        None, "File with a secret of at least 16 bytes, the same on all hosts, which they prove to each other "
-        "to know. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
+        None, "File with a secret of at least 16 bytes, the same on all hosts, which prove to each other "
+        "that they know it. Default: HEADRACE_NODE_SECRET. One of both is needed unless master_addr is loopback.",
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some inner "
@@ -342,7 +343,12 @@ class ParallelConfig:
                "many")  # fmt: skip
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
-        require(1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535")
+        require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
+               self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be "
+               "on several hosts")  # fmt: skip
+        require(
+            1 <= self.master_port <= 65535, "parallel.master_port", self.master_port, "in 1..65535"
+        )
         if count == 1:
             return
         require(self.data_parallel_size == 1, "parallel.data_parallel_size", self.data_parallel_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-for folder in (TESTS / "loop", TESTS / "input_processing"):
+for folder in (Path(__file__).parent, TESTS / "loop", TESTS / "input_processing"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

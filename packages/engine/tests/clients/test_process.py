@@ -270,6 +270,15 @@ async def until_health(engine: Engine, *, healthy: bool) -> str:
 
 
 @pytest.mark.req("REL-04")
+async def test_a_terminals_interrupt_does_not_reach_the_child() -> None:
+    """Not while it imports either: only this process decides when it ends."""
+    made = client()
+    running = engine(made)
+    assert made.pid is not None
+    assert os.getpgid(made.pid) == made.pid != os.getpgrp()
+    await running.shutdown()
+
+
 def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

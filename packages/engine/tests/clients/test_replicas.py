@@ -23,9 +23,10 @@ from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, GenerateError, HeadraceError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_core.sampling.params import SamplingParams
-from headrace_engine.clients import replicas
+from headrace_engine.clients import replica, replicas
+from headrace_engine.clients.gathered import summed_stats
 from headrace_engine.clients.process import ProcessClient
-from headrace_engine.clients.replicas import ReplicatedClient, summed_stats
+from headrace_engine.clients.replicas import ReplicatedClient
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.input_processing.input_processor import InputProcessor
@@ -156,7 +157,7 @@ async def test_an_engine_with_changed_weights_is_not_replaced() -> None:
     assert len(outputs[-1].outputs[0].token_ids) == 3
     stats = await running.stats()
     assert "signal 9" in stats.by_engine[0].ended
-    with pytest.raises(EngineDead, match="must reach all engines: engine 0"):
+    with pytest.raises(GenerateError, match="must reach all engines: engine 0"):
         await running.collective_rpc("set_weights_version", args=["8"])
     pid = made.pids[1]
     assert pid is not None
@@ -173,10 +174,8 @@ async def test_an_engine_with_changed_weights_is_not_replaced() -> None:
 
 
 async def test_an_engine_that_keeps_ending_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "MOST_FALLS", 1)
+    monkeypatch.setattr(replica, "MOST_FALLS", 1)
     made = client()
-    for replica in made._replicas:
-        replica.falls = type(replica.falls)(maxlen=1)
     running = engine(made)
     pid = made.pids[0]
     assert pid is not None
@@ -238,7 +237,9 @@ def test_offline_calls_run_in_both() -> None:
         expected_tokens(f"p{i}", params) for i in range(8)
     ]
     assert sorted(set(done)) == list(range(8))
-    assert [one.generation_tokens for one in offline.stats().by_engine] == [24, 24]
+    counts = [one.generation_tokens for one in offline.stats().by_engine]
+    assert sum(counts) == 48
+    assert min(counts) > 0  # how many exactly depends on how fast the first ones run
     offline.shutdown()
 
 

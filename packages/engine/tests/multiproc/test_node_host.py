@@ -70,7 +70,9 @@ class Hosts:
 
     def _start_node(self, port: int) -> None:
         self.node = subprocess.Popen(
-            [sys.executable, "-c", NODE, json.dumps([2, port, 1])], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", NODE, json.dumps([2, port, 1])],
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     @property
@@ -167,9 +169,7 @@ def test_a_rank_that_raises_on_another_host(make: Callable[..., Hosts]) -> None:
         (signal.SIGTERM, "node 1 was ended by SIGTERM"),
     ],
 )
-def test_an_ended_host_ends_the_engine(
-    make: Callable[..., Hosts], number: int, told: str
-) -> None:
+def test_an_ended_host_ends_the_engine(make: Callable[..., Hosts], number: int, told: str) -> None:
     hosts = make()
     pids = hosts.executor.pids
     hosts.process.send_signal(number)

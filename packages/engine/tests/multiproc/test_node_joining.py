@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import ConfigError, EngineDead
-from headrace_engine.multiproc.nodes import joining, listener as listening
+from headrace_engine.multiproc.nodes import joining
+from headrace_engine.multiproc.nodes import listener as listening
 from headrace_engine.multiproc.nodes.joined import JoinedNode
 from headrace_engine.multiproc.nodes.joining import Joined, join_rank_0
 from headrace_engine.multiproc.nodes.listener import MOST_STRANGERS, NodeListener
@@ -79,7 +80,9 @@ def test_nodes_come_in_any_order_with_their_ranks(gathering: Gathering) -> None:
 def test_a_wrong_secret_is_refused_and_the_right_one_still_joins(
     gathering: Gathering, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(NotTrusted, match=r"rank 0 at 127.0.0.1:\d+: the secret of this host is refused"):
+    with pytest.raises(
+        NotTrusted, match=r"rank 0 at 127.0.0.1:\d+: the secret of this host is refused"
+    ):
         gathering.join(1, secret=SECRET + b"?").result(PATIENCE)
     wait_until(lambda: "does not know the secret" in caplog.text, PATIENCE)
     assert "a connection from 127.0.0.1:" in caplog.text
@@ -143,8 +146,12 @@ def test_strangers_are_few_and_leave_soon(
     gathering.join(2).result(PATIENCE).close()
 
 
-@pytest.mark.parametrize("sent", [struct.pack("<QQ", 1 << 40, 0), struct.pack("<QQ", 2, 0) + b"\xc1x"])
-def test_frames_of_those_who_know_the_secret_are_bounded_too(gathering: Gathering, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    "sent", [struct.pack("<QQ", 1 << 40, 0), struct.pack("<QQ", 2, 0) + b"\xc1x"]
+)
+def test_frames_of_those_who_know_the_secret_are_bounded_too(
+    gathering: Gathering, sent: bytes
+) -> None:
     with gathering.connect() as connection:
         join(connection, SECRET)
         connection.sendall(sent)

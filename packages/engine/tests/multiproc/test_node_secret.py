@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -18,7 +19,9 @@ SECRET = b"0123456789abcdef"
 OTHER = b"0123456789abcdeF"
 
 
-def both(listens: Callable[[socket.socket], Any], joins: Callable[[socket.socket], Any]) -> list[Any]:
+def both(
+    listens: Callable[[socket.socket], Any], joins: Callable[[socket.socket], Any]
+) -> list[Any]:
     """What each side of a pair of sockets comes to: its result or exception."""
     ends, found = socket.socketpair(), [None, None]
 
@@ -71,8 +74,13 @@ def test_a_listener_that_admits_everybody_is_found_out() -> None:
 def test_who_joins_is_told_nothing_before_its_proof() -> None:
     """Sixteen known bytes and a number."""
     ours, theirs = socket.socketpair()
+
+    def refuses() -> None:
+        with contextlib.suppress(EOFError):
+            admit(ours, SECRET)
+
     with ours, theirs:
-        thread = threading.Thread(target=lambda: pytest.raises(EOFError, admit, ours, SECRET))
+        thread = threading.Thread(target=refuses)
         thread.start()
         assert len(theirs.recv(1000)) == 48
         theirs.shutdown(socket.SHUT_RDWR)
@@ -100,7 +108,9 @@ def test_a_proof_is_of_one_connection() -> None:
 
 
 def test_another_service_is_no_rank_0() -> None:
-    _, joins = both(lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), lambda c: join(c, SECRET))
+    _, joins = both(
+        lambda c: c.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4), lambda c: join(c, SECRET)
+    )
     assert isinstance(joins, NotTrusted)
     assert "is not rank 0" in str(joins)
 
@@ -116,7 +126,9 @@ def test_secrets_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "0.0.0.0", "::", "host.example"])
 def test_hosts_need_a_secret(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"HEADRACE_NODE_SECRET: holds 0 bytes.*at least 16 .*openssl"):
+    with pytest.raises(
+        ConfigError, match=r"HEADRACE_NODE_SECRET: holds 0 bytes.*at least 16 .*openssl"
+    ):
         read_secret(None, address, {})
 
 

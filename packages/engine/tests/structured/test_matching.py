@@ -9,6 +9,7 @@ from headrace_core.errors import UnsupportedFeature
 from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
 from headrace_engine.structured import reasoning
 from headrace_engine.structured.matching import ConstraintMaker, fill_masks
+from headrace_engine.structured.spelling import spell
 from headrace_engine.structured.store import GrammarStore
 from headrace_testing.engine.grammars import BYTES, bits
 
@@ -195,14 +196,14 @@ def test_where_the_prompt_has_ended_the_reasoning(tail, begins_answer, expected)
 
 def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(store):
     marks = {"start_after": "</think>", "may_begin_with": "<think>"}
-    opening = VOCABULARY.spell(b"<think>")
+    opening = spell(VOCABULARY, b"<think>")
     constraint = make(store, "[0-9]", **marks)
     assert set(mask(constraint)) == {*b"0123456789", opening[0]}
     constraint.observe(ord("7"))
     assert mask(constraint) == [END]
     thinks = make(store, "[0-9]", opening, **marks)
     assert mask(thinks) is None
-    for token in VOCABULARY.spell(b"</think>"):
+    for token in spell(VOCABULARY, b"</think>"):
         thinks.observe(token)
     assert set(mask(thinks)) == set(b"0123456789")
 
@@ -222,7 +223,7 @@ def test_where_the_template_has_switched_reasoning_off(tail, off):
 
 def test_white_space_may_stand_before_the_reasoning(store):
     marks = {"start_after": "</think>", "may_begin_with": "<think>"}
-    opening = VOCABULARY.spell(b"<think>")
+    opening = spell(VOCABULARY, b"<think>")
     constraint = make(store, r"\n{0,2}[0-9]", [ord("\n")], **marks)
     assert set(mask(constraint)) == {*b"0123456789", ord("\n"), opening[0]}
     for token in opening:
@@ -234,7 +235,7 @@ def test_white_space_may_stand_before_the_reasoning(store):
 
 def test_what_may_be_either_stays_both_until_it_is_decided(store):
     marks = {"start_after": "</think>", "may_begin_with": "<think>"}
-    opening = VOCABULARY.spell(b"<think>")
+    opening = spell(VOCABULARY, b"<think>")
     constraint = make(store, "<[a-z]{2}", opening[:1], **marks)
     if len(opening) > 1:
         assert opening[1] in mask(constraint)

@@ -34,6 +34,7 @@ class TestTriton(OpConformance):
     cache_dtypes = ()
     row_scaled_dtypes = ()
     logit_scale = False
+    partial_keys = False
     SEEN_LENGTHS = LastKeysConformance.SEEN_LENGTHS if HAS_GPU else SHORT
     SEEN_SPANS = LastKeysConformance.SEEN_SPANS if HAS_GPU else SHORT_SPANS
     LONG_SEQUENCES = OpConformance.LONG_SEQUENCES if HAS_GPU else (330, 150)

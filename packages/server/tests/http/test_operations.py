@@ -8,6 +8,7 @@ import logging
 import shutil
 import ssl
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,32 @@ async def test_a_stuck_engine(connect: Any, monkeypatch: pytest.MonkeyPatch) -> 
     answer = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
     assert answer.status_code == 200
     assert "endpoint-load-metrics" not in answer.headers
+
+
+class Several(FakeEngine):
+    """Two engines, some of which are being replaced."""
+
+    ended: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return {**super().settings, "parallel": {"data_parallel_size": 2}}
+
+    async def stats(self, *, drain: bool = False) -> EngineStats:
+        whys = (*self.ended, *[""] * (2 - len(self.ended)))
+        return EngineStats(by_engine=[EngineStats(ended=why) for why in whys])
+
+
+async def test_several_engines_are_well_while_one_runs(connect: Any) -> None:
+    engine = Several()
+    client = connect(engine)
+    assert (await client.get("/health")).content == b""
+    for ended, status in ((("engine 0: killed",), 200), (("engine 0: killed", "engine 1"), 503)):
+        engine.ended = ended
+        answer = await client.get("/health")
+        assert (answer.status_code, answer.json()["reasons"]) == (status, list(ended))
+        assert (await client.get("/readyz")).status_code == status
+        assert (await client.get("/livez")).status_code == 200
 
 
 async def test_reasons(connect: Any) -> None:

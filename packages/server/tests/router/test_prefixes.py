@@ -116,7 +116,36 @@ def test_bodies_that_cannot_be_read_are_for_the_server_to_refuse(body: bytes) ->
     [
         ({"server": ()}, "server: must be given"),
         ({"server": ("localhost:8001",)}, "server = 'localhost:8001': must be a URL"),
+        *(
+            ({"server": (url,)}, "must be a URL as http://host:port, without user")
+            for url in (
+                "http://",
+                "http://a:x",
+                "http://a:70000",
+                "http://a:0",
+                "http://[::1",
+                "ftp://a",
+                "http://a?b",
+                "http://a#b",
+                "http://user@a",
+                "http://user:key@a",
+            )
+        ),
         ({"server": ("http://a", "http://a/")}, "must be different URLs"),
+        *(
+            (
+                {"server": ("http://a",), "kv_events": (address,)},
+                "must be an address as tcp://host:port",
+            )
+            for address in (
+                "nonsense",
+                "tcp://a",
+                "tcp://a:x",
+                "ipc://",
+                "tcp://a:1,nonsense",
+                "http://a:1",
+            )
+        ),
         ({"kv_events": ("tcp://a:1",)}, "one address for each server \\(3\\)"),
         ({"max_imbalance": 0.5}, "max_imbalance = 0.5: must be at least 1"),
         ({"health_interval": 0.0}, "health_interval = 0.0: must be above 0"),

@@ -186,7 +186,7 @@ class PagedAttentionOp(Protocol):
           whose own rows' entries are no less: tokens of images see later ones, text between does not;
         * ``key_counts`` [T] int32: row t sees the first ``key_counts[t]`` of its request's keys, wherever
           it stands (a rank that keeps some of the keys; decision 141);
-        * ``lse`` [T, Hq] float32, contiguous: each row's log-sum-exp is written to it; -inf if it sees nothing.
+        * ``lse`` [T, Hq] float32, contiguous: is given each row's log-sum-exp; -inf if it sees nothing.
 
         Raises:
             ConfigError: a window, a chunk, slopes, a logit scale or last keys without ``causal``; a window

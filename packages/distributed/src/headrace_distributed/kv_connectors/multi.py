@@ -110,9 +110,9 @@ def _part(where: str, stated: object, settings: Mapping[str, Any]) -> _Part:
     if not isinstance(stated, Mapping):
         raise wrong(where, stated, "an object")
     own = {"kv_connector_extra_config": {}, **stated}
-    for name in ("engine_id", "kv_load_failure_policy"):
-        if name in settings:
-            own.setdefault(name, settings[name])
+    for inherited in ("engine_id", "kv_load_failure_policy"):
+        if inherited in settings:
+            own.setdefault(inherited, settings[inherited])
     policy = settings.get("kv_load_failure_policy")
     if own.get("kv_load_failure_policy") != policy:
         raise wrong(f"{where}.kv_load_failure_policy", own["kv_load_failure_policy"],

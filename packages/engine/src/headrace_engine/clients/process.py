@@ -147,6 +147,7 @@ class ProcessClient(CoreLink):
             [sys.executable, "-m", "headrace_engine.clients.child"],
             stdin=subprocess.PIPE,
             bufsize=0,
+            process_group=0,  # a terminal's Ctrl-C is this process's, also while the child imports
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ended already: waiting for it will say so

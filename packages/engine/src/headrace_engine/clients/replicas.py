@@ -4,24 +4,28 @@ Each engine is a process with a whole model, a scheduler and a cache of its own;
 other. A request goes to one of them (:mod:`headrace_engine.clients.balancing`), a control call to all.
 
 An engine that ends fails its own requests, and is replaced by a new process while the others serve. It is
-not if that could not bring back what it was: its weights were changed since the start, or it ended
-:data:`MOST_FALLS` times within :data:`FALLS_SECONDS`.
+not if that could not bring back what it was: its weights were changed since the start; or if it keeps
+ending (:mod:`headrace_engine.clients.replica`).
 """
 
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from headrace_core.engine import EngineStats
-from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
+from headrace_core.errors import (
+    EngineDead,
+    GenerateError,
+    HeadraceError,
+    RequestError,
+    UnsupportedFeature,
+)
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.balancing import LoadBalancer
@@ -32,23 +36,22 @@ from headrace_engine.clients.base import (
     OutputSink,
     dead_again,
 )
+from headrace_engine.clients.gathered import failed_call, gathered_calls, summed_stats
 from headrace_engine.clients.process import ProcessClient
+from headrace_engine.clients.replica import Replica, ReplicaSink
 from headrace_engine.messages import CoreOutput, CoreOutputs
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.weights.updates import CALLS as UPDATE_CALLS
 
 logger = logging.getLogger(__name__)
 
-MOST_FALLS = 5
-FALLS_SECONDS = 60.0
-"""An engine that ends this often in so many seconds is not replaced again."""
 READING_CALLS = frozenset(
     {"report", "start_profile", "stop_profile", "is_sleeping", "weights_version"}
 )
 """Calls of workers after which a new engine is still like the others."""
+BETWEEN_REQUESTS = ("sleep", "reload_weights")
+"""Calls that an engine refuses while a request runs: it must be refused by all, or by none."""
 POLL_SECONDS = 0.1
-
-T = TypeVar("T")
 
 
 class _Placed(NamedTuple):
@@ -58,28 +61,6 @@ class _Placed(NamedTuple):
     num_prompt_tokens: int
     num_tokens: list[int]
     """One number: tokens of its output so far."""
-
-
-class _Replica:
-    """One engine's process, and those that come after it."""
-
-    def __init__(self, index: int, client: ProcessClient) -> None:
-        self.index = index
-        self.client = client
-        self.failure: str | None = None
-        """Why it does not run; None while it does."""
-        self.replacement: threading.Thread | None = None
-        """Starts the next process, while it does."""
-        self.falls: deque[float] = deque(maxlen=MOST_FALLS)
-
-    @property
-    def runs(self) -> bool:
-        return self.failure is None
-
-    def __str__(self) -> str:
-        """What is wrong with it."""
-        what = "it is being replaced" if self.replacement is not None else "it is not replaced"
-        return f"engine {self.index}: {self.failure}; {what}"
 
 
 class ReplicatedClient(CoreClient):
@@ -102,7 +83,7 @@ class ReplicatedClient(CoreClient):
     ) -> None:
         self.timeline = timeline or StartupTimeline()
         self._make = make
-        self._replicas = [_Replica(index, make(index)) for index in range(num_engines)]
+        self._replicas = [Replica(index, make(index)) for index in range(num_engines)]
         self._balancer = LoadBalancer(num_engines, follows_prefixes=follows_prefixes)
         self._lock = threading.RLock()
         """Guards everything below, the balancer, and which replicas run."""
@@ -137,9 +118,9 @@ class ReplicatedClient(CoreClient):
         """Start all at once; one that cannot start ends the others."""
         errors: list[BaseException] = []
 
-        def start(replica: _Replica) -> None:
+        def start(replica: Replica) -> None:
             try:
-                replica.client.start(_ReplicaSink(self, replica))
+                replica.client.start(ReplicaSink(self, replica, replica.client))
             except BaseException as error:
                 errors.append(error)
 
@@ -155,7 +136,7 @@ class ReplicatedClient(CoreClient):
             self._end_all(threads)
             raise
 
-    def _thread(self, work: Callable[[_Replica], None], replica: _Replica) -> threading.Thread:
+    def _thread(self, work: Callable[[Replica], None], replica: Replica) -> threading.Thread:
         thread = threading.Thread(
             target=self._context.copy().run,
             args=(work, replica),
@@ -180,6 +161,13 @@ class ReplicatedClient(CoreClient):
     # Requests.
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
+        try:
+            self._add(requests)
+        except BaseException:
+            self.abort([request.request_id for request in requests])  # those that were taken
+            raise
+
+    def _add(self, requests: Sequence[CoreRequest]) -> None:
         waiting, tried = list(requests), set[int]()
         while waiting:
             groups = self._place(waiting, tried)
@@ -196,7 +184,7 @@ class ReplicatedClient(CoreClient):
 
     def _place(
         self, requests: Sequence[CoreRequest], tried: set[int]
-    ) -> list[tuple[_Replica, ProcessClient, list[CoreRequest]]]:
+    ) -> list[tuple[Replica, ProcessClient, list[CoreRequest]]]:
         """Choose an engine for each request, and note it.
 
         Args:
@@ -283,8 +271,8 @@ class ReplicatedClient(CoreClient):
         run are zeros, with the reason."""
         with self._lock:
             ended = {one.index: str(one) for one in self._replicas if not one.runs}
-            if len(ended) == len(self._replicas):
-                return _failed(EngineDead("; ".join(ended.values())))
+            if self._failure is not None:
+                return failed_call(dead_again(self._failure))
             asked = {one.index: one.client.stats(drain) for one in self._replicas if one.runs}
         indices = list(asked)
 
@@ -296,33 +284,49 @@ class ReplicatedClient(CoreClient):
                 by_engine[index] = stats
             return summed_stats([by_engine[index] for index in sorted(by_engine)])
 
-        return _gathered(list(asked.values()), merged, errors=True)
+        return gathered_calls(list(asked.values()), merged, errors=True)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         with self._lock:
             self._balancer.forget_prefixes()
-        return _gathered(
+        return gathered_calls(
             [client.reset_prefix_cache(reset_running_requests) for client in self._running()], all
         )
 
     def add_lora(self, request: LoRARequest) -> Future[bool]:
         with self._lock:
+            clients, before = self._running(), self._loras.get(request.lora_int_id)
             self._loras[request.lora_int_id] = request
-            added = _gathered([client.add_lora(request) for client in self._running()], all)
-        added.add_done_callback(lambda done: self._note_adapter(request, done))
-        return added
+            calls = [client.add_lora(request) for client in clients]
 
-    def _note_adapter(self, request: LoRARequest, done: Future[bool]) -> None:
-        """A replacement need not read an adapter that was refused."""
-        if done.cancelled() or done.exception() is not None:
-            with self._lock:
-                if self._loras.get(request.lora_int_id) is request:
-                    del self._loras[request.lora_int_id]
+        def merged(results: list[Any]) -> bool:
+            failures = [result for result in results if isinstance(result, BaseException)]
+            if not failures:
+                return all(results)
+            self._take_back_adapter(request, before)
+            for client, result in zip(clients, results, strict=True):
+                if result is True:
+                    client.remove_lora(request.lora_int_id)
+            raise failures[0]
+
+        return gathered_calls(calls, merged, errors=True)
+
+    def _take_back_adapter(self, request: LoRARequest, before: LoRARequest | None) -> None:
+        """An adapter was refused by an engine: a replacement need not read it, and none keeps it."""
+        with self._lock:
+            if self._loras.get(request.lora_int_id) is not request:
+                return
+            if before is None:
+                del self._loras[request.lora_int_id]
+            else:
+                self._loras[request.lora_int_id] = before
 
     def remove_lora(self, lora_int_id: int) -> Future[bool]:
         with self._lock:
             self._loras.pop(lora_int_id, None)
-            return _gathered([client.remove_lora(lora_int_id) for client in self._running()], any)
+            return gathered_calls(
+                [client.remove_lora(lora_int_id) for client in self._running()], any
+            )
 
     def list_loras(self) -> Future[tuple[LoRARequest, ...]]:
         return self._running()[0].list_loras()
@@ -332,7 +336,8 @@ class ReplicatedClient(CoreClient):
 
         Raises:
             UnsupportedFeature: the call joins workers in a group: each engine has a rank 0.
-            EngineDead: an engine does not run, and the call changes it.
+            RequestError: a request runs, and the call must be obeyed by all engines or none.
+            GenerateError: an engine does not run, and the call changes it.
         """
         if method in UPDATE_CALLS:
             raise UnsupportedFeature(
@@ -342,13 +347,34 @@ class ReplicatedClient(CoreClient):
             )
         with self._lock:
             clients = self._running()
-            if method not in READING_CALLS:
-                ailments = self.ailments
-                if ailments:
-                    raise EngineDead(f"{method}: must reach all engines: {'; '.join(ailments)}")
-                self._note_change(method, args)
+            if method in READING_CALLS:
+                return gathered_calls(
+                    [one.call_workers(method, args) for one in clients], _in_a_row
+                )
+            ailments = self.ailments
+            if ailments:
+                raise _not_now(f"{method}: must reach all engines: {'; '.join(ailments)}")
+            if method in BETWEEN_REQUESTS and self._placed:
+                raise RequestError(
+                    f"method = {method!r}: must wait until no request runs: pause first",
+                    param="method",
+                )
+            before = self._sleep, self._changed
+            self._note_change(method, args)
+            noted = self._sleep, self._changed
             calls = [client.call_workers(method, args) for client in clients]
-        return _gathered(calls, lambda results: [value for each in results for value in each])
+
+        def merged(results: list[Any]) -> list[Any]:
+            failures = [result for result in results if isinstance(result, BaseException)]
+            if not failures:
+                return _in_a_row(results)
+            refused = all(isinstance(result, RequestError) for result in results)
+            with self._lock:
+                if refused and (self._sleep, self._changed) == noted:  # nothing has changed
+                    self._sleep, self._changed = before
+            raise failures[0]
+
+        return gathered_calls(calls, merged, errors=True)
 
     def _note_change(self, method: str, args: Sequence[Any]) -> None:
         """Note what a replacement must be told, or that there can be none."""
@@ -364,12 +390,15 @@ class ReplicatedClient(CoreClient):
         """Clients of engines that run.
 
         Raises:
-            EngineDead: none does.
+            GenerateError: none does now.
+            EngineDead: none will again.
         """
         with self._lock:
+            if self._failure is not None:
+                raise dead_again(self._failure)
             clients = [replica.client for replica in self._replicas if replica.runs]
             if not clients:
-                raise EngineDead("no engine runs: " + "; ".join(self.ailments))
+                raise _not_now("no engine runs: " + "; ".join(self.ailments))
             return clients
 
     # Health.
@@ -426,22 +455,23 @@ class ReplicatedClient(CoreClient):
         placed.num_tokens[0] += count
         self._balancer.add_tokens(placed.engine, count)
 
-    def lose(self, replica: _Replica, error: BaseException) -> None:
-        """An engine has ended: fail its requests, and replace it."""
+    def lose(self, replica: Replica, client: ProcessClient, error: BaseException) -> None:
+        """A process of an engine has ended: fail its requests, and replace it. Whoever starts a
+        replacement notices the end of that one itself."""
         with self._lock:
-            if self._closing:
+            if self._closing or replica.client is not client or not replica.runs:
                 return
             lost = [key for key, at in self._placed.items() if at.engine == replica.index]
             for request_id in lost:
                 self._forget(request_id)
             self._balancer.forget(replica.index)
             replica.failure = str(error)
-            why_not = self._why_not_again(replica)
+            why_not = self._changed_since_start() or replica.fell(time.monotonic())
             if why_not is None:
                 replica.replacement = self._thread(self._replace, replica)
             else:
                 replica.failure += f" ({why_not})"
-            nothing_left = all(not one.runs and one.replacement is None for one in self._replicas)
+            nothing_left = self._nothing_left()
         logger.error("%s; %d of its requests failed", replica, len(lost))
         # What a core said of its own error stays in the log.
         cause = str(error) if error.__cause__ is None else "the engine process failed"
@@ -454,15 +484,14 @@ class ReplicatedClient(CoreClient):
         if nothing_left:
             self._give_up(error)
 
-    def _why_not_again(self, replica: _Replica) -> str | None:
-        """Why an engine that has ended is not replaced; None: it is."""
-        if self._changed is not None:
-            return f"{self._changed} was called since the start, which a new engine would lack"
-        now = time.monotonic()
-        replica.falls.append(now)
-        if len(replica.falls) == MOST_FALLS and now - replica.falls[0] < FALLS_SECONDS:
-            return f"it ended {MOST_FALLS} times in {FALLS_SECONDS:g} s"
-        return None
+    def _changed_since_start(self) -> str | None:
+        """Why no new engine would be like the others; None: it would."""
+        if self._changed is None:
+            return None
+        return f"{self._changed} was called since the start, which a new engine would lack"
+
+    def _nothing_left(self) -> bool:
+        return all(not one.runs and one.replacement is None for one in self._replicas)
 
     def _give_up(self, error: BaseException) -> None:
         self._failure = EngineDead(f"all engines have ended: {'; '.join(self.ailments)}")
@@ -470,62 +499,92 @@ class ReplicatedClient(CoreClient):
         if self._sink is not None:
             self._sink.on_death(self._failure)
 
-    def _replace(self, replica: _Replica) -> None:
-        """Start an engine's next process, and bring it to where the others are."""
-        replica.client.shutdown()
-        try:
-            client = self._make(replica.index)
-            with self._lock:
-                replica.client = client
-            client.start(_ReplicaSink(self, replica))
-            self._catch_up(replica)
-        except BaseException as error:
-            with self._lock:
-                if self._closing:
-                    return
-                replica.replacement = None
-                replica.failure = f"{replica.failure} (its replacement: {error})"
-                nothing_left = all(
-                    not one.runs and one.replacement is None for one in self._replicas
-                )
-            logger.error("%s", replica)
-            replica.client.shutdown()
-            if nothing_left:
-                self._give_up(error)
-
-    def _catch_up(self, replica: _Replica) -> None:
-        """Have a new engine read the adapters that the others have, and sleep while they do; requests
-        come to it then."""
-        known: set[int] = set()
+    def _replace(self, replica: Replica) -> None:
+        """Start processes of an engine until one runs and is where the others are, or too many failed."""
+        ended = replica.failure
         while True:
-            with self._lock:
-                wanted = [lora for key, lora in self._loras.items() if key not in known]
-                sleep = self._sleep
-                if not wanted and sleep is None:
-                    replica.failure, replica.replacement = None, None
-                    logger.info("engine %d runs again", replica.index)
-                    return
-            for lora in wanted:
-                known.add(lora.lora_int_id)
-                replica.client.add_lora(lora).result(PROFILE_TIMEOUT)
-            if sleep is not None and not wanted:
-                replica.client.call_workers("sleep", sleep).result(CONTROL_TIMEOUT)
+            if replica.client.has_started:
+                replica.client.shutdown()
+            try:
+                client = self._make(replica.index)
                 with self._lock:
-                    replica.failure, replica.replacement = None, None
+                    if self._closing:
+                        return
+                    replica.client = client
+                client.start(ReplicaSink(self, replica, client))
+                self._catch_up(replica, client)
+                return
+            except BaseException as error:
+                with self._lock:
+                    if self._closing:
+                        return
+                    why_not = self._changed_since_start()
+                    why_not = why_not or replica.failed_to_start(time.monotonic())
+                    replica.failure = f"{ended} (its replacement: {error})"
+                    if why_not is not None:
+                        replica.failure += f" ({why_not})"
+                        replica.replacement = None
+                    nothing_left = self._nothing_left()
+                logger.error("%s", replica)
+                if why_not is None:
+                    continue
+                if replica.client.has_started:
+                    replica.client.shutdown()
+                if nothing_left:
+                    self._give_up(error)
                 return
 
+    def _catch_up(self, replica: Replica, client: ProcessClient) -> None:
+        """Have a new engine read the adapters that the others have, and sleep while they do; requests
+        come to it then.
 
-class _ReplicaSink:
-    """Takes one engine's outputs, and its end."""
+        Raises:
+            EngineDead: it has ended meanwhile.
+        """
+        known: dict[int, LoRARequest] = {}
+        asleep: list[Any] | None = None
+        while True:
+            with self._lock:
+                wanted = [one for key, one in self._loras.items() if known.get(key) is not one]
+                gone = [key for key in known if key not in self._loras]
+                sleep = self._sleep
+                if not wanted and not gone and sleep is asleep:
+                    if client.failure is not None:
+                        raise dead_again(client.failure)
+                    replica.runs_again()
+                    logger.info("engine %d runs again", replica.index)
+                    return
+            for lora_int_id in gone:
+                del known[lora_int_id]
+                client.remove_lora(lora_int_id).result(CONTROL_TIMEOUT)
+            for lora in wanted:
+                known[lora.lora_int_id] = lora
+                _read_adapter(client, lora, replica)
+            if not wanted and not gone:
+                call = ("wake_up", [None]) if sleep is None else ("sleep", sleep)
+                client.call_workers(*call).result(CONTROL_TIMEOUT)
+                asleep = sleep
 
-    def __init__(self, client: ReplicatedClient, replica: _Replica) -> None:
-        self._client, self._replica = client, replica
 
-    def on_outputs(self, outputs: CoreOutputs) -> None:
-        self._client.take_outputs(outputs)
+def _read_adapter(client: ProcessClient, lora: LoRARequest, replica: Replica) -> None:
+    """Have a new engine read an adapter. One that it cannot read, because its files have gone for example,
+    fails the requests that name it, and nothing else.
 
-    def on_death(self, error: BaseException) -> None:
-        self._client.lose(self._replica, error)
+    Raises:
+        EngineDead: the engine has ended.
+    """
+    try:
+        client.add_lora(lora).result(PROFILE_TIMEOUT)
+    except EngineDead:
+        raise
+    except HeadraceError as error:
+        logger.warning(
+            "engine %d does not have adapter %s: %s", replica.index, lora.lora_name, error
+        )
+
+
+def _in_a_row(results: Sequence[Sequence[Any]]) -> list[Any]:
+    return [value for each in results for value in each]
 
 
 def _not_now(message: str) -> GenerateError:
@@ -533,85 +592,3 @@ def _not_now(message: str) -> GenerateError:
     error = GenerateError(message)
     error.is_public = True
     return error
-
-
-def _failed(error: BaseException) -> Future[Any]:
-    future = Future[Any]()
-    future.set_exception(error)
-    return future
-
-
-def _gathered(
-    calls: Sequence[Future[Any]], merge: Callable[[list[Any]], T], *, errors: bool = False
-) -> Future[T]:
-    """The merged results of calls, in their order; the first error if one failed.
-
-    Args:
-        errors: ``merge`` gets the errors, too, unless all failed.
-    """
-    gathered: Future[T] = Future()
-    left, lock = [len(calls)], threading.Lock()
-
-    def settle(_: Future[Any]) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0]:
-                return
-        if not gathered.set_running_or_notify_cancel():
-            return
-        results = [call.exception() or call.result() for call in calls]
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures and (not errors or len(failures) == len(results)):
-            gathered.set_exception(failures[0])
-            return
-        try:
-            gathered.set_result(merge(results))
-        except BaseException as error:
-            gathered.set_exception(error)
-
-    for call in calls:
-        call.add_done_callback(settle)
-    return gathered
-
-
-SUMMED = (
-    "num_requests_running", "num_requests_waiting", "num_requests_suspended", "num_blocks",
-    "num_free_blocks", "prompt_tokens", "generation_tokens", "num_preemptions",
-    "prefix_cache_queries", "prefix_cache_hits", "num_steps", "iteration_tokens", "num_drafts",
-    "num_draft_tokens",
-)  # fmt: skip
-"""Numbers of engines that are added up."""
-
-
-def summed_stats(engines: Sequence[EngineStats]) -> EngineStats:
-    """Statistics of several engines as those of one, with their own beside them.
-
-    Args:
-        engines: in order; those that have ended count for nothing but their sums.
-    """
-    alive = [stats for stats in engines if not stats.ended]
-    blocks = sum(stats.num_blocks for stats in alive)
-    usage = sum(stats.kv_cache_usage * stats.num_blocks for stats in alive)
-    versions = {stats.weights_version for stats in alive}
-    positions = max((len(stats.num_accepted_per_position) for stats in alive), default=0)
-    total = EngineStats(
-        **{name: sum(getattr(stats, name) for stats in alive) for name in SUMMED},
-        kv_cache_usage=usage / blocks if blocks else 0.0,
-        block_size=alive[0].block_size,
-        step_tokens=[count for stats in alive for count in stats.step_tokens],
-        heartbeat_age=max(stats.heartbeat_age for stats in alive),
-        num_accepted_per_position=[
-            sum(stats.num_accepted_per_position[place] for stats in alive
-                if place < len(stats.num_accepted_per_position))
-            for place in range(positions)
-        ],
-        sleep_level=max(stats.sleep_level for stats in alive),
-        weights_version=versions.pop() if len(versions) == 1 else "",
-    )  # fmt: skip
-    for stats in alive:
-        for into, counts in ((total.running_loras, stats.running_loras),
-                             (total.waiting_loras, stats.waiting_loras),
-                             (total.kv_transfer, stats.kv_transfer)):  # fmt: skip
-            for name, count in counts.items():
-                into[name] = into.get(name, 0) + count
-    return dataclasses.replace(total, by_engine=list(engines))

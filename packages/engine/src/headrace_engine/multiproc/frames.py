@@ -43,6 +43,7 @@ from headrace_engine.multiproc.messages import (
     WorkerCall,
 )
 from headrace_engine.multiproc.nodes.messages import (
+    MirrorJoins,
     NodeAccepted,
     NodeEnds,
     NodeJoins,
@@ -60,7 +61,7 @@ CLASSES: dict[str, type[Any]] = {
         ForwardBatch, GroupBatch, InputEmbeds, MemoryProfile, KVCacheConfig, KVCacheGroup, KVCacheSpec,
         FullAttentionSpec, SlidingWindowSpec, ChunkedLocalSpec, MLASpec, SparseIndexerSpec, StateShape,
         RecurrentSpec, CrossAttentionSpec, ModelPass, WorkerCall, Stop, Answer, Raised, Failed,
-        NodeJoins, NodeAccepted, NodeRefused, NodeEnds, RankJoins,
+        NodeJoins, NodeAccepted, NodeRefused, NodeEnds, RankJoins, MirrorJoins,
     )
 }  # fmt: skip
 """Classes whose objects may be in a frame, beside plain data and tensors."""

@@ -67,8 +67,9 @@ class RankedWorkers:
     config: EngineConfig
     world_size: int = 1
     communicator: str = ""
-    meet: Callable[[], Rendezvous] | None = None
-    """Opens the place where the communicator's ranks meet; None: it needs none."""
+    meet: Callable[..., Rendezvous] | None = None
+    """Opens the place where the communicator's ranks meet, at an address if one is given; None: it needs
+    none."""
     nodes: NodePlan | None = None
     """The hosts, if there are several."""
 

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -71,12 +72,12 @@ def main() -> None:
         ).start()
     _configure_logging(hello)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    replies = _Replies(connection)
+    replies = Replies(connection)
     threading.Thread(
         target=_read, args=(connection, messages), name="headrace-rank-reader", daemon=True
     ).start()
     try:
-        _serve(hello, replies, messages)
+        follow(lambda: _make(hello), replies, messages)
     except BaseException as error:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
         with contextlib.suppress(OSError):
@@ -88,7 +89,7 @@ def main() -> None:
     os._exit(0)  # the interpreter would take a second to take torch apart
 
 
-class _Replies:
+class Replies:
     """Sends rank 0 what this rank answers, one message at a time. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -131,9 +132,20 @@ def _end_with(host: socket.socket) -> None:
     os._exit(EXIT_ORPHANED)
 
 
-def _serve(hello: RankHello, replies: _Replies, messages: queue.SimpleQueue[Any]) -> None:
+def _make(hello: RankHello) -> Any:
     module, _, name = hello.factory.partition(":")
-    worker = getattr(importlib.import_module(module), name)(hello.config, hello.place)
+    return getattr(importlib.import_module(module), name)(hello.config, hello.place)
+
+
+def follow(make: Callable[[], Any], replies: Replies, messages: queue.SimpleQueue[Any]) -> None:
+    """Make a rank's worker and do what rank 0 says until it says to stop.
+
+    Args:
+        messages: of rank 0; an exception among them is raised.
+
+    Raises: what a pass, or making the worker, raises.
+    """
+    worker = make()
     replies.send(Answer(STARTED, os.getpid()))
     readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")  # starts them when needed
     while not isinstance(message := messages.get(), Stop):
@@ -148,7 +160,7 @@ def _serve(hello: RankHello, replies: _Replies, messages: queue.SimpleQueue[Any]
     worker.close()
 
 
-def _reply(replies: _Replies, worker: Any, call: WorkerCall) -> None:
+def _reply(replies: Replies, worker: Any, call: WorkerCall) -> None:
     replies.send(_answer(worker, call))
 
 

@@ -16,6 +16,7 @@ from headrace_core.grammar import Constraint, GrammarMatcher, Vocabulary
 from headrace_engine.structured.budget import MatchingBudget, MatchingClock
 from headrace_engine.structured.marker import MarkerGate, MarkerTokens
 from headrace_engine.structured.matching_threads import MatchingThreads
+from headrace_engine.structured.spelling import spell
 from headrace_engine.structured.store import Compiled, GrammarStore
 
 logger = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ class RowConstraint:
             return False  # no tokens spell it: nothing could have written it otherwise
 
     def _spelled(self, text: bytes) -> list[int]:
-        return self._vocabulary.spell(text) if text else []
+        return spell(self._vocabulary, text) if text else []
 
 
 def _marks(text: str, vocabulary: Vocabulary) -> list[int]:
@@ -287,7 +288,7 @@ def _marks(text: str, vocabulary: Vocabulary) -> list[int]:
         return []
     own = vocabulary.special_ids.get(text)
     try:
-        return [own] if own is not None else vocabulary.spell(text.encode())
+        return [own] if own is not None else spell(vocabulary, text.encode())
     except ValueError:
         return []
 

@@ -33,7 +33,8 @@ def check_context_parallel(config: EngineConfig) -> None:
     interleave, block_size = config.parallel.cp_kv_cache_interleave_size, config.cache.block_size
     if block_size is not None and block_size % interleave:
         raise ConfigError(
-            f"parallel.cp_kv_cache_interleave_size = {interleave}: must divide cache.block_size = {block_size}",
+            f"parallel.cp_kv_cache_interleave_size = {interleave}: must divide cache.block_size = "
+            f"{block_size}",
             field="parallel.cp_kv_cache_interleave_size",
         )
     speculative = config.speculative
@@ -67,7 +68,9 @@ def share_blocks(model: CausalLM, size: int) -> None:
     """
     if isinstance(model, SupportsRecurrence) and model.state_layers():
         name = next(iter(model.state_layers()))
-        raise _refusal(size, f"layer {name!r} keeps a state of fixed size, which ranks do not share")
+        raise _refusal(
+            size, f"layer {name!r} keeps a state of fixed size, which ranks do not share"
+        )
     for name, layer in model.attention_layers().items():
         if layer.kv_spec is not None:
             copies: Any = getattr(layer, "kv_copies", None)
@@ -79,7 +82,9 @@ def share_blocks(model: CausalLM, size: int) -> None:
 def _check(name: str, spec: CacheSpec, copies: int | None, size: int) -> None:
     if type(spec) not in (FullAttentionSpec, MLASpec):
         kind = type(spec).__name__.removesuffix("Spec")
-        raise _refusal(size, f"the cache of layer {name!r} ({kind}) does not hold keys of all tokens")
+        raise _refusal(
+            size, f"the cache of layer {name!r} ({kind}) does not hold keys of all tokens"
+        )
     if copies is None:
         raise _refusal(size, f"layer {name!r} does not say how many ranks keep the same keys")
     if copies % size:

@@ -19,6 +19,7 @@ from headrace_engine.config import EngineConfig
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
     from headrace_engine.core import EngineCore
+    from headrace_engine.multiproc.nodes.plan import NodePlan
     from headrace_engine.startup import StartupTimeline
 
 CORE_FACTORY = "headrace.assembly.core:build_core"
@@ -41,11 +42,13 @@ def build_resolved_core(
     resolved: ResolvedConfig,
     timeline: StartupTimeline,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    nodes: NodePlan | None = None,
 ) -> EngineCore:
     """Build the engine's core here: workers started, model loaded, cache allocated.
 
     Args:
         vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
+        nodes: processes that have the other ranks, if somebody else starts them.
     """
     failpoints.warn()
     brings_worker = isinstance(resolved.platform, BringsWorker)
@@ -84,7 +87,7 @@ def build_resolved_core(
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else ranked_workers(resolved, timeline, grammars, adapters, connector)
+        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes)
     )
     return EngineCore.build(
         config,

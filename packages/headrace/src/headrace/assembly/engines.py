@@ -110,7 +110,7 @@ def engine_shares(config: EngineConfig, platform: Platform) -> list[EngineConfig
             f"engine ({FIELD}), not {len(whole.cores)}",
             field="device.cpu_bind",
         )
-    cache = _cache_share(config.cache, count)
+    cache = cache_share(config.cache, count)
     return [
         dataclasses.replace(alone, cache=cache, device=_device_share(config.device, whole, index, count))
         for index in range(count)
@@ -124,7 +124,7 @@ def _device_share(device: DeviceConfig, whole: CpuThreads, index: int, count: in
     return dataclasses.replace(device, num_threads=num_threads, cpu_bind=cpu_bind)
 
 
-def _cache_share(cache: CacheConfig, count: int) -> CacheConfig:
+def cache_share(cache: CacheConfig, count: int) -> CacheConfig:
     """Limits of the whole divided; a cache's own size stays each engine's."""
     most = cache.max_memory_bytes
     return dataclasses.replace(

@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
 from headrace.assembly.engines import check_one_engine, replicated_client
+from headrace.assembly.launched import (
+    BACKEND,
+    check_not_launched,
+    launched_client,
+    of_this_process,
+)
 from headrace.assembly.logits_processors import processor_name
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing_packages import missing
@@ -92,6 +98,7 @@ def connect(
     Raises:
         HeadraceError: whatever kept it from starting.
     """
+    check_not_launched(config)
     if timeline is None:
         with starting() as begun:
             return connect(config, templates, begun, client)
@@ -137,6 +144,7 @@ def front_end(
         ConfigError: shared memory of media, and the core is in this process.
     """
     check_leads(config)
+    config = of_this_process(config)
     if config.parallel.data_parallel_size > 1:
         config = dataclasses.replace(config, engine_process=True)
     if client is None:
@@ -243,6 +251,8 @@ def core_client(
             timeline,
             follows_prefixes=bool(resolved.config.cache.enable_prefix_caching),
         )
+    if config.parallel.distributed_executor_backend == BACKEND:
+        return launched_client(config, resolved, timeline, vocabulary)
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
@@ -261,6 +271,8 @@ def shared_core(config: EngineConfig, timeline: StartupTimeline, folder: Path) -
         HeadraceError: the checkpoint, or a setting, cannot be used.
     """
     check_one_engine(config, "api_server_count above 1")
+    check_not_launched(config)
+    config = of_this_process(config)
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         warn_of_revision(resolved)

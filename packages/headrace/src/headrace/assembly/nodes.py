@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 OF_A_HOST = frozenset(
     {
-        "model.model", "model.tokenizer", "model.served_model_name", "model.logits_processors", "model.hf_token",
+        "model.model", "model.tokenizer", "model.served_model_name", "model.hf_token",
+        "model.logits_processors",
         "load.download_dir", "load.use_tqdm_on_load",
         "cache.gpu_memory_utilization", "cache.max_memory_bytes", "cache.kv_cache_memory_bytes",
         "cache.kv_cache_ahead_bytes", "cache.num_gpu_blocks_override",
@@ -111,7 +112,7 @@ def check_leads(config: EngineConfig) -> None:
     node = config.parallel.node_rank
     if node:
         raise ConfigError(
-            f"parallel.node_rank = {node}: must be 0 where requests are taken; this host runs `headrace serve "
-            f"MODEL --headless --node-rank {node}` with the same settings",
+            f"parallel.node_rank = {node}: must be 0 where requests are taken; this host runs `headrace "
+            f"serve MODEL --headless --node-rank {node}` with the same settings",
             field="parallel.node_rank",
         )

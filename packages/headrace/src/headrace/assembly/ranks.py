@@ -84,7 +84,7 @@ class Ranks:
         return self._communicator
 
     def context_group(self) -> Communicator:
-        """The neighbouring ranks that share keys, this one among them; it joins when it is first asked for."""
+        """The neighbouring ranks that share keys, this one among them, which joins when first asked for."""
         if self._place is None or not self.share_keys or self._context_size == self.world_size:
             return self.communicator()
         if self._context_group is None:
@@ -184,7 +184,8 @@ def communicator_name(config: EngineConfig) -> str:
     """
     wanted = config.parallel.communicator
     if wanted == "auto":
-        wanted = "shm" if config.parallel.nnodes == 1 and _shares_memory() else "gloo"
+        on_this_host = config.parallel.nnodes == 1 and config.parallel.executor != "ray"
+        wanted = "shm" if on_this_host and _shares_memory() else "gloo"
         logger.info("communicator: auto -> %s", wanted)
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")

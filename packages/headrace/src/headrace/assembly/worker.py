@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from headrace_engine.encoder.slices import EncoderSlices
     from headrace_engine.execution.worker import LeadsPasses, ServingWorker
     from headrace_engine.lora.store import AdapterStore
+    from headrace_engine.multiproc.nodes.plan import NodePlan
     from headrace_engine.multiproc.places import RankPlace
     from headrace_engine.sleep.memory_pool import MemoryPool
     from headrace_engine.startup import StartupTimeline
@@ -222,8 +223,13 @@ def ranked_workers(
     grammars: GrammarStore | None = None,
     adapters: AdapterStore | None = None,
     connector: KVConnector | None = None,
+    nodes: NodePlan | None = None,
 ) -> WorkerFactory:
-    """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s."""
+    """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s.
+
+    Args:
+        nodes: processes that have the other ranks, if somebody else starts them.
+    """
     from headrace_engine.multiproc.places import RankedWorkers
     from headrace_engine.step_timer import timed_workers
 
@@ -238,7 +244,7 @@ def ranked_workers(
     if size == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
     name = communicator_name(config)
-    plan = node_plan(resolved)
+    plan = nodes or node_plan(resolved)
     meet = open_rendezvous if plan is None else partial(open_rendezvous, plan.host)
     return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, meet, plan)
 

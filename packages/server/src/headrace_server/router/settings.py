@@ -88,6 +88,10 @@ class RouterSettings:
             len(self.kv_events) in (0, len(urls)), "kv_events", self.kv_events,
             f"one address for each server ({len(urls)}), or none",
         )  # fmt: skip
+        for address in self.event_addresses:
+            for endpoint in filter(None, address):
+                require(_is_endpoint(endpoint), "kv_events", endpoint,
+                        "an address as tcp://host:port or ipc://path")  # fmt: skip
         require(self.max_imbalance >= 1, "max_imbalance", self.max_imbalance, "at least 1")
         require(self.imbalance_slack >= 0, "imbalance_slack", self.imbalance_slack, "at least 0")
         for name in ("health_interval", "health_timeout", "connect_timeout"):
@@ -119,11 +123,8 @@ def _check_urls(settings: RouterSettings) -> None:
     names = ("server", "prefill", "decode")
     for name in names:
         for url in getattr(settings, name):
-            parts = urlsplit(url)
-            require(
-                parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query,
-                name, url, "a URL as http://host:port",
-            )  # fmt: skip
+            require(_is_server_url(url), name, url,
+                    "a URL as http://host:port, without user, query or fragment")  # fmt: skip
     require(not (settings.server and settings.decode), "decode", settings.decode,
             "left out with --server")  # fmt: skip
     require(bool(settings.prefill) == bool(settings.decode), "prefill", settings.prefill,
@@ -133,3 +134,24 @@ def _check_urls(settings: RouterSettings) -> None:
     urls = [url.rstrip("/") for name in names for url in getattr(settings, name)]
     name = "server" if settings.server else "prefill"
     require(len(set(urls)) == len(urls), name, tuple(urls), "different URLs")
+
+
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or an address that is none
+        return False
+    more = parts.query or parts.fragment or parts.username or parts.password
+    return parts.scheme in ("http", "https") and has_address and not more
+
+
+def _is_endpoint(endpoint: str) -> bool:
+    """True if ZeroMQ can connect to an address, whoever may listen there."""
+    try:
+        parts = urlsplit(endpoint)
+        if parts.scheme == "tcp":
+            return bool(parts.hostname) and bool(parts.port)
+    except ValueError:
+        return False
+    return parts.scheme == "ipc" and len(endpoint) > len("ipc://")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -45,7 +45,7 @@ class HealthRouter:
     """Always on; needs no key (but ``/load`` does).
 
     - ``/health``, ``/ping``: 503 while draining, and if the engine is dead or makes no progress. Of several
-      engines, one that is being replaced is named in the body of a 200.
+      engines, one that is being replaced is named in the body of a 200; 503 if none runs.
     - ``/livez``: 503 if the engine is dead or makes no progress: restart the process.
     - ``/readyz``: 503 also while paused; the body of a 503 has the reasons.
     """
@@ -57,40 +57,57 @@ class HealthRouter:
         async def reasons(request: Request) -> list[str]:
             return await reasons_not_ready(state_of(request))
 
-        async def ended() -> list[str]:
-            """Engines that do not run, where the server has several."""
-            if engine.settings.get("parallel", {}).get("data_parallel_size", 1) == 1:
-                return []
-            stats = await fresh_stats(engine)
-            return [] if stats is None else [one.ended for one in stats.by_engine if one.ended]
+        async def ended() -> EndedEngines:
+            return await _ended_engines(engine)
 
         return health_routes(engine, settings, reasons, ended)
+
+
+class EndedEngines(NamedTuple):
+    """Engines of a server that do not run."""
+
+    reasons: list[str]
+    """A text for each."""
+    are_all: bool
+    """No engine runs."""
+
+
+async def _ended_engines(engine: EngineClient) -> EndedEngines:
+    """Engines that do not run, where the server has several."""
+    if engine.settings.get("parallel", {}).get("data_parallel_size", 1) == 1:
+        return EndedEngines([], False)
+    stats = await fresh_stats(engine)
+    if stats is None:
+        return EndedEngines([], False)
+    reasons = [one.ended for one in stats.by_engine if one.ended]
+    return EndedEngines(reasons, bool(reasons) and len(reasons) == len(stats.by_engine))
 
 
 def health_routes(
     engine: ServedEngine,
     settings: ServerSettings,
     why_not_ready: Callable[[Request], Awaitable[list[str]]],
-    ended_engines: Callable[[], Awaitable[list[str]]] | None = None,
+    ended_engines: Callable[[], Awaitable[EndedEngines]] | None = None,
 ) -> APIRouter:
     """The router.
 
     Args:
         engine: whose health this is.
         why_not_ready: why a new request would not be started now.
-        ended_engines: texts about engines that have ended while others serve.
+        ended_engines: those of several that do not run.
     """
     router = APIRouter(tags=["health"])
 
     async def healthy(request: Request) -> Response:
-        """200 if requests are served; 503 while draining, or with a dead or stuck engine."""
+        """200 if requests are served; 503 while draining, with a dead or stuck engine, or while none of
+        several runs."""
         draining = serving_of(request).lifecycle.draining
         status = 200 if not draining and await is_healthy(engine) else 503
-        ended = [] if ended_engines is None else await ended_engines()
-        if not ended:
+        ended = None if ended_engines is None else await ended_engines()
+        if ended is None or not ended.reasons:
             return Response(status_code=status)
-        body = NotReady(reasons=ended).model_dump_json()
-        return Response(body, status, media_type="application/json")
+        body = NotReady(reasons=ended.reasons).model_dump_json()
+        return Response(body, 503 if ended.are_all else status, media_type="application/json")
 
     async def live() -> Response:
         """200 while the engine works, draining or not; 503 says: restart me."""
@@ -141,6 +158,8 @@ async def reasons_not_ready(state: ServerState) -> list[str]:
         reasons.append("engine stuck: no progress within the heartbeat limit")
     elif await state.engine.is_paused():
         reasons.append("paused: POST /resume starts the waiting requests")
+    elif (ended := await _ended_engines(state.engine)).are_all:
+        reasons += ended.reasons
     elif (stats := await fresh_stats(state.engine)) is not None and stats.sleep_level:
         reasons.append(
             "asleep: requests are refused until POST /wake_up, and reload_weights after level 2"

@@ -39,6 +39,7 @@ from headrace_testing.ops.optional.mix import MixConformance
 from headrace_testing.ops.optional.round_k_quant import RoundKQuantConformance
 from headrace_testing.ops.optional.xielu import XIELUConformance
 from headrace_testing.ops.paged import PagedCase, paged_case
+from headrace_testing.ops.partial_keys import PartialKeysConformance
 from headrace_testing.ops.quantized import QuantizedConformance
 from headrace_testing.ops.recurrent import RecurrentConformance
 from headrace_testing.ops.routing import RoutingConformance
@@ -73,6 +74,7 @@ class OpConformance(
     CacheConformance,
     AttentionConformance,
     LastKeysConformance,
+    PartialKeysConformance,
     VarlenConformance,
     MLAConformance,
     RowScaleConformance,

@@ -6,10 +6,12 @@ registered memory of the one that has them, and checks each block's digest.
 
 from __future__ import annotations
 
+import logging.config
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from headrace_core.errors import MissingDependency
@@ -129,7 +131,8 @@ class NixlMemory(RemoteMemory):
 
 def _load() -> Callable[[str], Any]:
     try:
-        from nixl._api import nixl_agent, nixl_agent_config
+        with _keeping_log_handlers():
+            from nixl._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         raise MissingDependency(
             error.name or "nixl",
@@ -137,3 +140,14 @@ def _load() -> Callable[[str], Any]:
             install="pip install 'headrace-distributed[nixl]'",
         ) from error
     return lambda name: nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+@contextmanager
+def _keeping_log_handlers() -> Iterator[None]:
+    """The library's import configures logging anew, which closes the handlers of the whole program."""
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure

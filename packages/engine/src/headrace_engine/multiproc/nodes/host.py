@@ -109,7 +109,9 @@ class _Host:
 
     def _wait(self) -> int:
         event = self._next()
-        while isinstance(event, _ChildEnded) and event.status == 0:  # told to, over its own connection
+        while (
+            isinstance(event, _ChildEnded) and event.status == 0
+        ):  # told to, over its own connection
             event = self._next()
         if isinstance(event, _ChildEnded) and event.status == EXIT_ORPHANED:
             event = self._next(NEWS_SECONDS) or event

@@ -28,6 +28,8 @@ class JoinedNode:
         self.control = control
         self.ranks: dict[int, socket.socket] = {}
         """Connections by rank."""
+        self.mirror: socket.socket | None = None
+        """For the engine's outputs, if the plan says so."""
         self._reason: str | None = None
         self._gone = False
         self._lock = threading.Lock()
@@ -56,7 +58,8 @@ class JoinedNode:
 
     def close(self) -> None:
         """Close all its connections."""
-        for connection in (self.control, *self.ranks.values()):
+        mirror = () if self.mirror is None else (self.mirror,)
+        for connection in (self.control, *self.ranks.values(), *mirror):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -12,6 +13,7 @@ from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.nodes import tcp
 from headrace_engine.multiproc.nodes.joined import MOST_BYTES
 from headrace_engine.multiproc.nodes.messages import (
+    MirrorJoins,
     NodeAccepted,
     NodeJoins,
     NodeRefused,
@@ -30,16 +32,25 @@ _PAUSE = 0.2
 
 
 class Joined:
-    """This host's connections: its own to rank 0, and one for each of its ranks."""
+    """This host's connections: its own to rank 0, one for each of its ranks, and one for the engine's
+    outputs if the plan says so."""
 
-    def __init__(
-        self, accepted: NodeAccepted, control: socket.socket, ranks: dict[int, socket.socket]
-    ) -> None:
-        self.accepted, self.control, self.ranks = accepted, control, ranks
+    def __init__(self, accepted: NodeAccepted, control: socket.socket) -> None:
+        self.accepted, self.control = accepted, control
+        self.ranks: dict[int, socket.socket] = {}
+        self.mirror: socket.socket | None = None
+
+    @property
+    def all(self) -> list[socket.socket]:
+        """Those that are open."""
+        mirror = [] if self.mirror is None else [self.mirror]
+        return [self.control, *self.ranks.values(), *mirror]
 
     def close(self) -> None:
         """Close them all."""
-        for connection in (self.control, *self.ranks.values()):
+        for connection in self.all:
+            with contextlib.suppress(OSError):  # also under a thread that reads
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
 
@@ -54,8 +65,8 @@ def join_rank_0(plan: NodePlan, seconds: float = JOIN_SECONDS) -> Joined:
     deadline = time.monotonic() + seconds
     place = tcp.name_of((plan.host, plan.port))
     hello = NodeJoins(plan.node, plan.count, dict(plan.settings))
+    joined: Joined | None = None
     control = _connected(plan, hello, deadline)
-    connections = {}
     try:
         accepted = frames.receive(control, MOST_BYTES)
         if isinstance(accepted, NodeRefused):
@@ -64,25 +75,26 @@ def join_rank_0(plan: NodePlan, seconds: float = JOIN_SECONDS) -> Joined:
             )
         if not isinstance(accepted, NodeAccepted):
             raise frames.BadFrame(f"{accepted!r:.200} is no answer to a node")
+        joined = Joined(accepted, control)
         for rank in accepted.ranks:
-            connections[rank] = _connected(plan, RankJoins(plan.node, rank), deadline)
-        for connection in (control, *connections.values()):
+            joined.ranks[rank] = _connected(plan, RankJoins(plan.node, rank), deadline)
+        if plan.mirrored:
+            joined.mirror = _connected(plan, MirrorJoins(plan.node), deadline)
+        for connection in joined.all:
             tcp.watch(connection)
-        return Joined(accepted, control, connections)
-    except (EOFError, OSError, frames.BadFrame) as error:
-        _close(control, connections)
-        raise EngineDead(f"rank 0 at {place} ended while this node joined: {error}") from error
-    except BaseException:
-        _close(control, connections)
+        return joined
+    except BaseException as error:
+        control.close()
+        if joined is not None:
+            joined.close()
+        if isinstance(error, EOFError | OSError | frames.BadFrame):
+            raise EngineDead(f"rank 0 at {place} ended while this node joined: {error}") from error
         raise
 
 
-def _close(control: socket.socket, connections: dict[int, socket.socket]) -> None:
-    for connection in (control, *connections.values()):
-        connection.close()
-
-
-def _connected(plan: NodePlan, first: NodeJoins | RankJoins, deadline: float) -> socket.socket:
+def _connected(
+    plan: NodePlan, first: NodeJoins | RankJoins | MirrorJoins, deadline: float
+) -> socket.socket:
     """A connection over which both sides have proved the secret, and the first message is sent."""
     place = tcp.name_of((plan.host, plan.port))
     say: Callable[..., None] = logger.info

@@ -16,6 +16,7 @@ from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.nodes import tcp
 from headrace_engine.multiproc.nodes.joined import MOST_BYTES, JoinedNode
 from headrace_engine.multiproc.nodes.messages import (
+    MirrorJoins,
     NodeAccepted,
     NodeJoins,
     NodeRefused,
@@ -80,9 +81,9 @@ class NodeListener:
                 while missing := self._missing():
                     if time.monotonic() > deadline:
                         raise EngineDead(
-                            f"nodes {missing} did not join at {address} within {seconds:g} s: start each with "
-                            "the same --nnodes, --master-addr and --master-port, its own --node-rank, and "
-                            "--headless"
+                            f"nodes {missing} did not join at {address} within {seconds:g} s: start each "
+                            "with the same --nnodes, --master-addr and --master-port, its own --node-rank, "
+                            "and --headless"
                         )
                     self._look(selector)
         except BaseException:
@@ -112,6 +113,7 @@ class NodeListener:
             for node in range(1, plan.count)
             if node not in self._nodes
             or len(self._nodes[node].ranks) < len(plan.ranks_of(node, size))
+            or (plan.mirrored and self._nodes[node].mirror is None)
         )
 
     def _look(self, selector: selectors.BaseSelector) -> None:
@@ -122,6 +124,8 @@ class NodeListener:
                 selector.unregister(key.fileobj)
                 self._leave(key.data)
         self._end_slow_strangers()
+        if (trouble := self._plan.trouble()) is not None:
+            raise EngineDead(trouble)
         with contextlib.suppress(queue.Empty):
             while True:
                 joined = self._take(self._arrivals.get_nowait())
@@ -198,6 +202,9 @@ class NodeListener:
         if isinstance(message, RankJoins) and self._expects(message):
             self._nodes[message.node].ranks[message.rank] = connection
             return None
+        if isinstance(message, MirrorJoins) and self._plan.mirrored and message.node in self._nodes:
+            self._nodes[message.node].mirror = connection
+            return None
         logger.error("%s is refused: %.200r is not expected of it", name, message)
         connection.close()
         return None
@@ -205,7 +212,9 @@ class NodeListener:
     def _refusal(self, message: NodeJoins) -> str | None:
         count, node = self._plan.count, message.node
         if message.num_nodes != count:
-            return f"nnodes: {count} on node 0, {message.num_nodes} on node {node}; must be the same"
+            return (
+                f"nnodes: {count} on node 0, {message.num_nodes} on node {node}; must be the same"
+            )
         if not 1 <= node < count:
             return f"node_rank = {node}: must be in 1..{count - 1}"
         if node in self._nodes:
@@ -234,7 +243,9 @@ def gather(ranked: RankedWorkers, rendezvous: str) -> list[JoinedNode]:
     accepted = NodeAccepted([], ranked.world_size, ranked.communicator, rendezvous)
     listener = NodeListener(plan, accepted)
     plan.opened(listener.port)
-    return listener.gather(JOIN_SECONDS)
+    nodes = listener.gather(JOIN_SECONDS)
+    plan.joined(nodes)
+    return nodes
 
 
 def _end(connection: socket.socket) -> None:

@@ -1,4 +1,7 @@
-"""Messages between hosts beside those of ranks; each is one frame (:mod:`headrace_engine.multiproc.frames`)."""
+"""Messages between hosts beside those of ranks.
+
+Each is one frame (:mod:`headrace_engine.multiproc.frames`).
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,12 @@ class RankJoins(NamedTuple):
 
     node: int
     rank: int
+
+
+class MirrorJoins(NamedTuple):
+    """First on the connection over which a process gets what rank 0's engine puts out."""
+
+    node: int
 
 
 class NodeEnds(NamedTuple):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace_engine.multiproc.nodes.joined import JoinedNode
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,12 @@ class NodePlan:
     node: int = 0
     opened: Callable[[int], None] = lambda port: None
     """Is told the port at which rank 0 listens; for who joins without knowing it."""
+    joined: Callable[[Sequence[JoinedNode]], None] = lambda nodes: None
+    """Is told the nodes, once all have joined."""
+    trouble: Callable[[], str | None] = lambda: None
+    """Says why those that are missing will not come; None: they may."""
+    mirrored: bool = False
+    """Each node has a further connection, over which it gets the engine's outputs."""
 
     def ranks_of(self, node: int, world_size: int) -> range:
         """Ranks of a node."""

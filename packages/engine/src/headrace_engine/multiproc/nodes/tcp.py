@@ -28,8 +28,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"parallel.master_addr = {host!r}, master_port = {port}: cannot be listened on: {error.strerror}; "
-            "must be an address of this host, which has node_rank 0, and a free port",
+            f"parallel.master_addr = {host!r}, master_port = {port}: cannot be listened on: "
+            f"{error.strerror}; must be an address of this host, which has node_rank 0, and a free port",
             field="parallel.master_addr",
         ) from error
 

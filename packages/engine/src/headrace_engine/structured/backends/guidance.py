@@ -47,6 +47,7 @@ from headrace_engine.structured.schema import (
     unsupported,
     within,
 )
+from headrace_engine.structured.spelling import spell
 from headrace_engine.structured.structural_tag import (
     forms_of,
     misplaced,
@@ -351,7 +352,7 @@ class _Tokens:
     def __call__(self, text: str | bytes) -> list[int]:
         """Spelling of text that is forced anyway."""
         try:
-            return self._vocabulary.spell(text.encode() if isinstance(text, str) else text)
+            return spell(self._vocabulary, text.encode() if isinstance(text, str) else text)
         except ValueError:
             return []
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 LINEAR, ROUND_ROBIN = STRATEGIES = ("linear", "round_robin")
 CHOICES = 60
 """Ways in which a token may choose among copies of an expert; up to 6 copies, 10 and 12 divide it."""
+LEAST_COUNTED = 2048
+"""Tokens for whose experts there is room at least: steps are recorded with more than they may have."""
 
 Places = Sequence[Sequence[int]]
 """By rank, the expert in each of its slots."""
@@ -142,7 +144,8 @@ class Placement:
             (count + identities) * width, 1, dtype=torch.int64, device=context.device
         )
         self._here = torch.zeros_like(self._slots, dtype=torch.float32)
-        self._seen = torch.full((counts * top_k, 1), -1, dtype=torch.int64, device=context.device)
+        rows = max(counts, LEAST_COUNTED) * top_k if counts else 0
+        self._seen = torch.full((rows, 1), -1, dtype=torch.int64, device=context.device)
         """Experts that the last step's tokens went to; -1: none."""
         self.put(places)
 
@@ -196,7 +199,7 @@ class Placement:
             0 where it has none, else 1.
         """
         if len(self._seen):
-            flat = ids.reshape(-1, 1)
+            flat = ids.reshape(-1, 1)[: len(self._seen)]
             self.ops.copy_rows(flat, self._seen[: flat.shape[0]])
         asked = ids
         if self.has_copies:

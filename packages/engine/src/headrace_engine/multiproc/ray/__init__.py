@@ -1,0 +1,1 @@
+"""Ranks as Ray actors (``--distributed-executor-backend ray``): Ray starts them, on whichever hosts."""
