@@ -86,7 +86,8 @@ def test_compose_starts_what_there_is(name: str) -> None:
         [secret] = service["secrets"]
         assert args.api_key_file == f"/run/secrets/{secret}"
     else:
-        servers = {url.split("//")[1].partition(":")[0] for url in args.server}
+        urls = [*args.server, *args.prefill, *args.decode]
+        servers = {url.split("//")[1].partition(":")[0] for url in urls}
         assert servers == set(service["depends_on"]) <= set(SERVICES)
         assert all(SERVICES[one]["profiles"] == service["profiles"] for one in servers)
 
