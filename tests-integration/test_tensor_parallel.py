@@ -160,7 +160,6 @@ def test_guesses_are_checked_by_every_rank(
         ({"communicator": "single"}, "parallel.communicator = 'single'.*gloo"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3: it must be a divisor of \d"),
         ({"tensor_parallel_size": 0}, "parallel.tensor_parallel_size = 0"),
-        ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
     ],
 )
 def test_what_does_not_work_is_refused_by_name(

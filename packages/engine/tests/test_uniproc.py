@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from headrace_testing.engine.executors import (
     exiting_worker,
     make_step,
 )
+from headrace_testing.waiting import wait_until
 
 
 class TestUniProcExecutor(ExecutorConformance):
@@ -121,3 +123,46 @@ class TestUniProcExecutor(ExecutorConformance):
 
 def test_the_entry_point_is_the_class() -> None:
     assert plugins.load("headrace.executors", "uni") is UniProcExecutor
+
+
+class _Launching(EchoWorker):
+    """Steps whose results come when the test lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: dict[int, Future[None]] = {}
+        self.finished: list[int] = []
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        result = super().execute(step)
+        result.arrival = self.arrivals[step.step_id] = Future()
+        result.remaining = partial(self._take, step.step_id)
+        return result
+
+    def _take(self, step_id: int) -> None:
+        self.arrivals[step_id].result(PATIENCE)
+        self.finished.append(step_id)
+
+
+def test_steps_run_while_others_are_on_their_way() -> None:
+    worker = _Launching()
+    executor = UniProcExecutor(lambda: worker)
+    executor.start()
+    one, two = executor.submit(make_step(1)), executor.submit(make_step(2))
+    wait_until(lambda: len(worker.arrivals) == 2, what="the second step does not begin")
+    assert not one.done()
+    worker.arrivals[2].set_result(None)
+    worker.arrivals[1].set_result(None)
+    assert [one.result(PATIENCE).step_id, two.result(PATIENCE).step_id] == [1, 2]
+    assert worker.finished == [1, 2]
+    three = executor.submit(make_step(3))
+    wait_until(lambda: 3 in worker.arrivals, what="the third step does not begin")
+    worker.arrivals[3].set_exception(ValueError("lost"))
+    with pytest.raises(ValueError, match="lost"):
+        three.result(PATIENCE)
+    four = executor.submit(make_step(4))
+    wait_until(lambda: 4 in worker.arrivals, what="the fourth step does not begin")
+    threading.Timer(0, worker.arrivals[4].set_result, (None,)).start()
+    executor.call("load")  # which comes behind the step
+    assert four.result(0).step_id == 4
+    executor.shutdown()

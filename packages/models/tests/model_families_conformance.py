@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,18 +17,31 @@ from torch import Tensor
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
+from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
 from headrace_models.layers.base import Layer
+from headrace_models.layers.decoder import Decoder
 from headrace_models.loading.loader import load_model
 from headrace_models.lora.adapters import Adapters
 from headrace_models.resolve import resolve
+from headrace_models.stages.cut import AbsentBlock
+from headrace_models.stages.stage import Link, Stage
 from headrace_testing.model.adapters import linear_modules, matches, merged, write_adapter
 from headrace_testing.model.decoders import (
     Checkpoint,
     ModelConformance,
     PagedDriver,
     build_context,
+    run_ranks,
 )
+
+
+def stage_of_two(pair: Communicator) -> Stage:
+    """A rank's stage of two."""
+    there, back = Link(pair, 0), Link(pair, 1)
+    if pair.rank == 0:
+        return Stage(0, 2, after=there, result=back)
+    return Stage(1, 2, before=there, result=back)
 
 
 class FamilyConformance(ModelConformance):
@@ -35,6 +49,8 @@ class FamilyConformance(ModelConformance):
 
     without_adapters: ClassVar[tuple[str, ...]] = ()
     """Patterns of names of linear modules that take no adapters: they are refused by name."""
+    no_stages: ClassVar[str] = ""
+    """Pattern of the reason why its layers cannot be on several stages."""
     takes_adapters: ClassVar[bool] = True
     """False: the class is refused where adapters are to be taken."""
 
@@ -59,6 +75,30 @@ class FamilyConformance(ModelConformance):
         files = checkpoint.path.glob("*.safetensors")
         stored = sum(t.numel() for file in files for t in load_file(file).values())
         assert sum(tensor.numel() for _, tensor in named) > 0.85 * stored
+
+    def test_two_stages(self, checkpoint: Checkpoint, model: CausalLM) -> None:
+        """Layers on two ranks give the same bits as on one."""
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
+        steps = [{"a": self.prompt(9)}, {"b": self.prompt(5, seed=1), "a": [7]}]
+
+        def work(pair: Communicator) -> list[Tensor]:
+            part = self.load(info, replace(build_context(info), stage=stage_of_two(pair)))
+            assert isinstance(part, Decoder)
+            present = [not isinstance(layer, AbsentBlock) for layer in part.layers]
+            assert set(present) == {True, False}
+            driver = PagedDriver(part)
+            with torch.inference_mode():
+                found = [part.forward(driver.batch(step, rows=[0, 4])) for step in steps]
+                return [] if pair.rank else [part.compute_logits(x).float() for x in found]
+
+        if self.no_stages:
+            with pytest.raises(UnsupportedModel, match=self.no_stages):
+                run_ranks(2, work)
+            return
+        driver = PagedDriver(model)
+        expected = [driver.step(step, rows=[0, 4]) for step in steps]
+        found, _ = run_ranks(2, work)
+        assert all(map(torch.equal, found, expected))
 
     def test_an_adapter_of_all_linear_modules(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         """In a slot it computes what the model with its product in its weights does; a request without

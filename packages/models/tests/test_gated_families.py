@@ -295,6 +295,7 @@ class TestApertus(GatedConformance):
 class TestGemma3n(GatedConformance):
     """Two layers read the caches below, a window and none; sparse gates; a table that is too short."""
 
+    no_stages = "a way of its own"
     without_adapters = ("altup_(un|proj)", "_coefs$", "per_layer_model")
     stem = "Gemma3n"
     own: ClassVar = {
@@ -320,6 +321,7 @@ class TestGemma3n(GatedConformance):
 class TestGemma4(GatedConformance):
     """E2B: inputs for every layer, and wider MLPs above, where layers read the caches below."""
 
+    no_stages = "a way of its own"
     without_adapters = ("per_layer_model",)
     stem = "Gemma4"
     own: ClassVar = {
@@ -365,6 +367,7 @@ class TestGemma4Experts(TestGemma4Large):
 class TestGemma4Unified(GatedConformance):
     """12B."""
 
+    no_stages = "a way of its own"
     stem = "Gemma4Unified"
     own: ClassVar = {
         "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,

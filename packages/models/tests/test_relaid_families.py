@@ -369,6 +369,7 @@ class Stepped(RelaidLlama):
 class TestSolar(Stepped):
     """The stream before layers 1 and 2 comes again before 3, and before 4 and 5; 2 is kept twice."""
 
+    no_stages = "a way of its own"
     published = "SolarForCausalLM"
     skips: ClassVar[dict[str, Any]] = {
         "bskcn_1": [1, 2],
@@ -405,6 +406,7 @@ class TestSolar(Stepped):
 class TestOuro(Stepped):
     """Three passes."""
 
+    no_stages = "a way of its own"
     without_adapters = ("early_exit",)
     published = "OuroForCausalLM"
 
@@ -447,6 +449,7 @@ class TestOuro(Stepped):
 class TestIQuestLoop(Stepped):
     """Two passes, a window of nine in the second; the reference's attention is written out."""
 
+    no_stages = "a way of its own"
     without_adapters = ("gate_projections",)
     published = "IQuestLoopCoderForCausalLM"
 

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not o
 class ByTransformers(FamilyConformance):
     """A suite of a family, with the other implementation."""
 
+    no_stages = "not one of headrace's decoders"
     takes_adapters = False
 
     def resolve(self, path: Path, **settings: Any) -> ModelInfo:

@@ -8,6 +8,7 @@ members of :class:`CausalLM`. What else it can do it says by having a capability
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
@@ -119,6 +120,8 @@ class BuildContext:
     experts: Any = None
     """The ``headrace_models.layers.moe.division.ExpertDivision`` that gives ranks whole experts of mixtures.
     None: each expert is divided by its inner columns."""
+    stage: Any = None
+    """The ``headrace_models.stages.stage.Stage`` whose layers are built; None: all are."""
 
 
 class AttentionLayer(Protocol):
@@ -153,6 +156,15 @@ class SupportsRecurrence(Protocol):
 
     def state_layers(self) -> Mapping[str, StateLayer]:
         """By full name, in execution order; :meth:`CausalLM.attention_layers` has the others."""
+        ...
+
+
+@runtime_checkable
+class LaunchesPasses(Protocol):
+    """A model of which other stages have layers: one pass may begin while others are there."""
+
+    def launch(self, batch: ForwardBatch) -> Future[Callable[[], Tensor]]:
+        """Begin a pass; what comes, called, gives what ``forward`` does. They come in order."""
         ...
 
 

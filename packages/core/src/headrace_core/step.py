@@ -9,6 +9,7 @@ that a step can be scheduled before the previous step's tokens are known here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,6 +133,8 @@ class StepResult:
     """Keys of blocks that a connector did not have after all."""
     remaining: Callable[[], None] | None = None
     """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
+    arrival: Future[Any] | None = None
+    """Done when :attr:`remaining` need wait for nothing; the next step may begin before."""
 
     def finish(self) -> None:
         """Complete the results. Nothing happens the second time.

@@ -239,7 +239,10 @@ class ParallelConfig:
         1, "Ranks over which each layer is divided: processes of this machine, each with its share of the "
         "CPU's threads, of the weights and of the KV cache.", other_flag="-tp",
     )  # fmt: skip
-    pipeline_parallel_size: int = option(1, "Pipeline stages. Only 1 for now.", other_flag="-pp")
+    pipeline_parallel_size: int = option(
+        1, "Stages over which the layers are divided: each has a range of them, their part of the KV cache, "
+        "and tensor_parallel_size ranks, processes of this machine.", other_flag="-pp",
+    )  # fmt: skip
     decode_context_parallel_size: int = option(
         1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
         "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
@@ -310,14 +313,21 @@ class ParallelConfig:
     @property
     def executor(self) -> str:
         """The executor's name, chosen if it was left out."""
-        return self.distributed_executor_backend or (
-            "uni" if self.tensor_parallel_size == 1 else "mp"
-        )
+        return self.distributed_executor_backend or ("uni" if self.num_ranks == 1 else "mp")
 
     @property
     def num_ranks(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def describe_ranks(self) -> str:
+        """The settings that make several ranks, for messages."""
+        sizes = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
+        named = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        return " and ".join(named) or "tensor_parallel_size = 1"
 
     def __post_init__(self) -> None:
         size = self.tensor_parallel_size
@@ -327,14 +337,29 @@ class ParallelConfig:
         engines, stages = self.data_parallel_size, self.pipeline_parallel_size
         require(1 <= engines <= MOST_ENGINES, "parallel.data_parallel_size", engines,
                f"in 1..{MOST_ENGINES}")  # fmt: skip
-        require(stages == 1, "parallel.pipeline_parallel_size", stages,
-               "1: not built yet; tensor_parallel_size divides a model over ranks")  # fmt: skip
+        most = MOST_RANKS // size
+        require(1 <= stages <= most, "parallel.pipeline_parallel_size", stages,
+               f"in 1..{most}: {MOST_RANKS} ranks at most, {size} for each stage")  # fmt: skip
         self._check_context()
         executor = self.distributed_executor_backend
-        require(size == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
-               f"'mp', or left out, with tensor_parallel_size = {size}: 'uni' runs one rank")  # fmt: skip
+        require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
+               f"'mp', or left out, with {self.describe_ranks()}: 'uni' runs one rank")  # fmt: skip
         check_expert_parallel(self)
         self._check_nodes()
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """What several stages have not been combined with yet."""
+        if self.pipeline_parallel_size == 1:
+            return
+        for name, value in (
+            ("enable_expert_parallel", self.enable_expert_parallel and "true"),
+            ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
+            ("nnodes", self.nnodes > 1 and "above 1"),
+            ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
+        ):
+            require(not value, "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
+                   f"1 with {name} {value}")  # fmt: skip
 
     def _check_nodes(self) -> None:
         count, ranks = self.nnodes, self.num_ranks

@@ -16,7 +16,7 @@ from headrace_core import plugins
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
-from headrace_core.kv import CacheSpec, KVConnector
+from headrace_core.kv import CacheSpec, KVCacheConfig, KVCacheGroup, KVConnector
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
@@ -101,6 +101,7 @@ class EngineCore:
         executor: Executor,
         *,
         overlapped: bool = True,
+        steps_beside: int = 1,
         log_stats_interval: float = 0.0,
         memory_plan: str = "",
         block_size: int = 0,
@@ -118,6 +119,7 @@ class EngineCore:
             scheduler: owns the KV-cache manager.
             executor: started, with the cache allocated.
             overlapped: schedule the next step before the current one's result is there.
+            steps_beside: steps that run beside each other, in stages.
             log_stats_interval: seconds between log lines; 0 = none.
             memory_plan: where the memory went, for people.
             block_size: tokens per block, for the statistics.
@@ -134,6 +136,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.overlapped = overlapped
+        self.steps_beside = steps_beside
         self.log_stats_interval = log_stats_interval
         self.memory_plan = memory_plan
         self.block_size = block_size
@@ -220,17 +223,17 @@ class EngineCore:
         with timeline.phase("load model", is_long=True):
             executor.call("load")
         with timeline.phase("profile memory"):
-            specs = executor.call("kv_specs")[0]
+            specs = executor.call("kv_specs")
             profile = _tightest(executor.call("profile"))
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
-            ranks = config.parallel.tensor_parallel_size
+            ranks = config.parallel.num_ranks
             title = "memory plan" if ranks == 1 else f"memory plan of each of {ranks} ranks"
             log_block(logger, title, plan.describe())
             if connector is not None:
                 check_layers(plan.config)
-            executor.call("allocate_cache", plan.config)
+            executor.call("allocate_cache", _with_layers(plan.config, specs))
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
         overlapped = bool(config.scheduler.async_scheduling)
@@ -248,6 +251,9 @@ class EngineCore:
                 events=events,
             )
             settings: dict[str, Any] = {**_draft_limits(config)}
+            steps_beside = _steps_beside(config)
+            if steps_beside > 1:
+                settings["steps_beside"] = steps_beside
             if adapters is not None:
                 settings["adapters"] = SlotPlanner(config.lora.max_loras, adapters)
             if connector is not None:
@@ -269,6 +275,7 @@ class EngineCore:
             scheduler,
             executor,
             overlapped=overlapped,
+            steps_beside=steps_beside,
             log_stats_interval=stats.log_stats_interval if stats.log_stats else 0.0,
             memory_plan=plan.describe(),
             block_size=plan.config.block_size,
@@ -619,6 +626,12 @@ def _check_arguments(method: str, args: Sequence[Any]) -> None:
         )
 
 
+def _steps_beside(config: EngineConfig) -> int:
+    """Steps that run beside each other: one on each stage, where a step is nothing but a pass."""
+    alone = not config.scheduler.async_scheduling or config.speculative.num_drafts > 0
+    return 1 if alone else config.parallel.pipeline_parallel_size
+
+
 def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:
     """The scheduler's keyword for guesses, where there are any."""
     speculative = config.speculative
@@ -638,14 +651,37 @@ def _tightest(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
     )
 
 
+def _groups(specs: Sequence[Mapping[str, CacheSpec]]) -> tuple[KVCacheGroup, ...]:
+    """Cache groups of the layers of all ranks."""
+    from headrace_engine.kv.grouping import plan_groups
+
+    stages: list[Mapping[str, CacheSpec]] = []
+    for own in specs:
+        # Ranks of one stage have the same layers, but for those that guess tokens on rank 0.
+        if not any(own.keys() <= stage.keys() for stage in stages):
+            stages.append(own)
+    merged = {name: spec for own in stages for name, spec in own.items()}
+    return plan_groups(merged, stages)
+
+
+def _with_layers(config: KVCacheConfig, specs: Sequence[Mapping[str, CacheSpec]]) -> KVCacheConfig:
+    """The planned cache, with the layers of all ranks in its groups."""
+    return dataclasses.replace(config, groups=_groups(specs)) if config.groups else config
+
+
 def _plan_memory(
     profile: MemoryProfile,
-    specs: Mapping[str, CacheSpec],
+    specs: Sequence[Mapping[str, CacheSpec]],
     config: EngineConfig,
     max_model_len: int,
     fit_context: bool,
 ) -> CachePlan:
-    """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
+    """The cache as the rank with the most layers has it, if the model has one, and the longest context
+    (shortened if that is wanted).
+
+    Args:
+        specs: of the layers of each rank.
+    """
     from headrace_engine.execution.division import CacheLimits
     from headrace_engine.execution.memory import (
         CachePlan,
@@ -653,12 +689,12 @@ def _plan_memory(
         of_one_rank,
         plan_cache,
     )
-    from headrace_engine.kv.grouping import plan_groups
+    from headrace_engine.kv.grouping import largest_share
 
     config = of_one_rank(config)
-    if not specs:
+    if not any(specs):
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
-    groups, device = plan_groups(specs), config.device.device
+    groups, device = largest_share(_groups(specs), specs), config.device.device
     limits = CacheLimits.of(config, max_model_len)
     if fit_context:
         fits = fit_max_model_len(profile, groups, config.cache, limits, device=device)

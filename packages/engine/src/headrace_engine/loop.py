@@ -249,12 +249,20 @@ class EngineLoop:
         """Schedule the next step towards the end of the one that runs, then finish that one."""
         if not self._in_flight and not self._launch():
             return False
-        self._listen(*self._in_flight[0])
-        if len(self._in_flight) < OVERLAP_DEPTH:
-            self._launch()
+        stages = self._core.steps_beside
+        if stages > 1:
+            self._launch_beside(stages)
+        if len(self._in_flight) < max(OVERLAP_DEPTH, stages):
+            self._listen(*self._in_flight[0])
+            self._launch_beside(stages) if stages > 1 else self._launch()
         if self._in_flight:  # a command may have finished everything
             self._finish(*self._in_flight.popleft())
         return True
+
+    def _launch_beside(self, stages: int) -> None:
+        """Have every stage compute, as far as there is something to run."""
+        while len(self._in_flight) < stages and self._launch():
+            pass
 
     def _launch(self) -> bool:
         """Schedule a step and hand it to the executor; False if there is nothing to run now."""

@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -34,6 +35,10 @@ class _WorkerTask:
     is_step: bool
 
 
+_ARRIVED = _WorkerTask(Future(), lambda _: None, is_step=False)
+"""Stands in the queue for a step's result that has come from elsewhere."""
+
+
 class UniProcExecutor(Executor):
     """Runs one worker in a dedicated daemon thread, first in, first out.
 
@@ -52,8 +57,8 @@ class UniProcExecutor(Executor):
         self._closed = False
         self._failure: BaseException | None = None
         self._worker: Worker | None = None
-        self._held: tuple[Future[Any], Any] | None = None
-        """A step's future and result, not yet passed on."""
+        self._held: deque[tuple[Future[Any], Any]] = deque()
+        """Futures and results that are not yet passed on, in the steps' order."""
 
     def start(self) -> None:
         """Create the worker; raises what its creation raises, with no thread left behind."""
@@ -155,7 +160,7 @@ class UniProcExecutor(Executor):
                 task = self._tasks.get_nowait()
             except queue.Empty:
                 return
-            if task is not None:
+            if task is not None and task is not _ARRIVED:
                 task.future.cancel()
 
     def _serve(self, created: Future[None]) -> None:
@@ -166,12 +171,15 @@ class UniProcExecutor(Executor):
             self._failure = error
             created.set_exception(error)
             return
-        worker.when_launching(self._pass_on)
+        worker.when_launching(self._pass_on_arrived)
         self._worker = worker
         created.set_result(None)
         try:
             while (task := self._tasks.get()) is not None:
-                self._run(task, worker)
+                if task is _ARRIVED:
+                    self._pass_on_arrived()
+                else:
+                    self._run(task, worker)
                 del task  # or it would keep the last step's result alive until the next
         finally:
             self._pass_on()
@@ -195,17 +203,30 @@ class UniProcExecutor(Executor):
             self._pass_on()
             _settle(task.future.set_exception, error)
         else:
-            self._pass_on()
-            self._held = (task.future, result)
-            if not task.is_step or self._tasks.empty():
+            self._pass_on_arrived()
+            self._held.append((task.future, result))
+            if isinstance(result, StepResult) and result.arrival is not None:
+                result.arrival.add_done_callback(lambda _: self._tasks.put(_ARRIVED))
+            elif not task.is_step:
                 self._pass_on()
+            elif self._tasks.empty():
+                self._pass_on_arrived()
+
+    def _pass_on_arrived(self) -> None:
+        """Give out the results that are held, up to the first that would have to be waited for."""
+        while self._held:
+            _, result = self._held[0]
+            if isinstance(result, StepResult) and _is_on_its_way(result):
+                return
+            self._pass_on_first()
 
     def _pass_on(self) -> None:
-        """Give out the result that is held, if there is one."""
-        held, self._held = self._held, None
-        if held is None:
-            return
-        future, result = held
+        """Give out the results that are held."""
+        while self._held:
+            self._pass_on_first()
+
+    def _pass_on_first(self) -> None:
+        future, result = self._held.popleft()
         try:
             if isinstance(result, StepResult):
                 result.finish()
@@ -223,6 +244,12 @@ class UniProcExecutor(Executor):
             self._closed = True
             self._cancel_pending()
             self._tasks.put(None)
+
+
+def _is_on_its_way(result: StepResult) -> bool:
+    """True if finishing the result would wait."""
+    arrival = result.arrival
+    return result.remaining is not None and arrival is not None and not arrival.done()
 
 
 def _settle(settle: Callable[[Any], None], outcome: Any) -> None:

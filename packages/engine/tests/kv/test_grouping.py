@@ -16,7 +16,7 @@ from headrace_core.kv import (
     SparseIndexerSpec,
     StateShape,
 )
-from headrace_engine.kv.grouping import plan_groups
+from headrace_engine.kv.grouping import largest_share, of_layers, plan_groups
 
 FULL = FullAttentionSpec(16, 2, 8, "float32")
 SLIDING = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=32)
@@ -127,3 +127,18 @@ def test_cross_attention_comes_last() -> None:
         specs |= {f"cross{index}": cross, f"self{index}": FULL}
     groups = plan_groups(specs)
     assert [group.layer_names for group in groups] == [("self0", "self1"), ("cross0", "cross1")]
+
+
+def test_each_stage_has_its_share_of_every_group() -> None:
+    """Cut in one piece, a stage would have all layers of some groups: as many tensors as without stages."""
+    specs = layers("ssssf" * 4)
+    names = list(specs)
+    stages = [names[:10], names[10:]]
+    groups = plan_groups(specs, stages)
+    assert [len(group.layer_names) for group in groups] == [4] * 5
+    for stage in stages:
+        assert [sum(name in stage for name in group.layer_names) for group in groups] == [2] * 5
+    assert [len(group.layer_names) for group in largest_share(groups, stages)] == [2] * 5
+    kept = of_layers(KVCacheConfig((9,), groups), stages[1])
+    assert kept.num_tensors(0) == 2
+    assert {name for group in kept.groups for name in group.layer_names} == set(stages[1])

@@ -42,6 +42,7 @@ class World:
         overlapped: bool = False,
         caching: bool = True,
         adapters: SlotPlanner | None = None,
+        steps_beside: int = 1,
         **config: Any,
     ) -> None:
         cache = cache_config(num_blocks + 1, *groups, block_size=2)
@@ -58,6 +59,7 @@ class World:
             async_scheduling=overlapped,
             clock=lambda: self.now,
             adapters=adapters,
+            steps_beside=steps_beside,
         )
         self.worker = CheckingWorker(cache, VOCAB_SIZE)
         self.in_flight: deque[ScheduledStep] = deque()

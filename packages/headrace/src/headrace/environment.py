@@ -58,6 +58,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LORA_RESOLVER_HF_REPO_LIST": "hub repositories in which unknown adapters are looked for",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
     "HEADRACE_NODE_SECRET": "secret that the hosts of one engine prove to each other to know (--nnodes)",
+    "HEADRACE_PP_LAYER_PARTITION": "numbers of layers by stage of --pipeline-parallel-size, as 10,14; "
+    "without it they follow the layers' memory",
     "HEADRACE_OBJECT_STORAGE_SHM_BUFFER_NAME": "name of the memory of --mm-processor-cache-type shm in "
     "/proc/PID/maps; unset: headrace-objects",
     "HEADRACE_PLUGINS": "names of the general plug-ins to run, separated by commas; unset: all",

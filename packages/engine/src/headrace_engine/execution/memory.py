@@ -352,7 +352,7 @@ def gibibytes(num_bytes: int) -> str:
 
 def of_one_rank(config: EngineConfig) -> EngineConfig:
     """The configuration as one rank's memory is planned by it: ``max_memory_bytes`` is of all of them."""
-    limit, size = config.cache.max_memory_bytes, config.parallel.tensor_parallel_size
+    limit, size = config.cache.max_memory_bytes, config.parallel.num_ranks
     if limit is None or size == 1:
         return config
     cache = dataclasses.replace(config.cache, max_memory_bytes=max(1, limit // size))

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -53,6 +53,20 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_LOGITS = 1 << 24
 """Most logits (float32: 64 MiB) that prompt log-probabilities are computed from at once."""
+
+
+class PreparedStep(NamedTuple):
+    """A step whose pass may run."""
+
+    step: ScheduledStep
+    scheduled: Mapping[str, int]
+    """Tokens of each request, of those that the pass is for."""
+    inputs: StepInputs
+    results: dict[str, RequestStepResult]
+    """What is known before the pass."""
+    late: dict[str, RequestStepResult]
+    drafts: Mapping[str, Sequence[int]]
+    behind: Mapping[str, int]
 
 
 class ModelRunner:
@@ -177,6 +191,10 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. A request that fails alone gets an error; an exception fails the step."""
+        return self._complete(self._prepare(step))
+
+    def _prepare(self, step: ScheduledStep) -> PreparedStep:
+        """What comes before a step's pass."""
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
@@ -199,19 +217,33 @@ class ModelRunner:
                 if row in self.requests.dead_ends
                 else RequestStepResult(error=reason)
             )
+        return PreparedStep(step, scheduled, inputs, results, late, drafts, behind)
+
+    def _complete(
+        self, prepared: PreparedStep, states: Callable[[], Tensor] | None = None
+    ) -> StepResult:
+        """A step's pass, and what comes after it.
+
+        Args:
+            states: the hidden states of a pass that was launched, whose tokens are counted; None: it is
+                still to run.
+        """
+        step, scheduled, inputs, results, late, drafts, behind = prepared
         seconds = 0.0
         if inputs.batch is None and self.late.rows:
             self._sample_late(self.late.matched(scheduled, wait_for_one=not late), late)
         if inputs.batch is not None:
             if self.processors is not None:
                 self.processors.begin_step(inputs.sampled_ids)
-            self.launching()
-            if failpoints.PLAN is not None:
-                pass_failpoint("engine.step.forward", step)
-            hidden, logits, unknown, seconds = self._forward(inputs, allows_late=step.allows_late)
+            if states is None:
+                self.launching()
+                if failpoints.PLAN is not None:
+                    pass_failpoint("engine.step.forward", step)
+            hidden, logits, unknown, seconds = self._forward(inputs, step, states)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
-            self._count_computed(inputs)
+            if states is None:
+                self._count_computed(inputs)
             if logits is not None:
                 if drafts:
                     self._sample_runs(inputs, drafts, logits, results, unknown)
@@ -264,7 +296,7 @@ class ModelRunner:
         return self.model.compute_logits(self.model.forward(self.with_metadata(batch)))
 
     def _forward(
-        self, inputs: StepInputs, *, allows_late: bool
+        self, inputs: StepInputs, step: ScheduledStep, states: Callable[[], Tensor] | None
     ) -> tuple[Tensor | None, Tensor | None, Sequence[RowConstraint], float]:
         """Hidden states of the wanted rows if prompt rows are among them, the sampled requests'
         logits if there are any, constraints that are not matched yet, seconds for all of it."""
@@ -272,15 +304,17 @@ class ModelRunner:
         start = time.perf_counter()
         batch = self._with_encoder_states(inputs, inputs.batch)
         self._choose_adapters(inputs, inputs.logits_rows)
-        hidden, logits = None, self._replay(inputs, batch)
-        if self.tap is not None:
+        hidden, logits = None, None if states is not None else self._replay(inputs, batch)
+        if states is not None:
+            hidden, logits = self._with_logits(inputs, states())
+        elif self.tap is not None:
             hidden, logits = self._tapped(self.tap, logits, inputs, batch)
         elif logits is None:
             hidden, logits = self._run_eagerly(inputs, batch)
         unknown: Sequence[RowConstraint] = ()
         if self.requests.sampling.constraints:  # here, as a GPU is still computing
             unknown = self.requests.sampling.fill_masks(
-                inputs.sampled_rows, allows_late=allows_late
+                inputs.sampled_rows, allows_late=step.allows_late
             )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

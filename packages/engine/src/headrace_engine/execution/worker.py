@@ -22,6 +22,7 @@ from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    LaunchesPasses,
     StateLayer,
     SupportsPooling,
     SupportsPromptEmbeds,
@@ -64,6 +65,8 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.execution.staged import StagedRunner
+from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
 from headrace_engine.kv_transfer.moves import MOVES
@@ -400,8 +403,8 @@ class ServingWorker:
         return int(share * activations + 2 * rows * logits)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the cache, bind it to the layers, and get ready for steps."""
-        self._loaded()
+        """Allocate the cache of this rank's layers, bind it to them, and get ready for steps."""
+        config = of_layers(config, self.kv_specs())
         backends = group_backends(self._layers, config)
         size = readable(config.num_bytes)
         with memory_errors(f"a KV cache of {size}"), self._memory.region(KV_CACHE):
@@ -467,7 +470,7 @@ class ServingWorker:
     def _state_turns(self, table: RequestTable) -> StateTurns | None:
         """Where states are while guesses are checked, if layers have any."""
         assert self._cache is not None
-        if not self._states:
+        if not state_groups(self._cache):
             return None
         count = spare_states(self._speculative.num_drafts, self._max_num_seqs)
         return StateTurns(table, self._cache, count)
@@ -479,7 +482,9 @@ class ServingWorker:
     def _runner_class(self) -> type[ModelRunner]:
         if self._transfer is not None and self._transfer.is_producer:
             return EncodingRunner
-        return ModelRunner if self._pooling is None else PoolingRunner
+        if self._pooling is not None:
+            return PoolingRunner
+        return StagedRunner if isinstance(self._loaded(), LaunchesPasses) else ModelRunner
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -674,7 +679,7 @@ class ServingWorker:
         for pool, (buffers, num_blocks) in enumerate(zip(self._buffers, config.pools)):
             ahead = self._cache_ahead_bytes
             if ahead != WHOLE:
-                ahead = ahead * num_blocks * config.block_bytes(pool) // config.num_bytes
+                ahead = ahead * num_blocks * config.block_bytes(pool) // max(1, config.num_bytes)
             yield CachePopulator(buffers, num_blocks, ahead, torch.get_num_threads())
 
     def _measure_kv_scales(self, constants: ScaleConstants) -> None:

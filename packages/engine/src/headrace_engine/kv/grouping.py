@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     CacheSpec,
     CrossAttentionSpec,
+    KVCacheConfig,
     KVCacheGroup,
     MLASpec,
     RecurrentSpec,
 )
 
 
-def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
+def plan_groups(
+    specs: Mapping[str, CacheSpec], stages: Sequence[Collection[str]] = ()
+) -> tuple[KVCacheGroup, ...]:
     """Cut layers into groups of equal spec and, within a pool, as equal layer counts as possible.
 
     Kinds whose pages have the same size, and are laid out in the same way, share a pool. A block takes
@@ -25,6 +30,8 @@ def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
 
     Args:
         specs: by layer name, in execution order.
+        stages: names of the layers that have their caches together, where not all have: each stage has its
+            share of every group, so that its pools have few tensors.
 
     Returns:
         One group for each kind if none is cut; otherwise the groups of each kind, kinds in the order
@@ -47,9 +54,32 @@ def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
     groups = []
     for spec in ordered:
         pool, names = pages.index(_page(spec)), kinds[spec]
-        parts = _even_parts(names, -(-len(names) // sizes[pool]))
+        count = -(-len(names) // sizes[pool])
+        shares = [[name for name in names if name in stage] for stage in stages or (names,)]
+        parts = [
+            list(chain(*part)) for part in zip(*(_even_parts(share, count) for share in shares))
+        ]
         groups += [KVCacheGroup(tuple(part), spec, pool) for part in parts]
     return tuple(groups)
+
+
+def largest_share(
+    groups: Sequence[KVCacheGroup], stages: Sequence[Collection[str]]
+) -> tuple[KVCacheGroup, ...]:
+    """The groups with as many layers of each as the stage with the most has: no stage needs more memory for
+    a block than that."""
+    found = []
+    for group in groups:
+        shares = [tuple(name for name in group.layer_names if name in stage) for stage in stages]
+        found.append(replace(group, layer_names=max(shares, key=len)))
+    return tuple(found)
+
+
+def of_layers(config: KVCacheConfig, names: Collection[str]) -> KVCacheConfig:
+    """The cache with these layers only: a group may have none."""
+    own = [tuple(name for name in group.layer_names if name in names) for group in config.groups]
+    groups = (replace(group, layer_names=kept) for group, kept in zip(config.groups, own))
+    return replace(config, groups=tuple(groups))
 
 
 def _page(spec: CacheSpec) -> Hashable:

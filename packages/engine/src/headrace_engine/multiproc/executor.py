@@ -63,7 +63,8 @@ class MultiProcExecutor(UniProcExecutor):
             return
         self._meeting = None if ranked.meet is None else ranked.meet()
         try:
-            rendezvous = "" if self._meeting is None else self._meeting.address("tp")
+            meeting = self._meeting
+            rendezvous = {} if meeting is None else {n: meeting.address(n) for n in ranked.groups}
             nodes = gather(ranked, rendezvous)
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died, nodes)
             leader = PassLeader(others.run_pass, self._broken, others.call)
@@ -89,14 +90,14 @@ class MultiProcExecutor(UniProcExecutor):
         if not isinstance(method, str):
             raise UnsupportedFeature(
                 "a function for the workers: cannot be sent to other processes, where ranks are while "
-                "tensor_parallel_size is above 1; name a method"
+                "tensor_parallel_size or pipeline_parallel_size is above 1; name a method"
             )
         if method in OWN:
             return super().call(method, *args)
         if method not in CALLS:
             raise UnsupportedFeature(
-                f"{method}: not while tensor_parallel_size is above 1; ranks in other processes do "
-                f"{', '.join(CALLS)} only"
+                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1; ranks in "
+                f"other processes do {', '.join(CALLS)} only"
             )
         results: list[Any] = self._queue(
             partial(_on_every_rank, others, method, args), is_step=False
@@ -112,7 +113,9 @@ class MultiProcExecutor(UniProcExecutor):
             UnsupportedFeature: there are several.
         """
         if self._others is not None:
-            raise UnsupportedFeature(f"{method}: not while tensor_parallel_size is above 1")
+            raise UnsupportedFeature(
+                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1"
+            )
         return super().call_beside(method, *args)
 
     def shutdown(self) -> None:

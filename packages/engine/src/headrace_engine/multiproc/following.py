@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import KVCacheConfig
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import SupportsPooling
 from headrace_engine.execution.cache import cross_groups
@@ -28,10 +26,15 @@ from headrace_engine.multiproc.leader import ARRANGE, PASSES, REPLAY
 
 
 class FollowingWorker(ServingWorker):
-    """Runs the passes that rank 0 runs. One thread only. Arguments as :class:`ServingWorker`'s."""
+    """Runs the passes that rank 0 runs. One thread only. Arguments as :class:`ServingWorker`'s.
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    Args:
+        has_inputs: False: it is on a later stage, and runs nothing of what makes inputs.
+    """
+
+    def __init__(self, *args: Any, has_inputs: bool = True, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self._has_inputs = has_inputs
         self._measuring = ExitStack()
         self._peak = Peak()
         self._following: FollowingAdapters | None = None
@@ -55,6 +58,8 @@ class FollowingWorker(ServingWorker):
             return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
+        if method not in ("forward", ARRANGE) and not self._has_inputs:
+            return  # of what makes inputs, which the first stage has
         runs = self._experts if method == ARRANGE else self._loaded()
         getattr(runs, method)(*(self._prepared(arg) for arg in args))
 
@@ -74,18 +79,6 @@ class FollowingWorker(ServingWorker):
         if not isinstance(arg, ForwardBatch) or self._runner is None:
             return arg  # without a cache nothing is prepared
         return self._runner.with_metadata(arg)
-
-    def allocate_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the blocks of this rank's layers: what guesses tokens is rank 0's only, and so are the
-        layers of its."""
-        own = self.kv_specs()
-        groups = tuple(
-            dataclasses.replace(
-                group, layer_names=tuple(name for name in group.layer_names if name in own)
-            )
-            for group in config.groups
-        )
-        super().allocate_cache(dataclasses.replace(config, groups=groups))
 
     def read_adapter(self, number: int, path: str, dropped: Sequence[int]) -> str:
         """See :meth:`~headrace_engine.multiproc.adapters.FollowingAdapters.read`. Any thread."""

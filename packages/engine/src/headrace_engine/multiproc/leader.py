@@ -16,6 +16,7 @@ from typing import Any, cast
 from headrace_core.batch import ForwardBatch
 from headrace_core.graph import StepGraph
 from headrace_core.lora import AdapterSlots
+from headrace_core.model import LaunchesPasses
 from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
 
@@ -56,6 +57,8 @@ class PassLeader:
             own = getattr(model, name, None)
             if own is not None:
                 setattr(model, name, partial(self._run, name, own))
+        if isinstance(model, LaunchesPasses):
+            setattr(model, "launch", partial(self._launch, model.launch))  # noqa: B010 - as above
 
     def lead_replays(self, graph: StepGraph | None) -> None:
         """Have what a graph replays run on every rank, from its own recording or eagerly."""
@@ -87,6 +90,23 @@ class PassLeader:
         except BaseException as error:
             self._failure = self._broken(error)
             raise self._failure from error
+
+    def _launch(
+        self, own: Callable[[ForwardBatch], Future[Any]], batch: ForwardBatch
+    ) -> Future[Any]:
+        """Begin a pass, which may fail at any time until its result comes."""
+        begun, told = self._run("forward", own, batch), Future[Any]()
+
+        def tell(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                told.set_result(done.result())
+                return
+            self._failure = self._failure or self._broken(error)
+            told.set_exception(self._failure)
+
+        begun.add_done_callback(tell)
+        return told
 
     def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
         if self._is_running:  # a pass that is part of another one

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -22,8 +22,10 @@ class RankPlace:
     world_size: int = 1
     communicator: str = ""
     """Entry of ``headrace.communicators`` by which the ranks exchange tensors; "": there is one rank."""
-    rendezvous: str = ""
-    """Where the communicator's ranks find each other, in its own words."""
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    """By group: where its ranks find each other, in the communicator's own words."""
+    stages: int = 1
+    """Ranges of layers, each of as many neighbouring ranks."""
     num_here: int = 0
     """Ranks of this host, which are adjacent, each host having as many; 0: all are here."""
 
@@ -70,6 +72,10 @@ class RankedWorkers:
     meet: Callable[..., Rendezvous] | None = None
     """Opens the place where the communicator's ranks meet, at an address if one is given; None: it needs
     none."""
+    groups: tuple[str, ...] = ("tp:0",)
+    """Names of the groups that meet there."""
+    stages: int = 1
+    """See :attr:`RankPlace.stages`."""
     nodes: NodePlan | None = None
     """The hosts, if there are several."""
 
@@ -78,13 +84,15 @@ class RankedWorkers:
         """Ranks of rank 0's host; 0: all."""
         return 0 if self.nodes is None else self.world_size // self.nodes.count
 
-    def place(self, rank: int, rendezvous: str) -> RankPlace:
-        """The place of a rank of rank 0's host."""
-        return RankPlace(rank, self.world_size, self.communicator, rendezvous, self.num_here)
-
     def __call__(self) -> Worker:
         """The worker of an engine with one rank."""
         return self.make(RankPlace(), None)
+
+    def place(self, rank: int, rendezvous: Mapping[str, str]) -> RankPlace:
+        """The place of a rank of rank 0's host."""
+        return RankPlace(
+            rank, self.world_size, self.communicator, rendezvous, self.stages, self.num_here
+        )
 
 
 class RankHello(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ import logging
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,7 +53,7 @@ class RankProcesses:
 
     Args:
         ranked: what to start.
-        rendezvous: the communicator's.
+        rendezvous: the communicator's, by group.
         died: called, in that thread, with the reason when a rank has ended that was not told to.
         nodes: further hosts, whose processes are started.
     """
@@ -61,7 +61,7 @@ class RankProcesses:
     def __init__(
         self,
         ranked: RankedWorkers,
-        rendezvous: str,
+        rendezvous: Mapping[str, str],
         died: Callable[[EngineDead], None],
         nodes: Sequence[JoinedNode] = (),
     ) -> None:
@@ -215,7 +215,9 @@ class RankProcesses:
             rank.last_words = f"{message.kind}: {message.message}"
             return True
         with self._lock:
-            future = rank.waiting.pop(message.call_id)
+            future = rank.waiting.pop(message.call_id, None)
+        if future is None:  # another rank has ended, of which who waited was told
+            return True
         if isinstance(message, Raised):
             raised = as_exception(message.error)
             raised.add_note(f"raised by rank {rank.rank}")
@@ -249,7 +251,7 @@ class RankProcesses:
             future.set_exception(dead)
 
 
-def _start(ranked: RankedWorkers, rank: int, rendezvous: str) -> _Rank:
+def _start(ranked: RankedWorkers, rank: int, rendezvous: Mapping[str, str]) -> _Rank:
     ours, theirs = socket.socketpair()
     place = ranked.place(rank, rendezvous)
     process = start_child(ranked.factory, ranked.config, place, ours, [theirs])

@@ -102,13 +102,14 @@ class BatchBuilder:
     def _schedule_running(self, plan: BatchPlan) -> None:
         index, running = 0, self._tracker.running
         allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
-        while index < len(running) and plan.budget > 0:
+        waits_for_tokens = self._limits.steps_beside > 1
+        while index < len(running) and plan.budget > 0 and len(plan.entries) < plan.max_requests:
             state = running[index]
             index += 1
             num_tokens = len(state.all_token_ids) + state.num_placeholders
             if num_tokens >= state.max_num_tokens:
                 continue  # the steps in flight bring it to its end
-            if state.is_slow and state.num_placeholders:
+            if (state.is_slow or waits_for_tokens) and state.num_placeholders:
                 continue  # its next token takes long: a step with it might have to wait
             num_tokens -= state.num_computed_tokens
             decodes, most = num_tokens == 1, num_tokens
@@ -193,6 +194,7 @@ class BatchBuilder:
             and plan.budget > 0
             and plan.num_prompt_tokens < self._limits.enough_prompt
             and len(self._tracker.running) < self._limits.max_seqs
+            and len(plan.entries) < plan.max_requests
             and len(passed_over) < self._limits.max_seqs
         ):
             state = waiting.peek()

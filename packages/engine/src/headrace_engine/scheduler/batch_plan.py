@@ -15,9 +15,11 @@ class BatchPlan:
     Args:
         budget: tokens that the step may still take.
         contended: several requests compete for the step, so that long prompts must share it.
+        max_requests: most requests in the step.
     """
 
-    def __init__(self, budget: int, *, contended: bool = False) -> None:
+    def __init__(self, budget: int, *, contended: bool = False, max_requests: int) -> None:
+        self.max_requests = max_requests
         self.size = budget
         """Tokens that it may hold in all."""
         self.budget = budget
@@ -143,10 +145,15 @@ class StepLimits:
         fills_up: where prompts may not be cut, shorter ones behind take the room that is too small
             for the next: no output tokens compete for it, so whoever was passed over has the next
             step to itself.
+        steps_beside: steps that run beside each other, in stages, and have no request in common whose next
+            token is not known: requests are divided over so many.
     """
 
-    def __init__(self, config: SchedulerConfig, *, fills_up: bool = False) -> None:
+    def __init__(
+        self, config: SchedulerConfig, *, fills_up: bool = False, steps_beside: int = 1
+    ) -> None:
         self._fills_up = fills_up
+        self.steps_beside = steps_beside
         self.max_seqs: int = config.max_num_seqs or 0
         """Most requests in a step."""
         self.long_threshold = config.long_prefill_token_threshold
@@ -166,7 +173,11 @@ class StepLimits:
 
     def plan(self, tracker: RequestTracker) -> BatchPlan:
         """An empty step for these requests."""
-        return BatchPlan(self._budget(tracker), contended=self._is_contended(tracker))
+        return BatchPlan(
+            self._budget(tracker),
+            contended=self._is_contended(tracker),
+            max_requests=self._share_of_requests(tracker),
+        )
 
     def encodes(self, state: SchedulerRequest, plan: BatchPlan) -> bool:
         """True if a step has room for a request's encoder states: they cost about what as many tokens
@@ -195,6 +206,13 @@ class StepLimits:
         if plan.contended and remaining > self.long_threshold:
             return min(remaining, max(1, plan.size // self._config.max_num_partial_prefills))
         return remaining
+
+    def _share_of_requests(self, tracker: RequestTracker) -> int:
+        """Most requests in a step: where steps run beside each other, its part of those that could run."""
+        if self.steps_beside == 1:
+            return self.max_seqs
+        could_run = min(self.max_seqs, len(tracker.running) + len(tracker.waiting))
+        return max(1, -(-could_run // self.steps_beside))
 
     def _budget(self, tracker: RequestTracker) -> int:
         """Tokens of the next step. Where a step's time grows with them, a large one would let

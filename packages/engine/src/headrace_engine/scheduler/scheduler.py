@@ -73,6 +73,7 @@ class Scheduler:
         clock: monotonic seconds.
         adapters: hands out slots for low-rank adapters; None: requests have none.
         transfer: moves blocks between the pools and a connector; None: there is none.
+        steps_beside: steps that run beside each other, in stages; with ``async_scheduling`` only.
 
     Raises:
         ConfigError: ``max_num_batched_tokens`` or ``max_num_seqs`` is not resolved.
@@ -89,6 +90,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         adapters: SlotPlanner | None = None,
         transfer: KVTransfer | None = None,
+        steps_beside: int = 1,
     ) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs"):
             if getattr(config, name) is None:
@@ -102,7 +104,9 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._max_model_len = max_model_len
-        self._max_steps_in_flight = 1 if overlapped is False else 2
+        if overlapped is False:
+            steps_beside = 1
+        self._max_steps_in_flight = 1 if overlapped is False else max(2, steps_beside)
         self._tracker = RequestTracker(config, kv, max_model_len, clock, adapters, transfer)
         self._adapters = adapters
         self._transfer = transfer
@@ -112,7 +116,7 @@ class Scheduler:
         self._builder = BatchBuilder(
             self._tracker,
             kv,
-            StepLimits(config, fills_up=not kv.num_blocks),
+            StepLimits(config, fills_up=not kv.num_blocks, steps_beside=steps_beside),
             self._media,
             drafts,
             transfer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from headrace.assembly.context_parallel import check_context_parallel
@@ -11,13 +12,14 @@ from headrace_core.errors import ConfigError
 from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import EngineConfig, ParallelConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
+    from headrace_models.stages.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +39,19 @@ class Ranks:
     def __init__(self, place: RankPlace | None = None, context_size: int = 1) -> None:
         self._place = place
         self._context_size = context_size
-        self._communicator: Communicator | None = None
-        self._context_group: Communicator | None = None
+        self._groups: dict[str, Communicator] = {}
+        """Those that this rank has joined, by name."""
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
+        self.num_stages = 1 if place is None else place.stages
+        self.tensor_size = self.world_size // self.num_stages
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
         self.rank_here = 0 if place is None else place.rank_here
 
     @property
     def are_several(self) -> bool:
-        """True if layers are divided."""
+        """True if layers are divided, or are on several stages."""
         return self.world_size > 1
 
     @property
@@ -62,9 +66,10 @@ class Ranks:
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
-        if self.share_keys:
+        if self.share_keys or self.num_stages > 1:
             if self.rank == 0:
-                logger.info("steps are not recorded while ranks share keys")
+                whose = "of several stages" if self.num_stages > 1 else "of ranks that share keys"
+                logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
         if not self.are_several or self.recorders():
             return True
@@ -74,33 +79,65 @@ class Ranks:
             )
         return False
 
+    @property
+    def stage(self) -> int:
+        """Index of this rank's stage."""
+        return self.rank // self.tensor_size
+
     def communicator(self) -> Communicator:
-        """The group of all ranks, which this one joins when it is first asked for."""
-        if self._place is None or not self.are_several:
+        """The group of the ranks of this stage, which this one joins when it is first asked for."""
+        if self.tensor_size == 1:
             return SingleProcess()
-        if self._communicator is None:
-            create = plugins.load(COMMUNICATORS, self._place.communicator)
-            self._communicator = create(self.rank, self.world_size, self._place.rendezvous)
-        return self._communicator
+        return self._join(tensor_group(self.stage), self.rank % self.tensor_size, self.tensor_size)
+
+    def stages(self, partition: str | None) -> Stage | None:
+        """This rank's stage, whose ways to others are joined; None: there is one stage.
+
+        Args:
+            partition: numbers of layers by stage, as text; None: chosen.
+
+        Raises:
+            ConfigError: ``partition`` is something else.
+        """
+        if self.num_stages == 1:
+            return None
+        from headrace_models.stages.division import partition_of
+        from headrace_models.stages.stage import Link, Stage
+
+        index, last = self.stage, self.num_stages - 1
+        numbers = () if partition is None else partition_of(partition, self.num_stages)
+        lane = self.rank % self.tensor_size
+
+        def link(start: int) -> Link:
+            """The way from a stage to the next one; from the last one, to the first."""
+            return Link(self._join(link_group(lane, start), int(start != index), 2))
+
+        # In this order: a rank waits for one whose earlier groups wait for none of its later ones.
+        before = link(index - 1) if index else None
+        after = link(index) if index < last else None
+        # The streams of a stage's ranks are equal, and rank 0 is who uses what comes out.
+        result = link(last) if lane == 0 and index in (0, last) else None
+        return Stage(index, self.num_stages, numbers, before, after, result)
 
     def context_group(self) -> Communicator:
         """The neighbouring ranks that share keys, this one among them, which joins when first asked for."""
         if self._place is None or not self.share_keys or self._context_size == self.world_size:
             return self.communicator()
-        if self._context_group is None:
-            number, rank = divmod(self.rank, self._context_size)
-            meeting = self._place.rendezvous.rpartition("/")[0]
-            create = plugins.load(COMMUNICATORS, self._place.communicator)
-            self._context_group = create(rank, self._context_size, f"{meeting}/dcp{number}")
-        return self._context_group
+        number, rank = divmod(self.rank, self._context_size)
+        return self._join(context_group_name(number), rank, self._context_size)
 
     def leave(self) -> None:
-        """Leave the groups that this rank is in. Idempotent."""
-        groups = (self._context_group, self._communicator)
-        self._context_group = self._communicator = None
-        for group in groups:
-            if group is not None:
-                group.close()
+        """Leave the groups that this rank has joined. Idempotent."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.close()
+
+    def _join(self, name: str, rank: int, world_size: int) -> Communicator:
+        if name not in self._groups:
+            assert self._place is not None
+            create = plugins.load(COMMUNICATORS, self._place.communicator)
+            self._groups[name] = create(rank, world_size, self._place.rendezvous[name])
+        return self._groups[name]
 
     def threads(self, whole: CpuThreads) -> CpuThreads:
         """This rank's share of the engine's threads, and of the cores that they are bound to.
@@ -113,17 +150,18 @@ class Ranks:
         if whole.cores and len(whole.cores) < self.size_here:
             raise ConfigError(
                 f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
-                f"tensor_parallel_size = {self.world_size}: each rank needs a core; name more of them, leave "
-                "num_threads out, or set it to 'none'",
+                f"{self.size_here} ranks need one each (tensor_parallel_size times pipeline_parallel_size); "
+                "name more of them, leave num_threads out, or set it to 'none'",
                 field=BIND_FIELD,
             )
         count = max(1, whole.num_threads // self.size_here)
         if whole.num_threads < self.size_here and self.rank_here == 0:
             logger.warning(
-                "tensor_parallel_size = %d: the engine has %d CPU threads for as many ranks, each of which "
-                "takes one: they wait for each other. Use as many ranks as cores at most",
-                self.size_here,
+                "the engine has %d CPU threads for %d ranks (tensor_parallel_size times "
+                "pipeline_parallel_size), each of which takes one: they wait for each other. Use as many "
+                "ranks as cores at most",
                 whole.num_threads,
+                self.size_here,
             )
         start = self.rank_here * count
         return CpuThreads(count, whole.cores[start : start + count])
@@ -133,6 +171,40 @@ class Ranks:
         return self.size_here if device == "cpu" else 1
 
 
+def tensor_group(stage: int) -> str:
+    """Name of the group of a stage's ranks."""
+    return f"tp:{stage}"
+
+
+def link_group(lane: int, start: int) -> str:
+    """Name of the group of two ranks that a stream goes through.
+
+    Args:
+        lane: their place among the ranks of their stages.
+        start: the stage that sends; the next one receives, or the first if it is the last.
+    """
+    return f"pp:{lane}:{start}"
+
+
+def context_group_name(number: int) -> str:
+    """Name of the group of neighbouring ranks that share keys."""
+    return f"dcp:{number}"
+
+
+def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
+    """All groups of an engine's ranks."""
+    tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shared = parallel.decode_context_parallel_size
+    context = range(tensor_size // shared) if 1 < shared < tensor_size else ()
+    tensor = [tensor_group(stage) for stage in range(num_stages)] if tensor_size > 1 else []
+    links = [
+        link_group(lane, start)
+        for lane in range(tensor_size)
+        for start in range(num_stages if lane == 0 else num_stages - 1)
+    ]
+    return (*tensor, *map(context_group_name, context), *(links if num_stages > 1 else ()))
+
+
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
     """Refuse what does not work yet while layers are divided over several ranks.
 
@@ -140,23 +212,32 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
         ConfigError: naming the setting.
         PluginNotFound: the communicator is not installed.
     """
-    size = config.parallel.tensor_parallel_size
-    if size == 1:
+    parallel = config.parallel
+    from headrace_models.stages.division import PARTITION, partition_of
+
+    if parallel.num_ranks == 1:
         return
     if platform.device != "cpu" or isinstance(platform, BringsWorker):
+        tensor = parallel.tensor_parallel_size > 1
+        field = f"parallel.{'tensor' if tensor else 'pipeline'}_parallel_size"
         raise ConfigError(
-            f"parallel.tensor_parallel_size = {size}: must be 1 on device {platform.device!r}: ranks are "
+            f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
             "processes on a CPU for now",
-            field="parallel.tensor_parallel_size",
+            field=field,
         )
-    for field, value, why in _single_rank_settings(config):
+    refused = _single_rank_settings(config)
+    if parallel.pipeline_parallel_size > 1:
+        refused += _single_stage_settings(config)
+    for field, value, why in refused:
         if value:
             raise ConfigError(
-                f"{field} = {value!r:.200}: must be left out while parallel.tensor_parallel_size = {size}: "
-                f"{why}",
+                f"{field} = {value!r:.200}: must be left out while {parallel.describe_ranks()}: {why}",
                 field=field,
             )
     check_context_parallel(config)
+    partition = os.environ.get(PARTITION)
+    if partition is not None and parallel.pipeline_parallel_size > 1:
+        partition_of(partition, parallel.pipeline_parallel_size)
     communicator_name(config)
 
 
@@ -175,6 +256,16 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
     )  # fmt: skip
 
 
+def _single_stage_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
+    """Settings that need one stage, likewise."""
+    reads_layers = config.speculative.method == "eagle3"
+    return (
+        ("lora.enable_lora", config.lora.enable_lora, "adapters of stages are not read yet"),
+        ("speculative.method", reads_layers and "eagle3",
+         "it reads what comes out of layers in the middle, which are on several stages"),
+    )  # fmt: skip
+
+
 def communicator_name(config: EngineConfig) -> str:
     """The communicator of an engine's ranks, chosen if that was left open.
 
@@ -190,8 +281,8 @@ def communicator_name(config: EngineConfig) -> str:
     if wanted == "single":
         others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
         raise ConfigError(
-            f"parallel.communicator = 'single': it has one rank, and tensor_parallel_size = "
-            f"{config.parallel.tensor_parallel_size}; must be 'auto' or one of {others}",
+            f"parallel.communicator = 'single': it has one rank, and {config.parallel.describe_ranks()}; "
+            f"must be 'auto' or one of {others}",
             field="parallel.communicator",
         )
     plugins.find(COMMUNICATORS, wanted)

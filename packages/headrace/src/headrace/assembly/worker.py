@@ -26,6 +26,7 @@ from headrace.assembly.ranks import (
     FOLLOWER_FACTORY,
     Ranks,
     communicator_name,
+    group_names,
     open_rendezvous,
 )
 from headrace.assembly.resolved import ResolvedConfig
@@ -174,6 +175,7 @@ def worker_factory(
             return FollowingWorker(
                 lambda slots=None: build(resolved, slots),
                 **of_rank,
+                has_inputs=ranks.stage == 0,
                 make_adapters=(lambda: adapter_slots(resolved, ops))
                 if config.lora.enable_lora
                 else None,
@@ -234,19 +236,28 @@ def ranked_workers(
     from headrace_engine.step_timer import timed_workers
 
     config = resolved.config
-    size = config.parallel.tensor_parallel_size
+    parallel = config.parallel
 
     def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
         made = worker_factory(resolved, timeline, grammars, adapters, place, leader, connector)
         # Rank 0's is a ModelWorker.
         return timed_workers(cast("WorkerFactory", made), config.observability)()
 
-    if size == 1:
+    if parallel.num_ranks == 1:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
-    name = communicator_name(config)
     plan = nodes or node_plan(resolved)
     meet = open_rendezvous if plan is None else partial(open_rendezvous, plan.host)
-    return RankedWorkers(make, FOLLOWER_FACTORY, config, size, name, meet, plan)
+    return RankedWorkers(
+        make,
+        FOLLOWER_FACTORY,
+        config,
+        parallel.num_ranks,
+        communicator_name(config),
+        meet,
+        group_names(parallel),
+        parallel.pipeline_parallel_size,
+        plan,
+    )
 
 
 def memory_pool(resolved: ResolvedConfig) -> MemoryPool | None:
@@ -520,6 +531,7 @@ def build_context(
     """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
+    from headrace_models.stages.division import PARTITION
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
@@ -552,6 +564,7 @@ def build_context(
         trust_remote_code=info.trust_remote_code,
         adapters=adapters,
         experts=None if experts is None else experts.division,
+        stage=None if ranks is None else ranks.stages(os.environ.get(PARTITION)),
     )
 
 

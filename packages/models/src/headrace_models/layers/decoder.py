@@ -85,6 +85,10 @@ class Decoder(Layer, ABC):
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
+    no_stages: str = ""
+    """Why the layers cannot be on several stages, where it is not seen from the built model."""
+    is_whole: bool = True
+    """False: other stages have some of the layers (:mod:`headrace_models.stages.cut`)."""
     spelling: ClassVar[Spelling] = {}
     """See :class:`~headrace_models.config.settings.Settings`."""
 
@@ -226,21 +230,36 @@ class Decoder(Layer, ABC):
         found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
         return {layer.name: layer for layer in found}
 
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with what all layers need of it besides, made once for a pass."""
+        return batch
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
+        batch = self.prepare_batch(batch)
         x, residual = self.run_blocks(self.embed_tokens(batch), batch)
-        if batch.logits_rows is not None:  # norms work by row: the others need not be computed
-            rows, select = batch.logits_rows, self.context.ops.embedding
-            x, residual = select(rows, x), None if residual is None else select(rows, residual)
+        return self.finish(*self.wanted_rows(x, residual, batch))
+
+    def wanted_rows(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rows of the stream that a pass returns: norms work by row, so the others need none."""
+        if batch.logits_rows is None:
+            return x, residual
+        rows, select = batch.logits_rows, self.context.ops.embedding
+        return select(rows, x), None if residual is None else select(rows, residual)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[R, H]: hidden states of the whole stream."""
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
     @property
     def num_streams(self) -> int:
         """See :class:`headrace_core.speculation.ShowsStreams`."""
-        kind = type(self)
-        shown = kind.run_blocks is Decoder.run_blocks and kind.forward is Decoder.forward
-        return len(self.layers) + 1 if shown else 0
+        own = ("run_blocks", "run_layer", "prepare_batch", "forward")
+        shown = all(getattr(type(self), name) is getattr(Decoder, name) for name in own)
+        return len(self.layers) + 1 if shown and self.is_whole else 0
 
     def forward_streams(
         self, batch: ForwardBatch, layers: Sequence[int]
@@ -253,15 +272,20 @@ class Decoder(Layer, ABC):
                 streams[index] = x.clone() if residual is None else x + residual
             if layer is not None:
                 x, residual = layer(x, residual, batch)
-        hidden, _ = self.final_norm.add(x, residual)
-        return hidden, [streams[index] for index in layers]
+        return self.finish(x, residual), [streams[index] for index in layers]
 
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
         residual: Tensor | None = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
+        for index in range(len(self.layers)):
+            x, residual = self.run_layer(index, x, residual, batch)
         return x, residual
+
+    def run_layer(
+        self, index: int, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer of the stack, and what the family does behind it."""
+        return self.layers[index](x, residual, batch)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""

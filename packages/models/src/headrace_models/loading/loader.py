@@ -40,8 +40,9 @@ from headrace_models.companions import companion_tensors
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.formats.mistral_config import PARAMS
-from headrace_models.layers.base import Slot, WeightLayer, walk
+from headrace_models.layers.base import Slot, WeightLayer
 from headrace_models.loading.cache_scales import CacheScales
+from headrace_models.loading.elsewhere import Elsewhere, leaves_of
 from headrace_models.loading.fill_sharded_state import fill_slots
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.mapping import Place, WeightMap, listed, parts_of, stored_shape
@@ -127,7 +128,8 @@ def load_model(
                 )
             group = context.communicator
             shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
-            fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
+            own = (share for share in shares if not built.is_slot_elsewhere(share[0]))
+            fill_slots(own, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = (
                 dummy_tensors(built.weights.wanted(), context.dtype, seed)
@@ -151,6 +153,8 @@ class Built(NamedTuple):
     weights: WeightMap
     harmless: Mapping[str, str]
     """See :data:`HARMLESS`."""
+    elsewhere: Elsewhere | None = None
+    """What other stages have; None: the model is not cut."""
 
     @classmethod
     def of(cls, info: ModelInfo, context: BuildContext, *, only_towers: bool = False) -> Built:
@@ -160,17 +164,30 @@ class Built(NamedTuple):
         model = chosen(with_one_layer(context) if only_towers else context)
         if info.pooling is not None and not isinstance(model, SupportsPooling):
             raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
-        leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
-        weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
+        rules = (*model.weight_rules, *_dense_rules(info))
+        elsewhere = None if context.stage is None else Elsewhere(model, rules, context)
+        leaves = leaves_of(model)
+        weights = WeightMap(rules, leaves)
         ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
         if only_towers:
             ignored = {**ignored, **layers_passed_over(model.weight_rules)}
-        return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
+        return cls(model, info, leaves, weights, {**HARMLESS, **ignored}, elsewhere)
 
     def passes_over(self, name: str) -> bool:
-        """True if a tensor of the checkpoint is known to be of no use to the model."""
+        """True if a tensor of the checkpoint is known to be of no use to the model, or to this stage."""
         known = any(re.fullmatch(pattern, name) for pattern in self.harmless)
-        return known and self.weights.find(name) is None
+        is_elsewhere = self.elsewhere is not None and self.elsewhere.waits_for(name)
+        return (known or is_elsewhere) and self.weights.find(name) is None
+
+    def slots_anywhere(self, leaf: str) -> Mapping[str, object] | None:
+        """Slots of a leaf, which may be another stage's; None: there is no such leaf."""
+        found = self.weights.slots.get(leaf)
+        return self.elsewhere.slots(leaf) if found is None and self.elsewhere is not None else found
+
+    def is_slot_elsewhere(self, name: str) -> bool:
+        """True if it is the name of another stage's slot (``layers.0.attention.qkv.weight``)."""
+        leaf, _, key = name.rpartition(".")
+        return leaf not in self.leaves and key in (self.slots_anywhere(leaf) or ())
 
 
 def fill(
@@ -333,6 +350,7 @@ class Filling:
         deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
     ) -> None:
         self.context = context
+        self.built = built
         self.passes_over = built.passes_over
         self.leaves = built.leaves
         self.weights = weights = built.weights
@@ -365,7 +383,7 @@ class Filling:
 
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
-        if match is None and self.cache_scales.take(name, tensor, file):
+        if match is None and self._takes_scale(name, tensor, file):
             return
         if match is None:
             if tensor.numel() and not self.is_harmless(name):
@@ -385,6 +403,12 @@ class Filling:
 
     def _keeps(self, place: Place) -> bool:
         return self.weights.slots[place.leaf][place.key].copies > 0
+
+    def _takes_scale(self, name: str, tensor: Tensor, file: Path) -> bool:
+        elsewhere = self.built.elsewhere
+        return self.cache_scales.take(name, tensor, file) or (
+            elsewhere is not None and elsewhere.takes_scale(name, tensor, file)
+        )
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
@@ -499,7 +523,8 @@ class Filling:
             return True
         # A head that is the embedding may be stored all the same.
         heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
-        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        slots = self.built.slots_anywhere("head")
+        tied = slots is not None and "weight" not in slots
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 

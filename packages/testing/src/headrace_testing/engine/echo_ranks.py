@@ -93,5 +93,6 @@ class EchoRank(EchoWorker):
 
 def build(config: object, place: Any) -> EchoRank:
     """The worker of a rank's process."""
-    calls, _, fault = place.rendezvous.partition("|")
+    [rendezvous] = place.rendezvous.values()
+    calls, _, fault = rendezvous.partition("|")
     return EchoRank(Path(f"{calls}.{place.rank}"), fault)

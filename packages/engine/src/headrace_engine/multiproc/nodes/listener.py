@@ -9,6 +9,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from headrace_core.errors import EngineDead
@@ -232,7 +233,7 @@ class NodeListener:
         node.close()
 
 
-def gather(ranked: RankedWorkers, rendezvous: str) -> list[JoinedNode]:
+def gather(ranked: RankedWorkers, rendezvous: Mapping[str, str]) -> list[JoinedNode]:
     """The other hosts of an engine, once they have joined; none, if all ranks are on this one.
 
     Raises: as :class:`NodeListener` and its :meth:`~NodeListener.gather`.
@@ -240,7 +241,7 @@ def gather(ranked: RankedWorkers, rendezvous: str) -> list[JoinedNode]:
     plan = ranked.nodes
     if plan is None:
         return []
-    accepted = NodeAccepted([], ranked.world_size, ranked.communicator, rendezvous)
+    accepted = NodeAccepted([], ranked.world_size, ranked.communicator, dict(rendezvous))
     listener = NodeListener(plan, accepted)
     plan.opened(listener.port)
     nodes = listener.gather(JOIN_SECONDS)

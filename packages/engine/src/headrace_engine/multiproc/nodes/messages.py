@@ -23,8 +23,8 @@ class NodeAccepted(NamedTuple):
     ranks: list[int]
     world_size: int
     communicator: str
-    rendezvous: str
-    """Of the communicator."""
+    rendezvous: dict[str, str]
+    """See :attr:`headrace_engine.multiproc.places.RankPlace.rendezvous`."""
 
 
 class NodeRefused(NamedTuple):

@@ -52,6 +52,8 @@ class GlmMoeDsaForCausalLM(MLADecoder):
         self.indexer = indexer_sizes(self.settings)
         self.have_indexers = self.indexer_layers()
         self.shared_topk = None if all(self.have_indexers) else SharedTopK()
+        if self.shared_topk is not None:
+            self.no_stages = "some of its layers attend to what another one's indexer has picked"
 
     def picks_all(self) -> bool:
         """True if no context is longer than what the indexer picks."""

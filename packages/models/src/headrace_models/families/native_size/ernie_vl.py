@@ -219,9 +219,9 @@ class Ernie4_5VL(GridDecoder, MoEDecoder):
         places = torch.where(places < 0, ~places, places)
         return rows_by_axis(table, places, axes.to(table.device))
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.CausalLM`. What the model has said itself never goes to the images'
-        experts."""
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """See :meth:`headrace_models.layers.decoder.Decoder.prepare_batch`. What the model has said itself
+        never goes to the images' experts."""
         places: Tensor | None = batch.extra.get(MROPE_POSITIONS)
         if places is not None:
             at_image = places[1] < 0
@@ -232,7 +232,7 @@ class Ernie4_5VL(GridDecoder, MoEDecoder):
             (rows,) = at_image.nonzero(as_tuple=True)
             if len(rows):
                 batch = replace(batch, extra={**batch.extra, _MEDIA_ROWS: rows})
-        return super().forward(batch)
+        return super().prepare_batch(batch)
 
     def translate(
         self, tensors: Iterable[tuple[str, Tensor, Path]]

@@ -112,8 +112,8 @@ class HunYuanVL(MediaDecoder, LlamaDecoder):
             found[2, inner] = -1 - (row.flatten() * _ROWS + index)
         return found
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.CausalLM`."""
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """See :meth:`headrace_models.layers.decoder.Decoder.prepare_batch`."""
         given: Tensor | None = batch.extra.get(MROPE_POSITIONS)
         if given is not None and self.rotary is not None:
             number, column, packed = given
@@ -130,4 +130,4 @@ class HunYuanVL(MediaDecoder, LlamaDecoder):
             batch = replace(
                 batch, extra={**batch.extra, ROTARY_ROWS: still, _HALVES: (first, second)}
             )
-        return super().forward(batch)
+        return super().prepare_batch(batch)

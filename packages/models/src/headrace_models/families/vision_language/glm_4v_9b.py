@@ -119,12 +119,12 @@ class Glm4V9B(MediaDecoder):
             steps[item.offset + 2 : item.offset + item.num_tokens - 1] = 0
         return steps.cumsum(0).expand(3, num_tokens)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.CausalLM`."""
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """See :meth:`headrace_models.layers.decoder.Decoder.prepare_batch`."""
         axes = batch.extra.get(MROPE_POSITIONS)
         if axes is not None:
             batch = replace(batch, extra={**batch.extra, ROTARY_ROWS: self.rotary[axes[0]]})
-        return super().forward(batch)
+        return super().prepare_batch(batch)
 
 
 class _Tower(Layer):

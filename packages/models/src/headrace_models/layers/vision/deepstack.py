@@ -42,15 +42,15 @@ class DeepstackDecoder(GridDecoder):
             batch = replace(batch, extra={**batch.extra, INPUT_EMBEDS: first})
         return super().input_vectors(batch)
 
-    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`headrace_models.layers.decoder.Decoder.run_blocks`."""
+    def run_layer(
+        self, index: int, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`headrace_models.layers.decoder.Decoder.run_layer`."""
+        x, residual = super().run_layer(index, x, residual, batch)
         given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
         if given is None:
-            return super().run_blocks(x, batch)
+            return x, residual
         levels = torch.split(given.values, self.hidden_size(), dim=1)[1:]
-        residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, batch)
-            if index < len(levels):
-                x = x.index_add(0, given.rows, levels[index])
+        if index < len(levels):
+            x = x.index_add(0, given.rows, levels[index])
         return x, residual

@@ -105,14 +105,14 @@ class GridDecoder(MediaDecoder):
         box = torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij"))
         return box.flatten(1)
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.CausalLM`."""
+    def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
+        """See :meth:`headrace_models.layers.decoder.Decoder.prepare_batch`."""
         axes = batch.extra.get(MROPE_POSITIONS)
         table = getattr(self, "rotary", None)
         if axes is not None and table is not None:
             rows = self.rotary_rows(table, axes)
             batch = replace(batch, extra={**batch.extra, ROTARY_ROWS: rows})
-        return super().forward(batch)
+        return super().prepare_batch(batch)
 
     def rotary_rows(self, table: Tensor, places: Tensor) -> Tensor:
         """Cosines and sines of tokens that stand at places [3, T] (:func:`rows_by_axes`)."""
