@@ -14,6 +14,7 @@ from families import FAMILIES, STATE_FAMILIES, save_model
 from test_tensor_parallel_families import save_gptq
 
 from headrace import LLM, SamplingParams
+from headrace.assembly.footprint import specs_of
 from headrace.cli.main import run
 from headrace.engine_args import EngineArgs
 from headrace.planning.devices import Devices
@@ -24,7 +25,9 @@ from headrace_distributed.shm.communicator import SharedMemory
 from headrace_models.layers.base import walk
 from headrace_models.layers.held_weights import tensors_in
 from headrace_models.loading.absent_group import AbsentGroup
-from headrace_models.loading.loader import load_model
+from headrace_models.loading.loader import Built, load_model
+from headrace_models.stages.stage import Stage as Cut
+from headrace_models.weight_bytes import kept_bytes
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "head_dim": 64,
@@ -132,6 +135,16 @@ def test_stages_and_spread_experts_are_the_whole_model(folder: Path) -> None:
     assert odd.of(2, experts=True).parts.layers[0].experts[0].num_bytes == 3 * expert
     more = odd.stages(Layout(2, experts=True))[0].weights - odd.stages(Layout(2))[0].weights
     assert more == 2 * expert // 2  # in each of 2 layers three experts, not two and a half
+
+
+@pytest.mark.parametrize("kind", ["llama3", "deepseek_v3", "bamba"])
+def test_stages_are_those_of_the_engine(kind: str, folder: Path) -> None:
+    planned = planner(wide(kind, folder))
+    for index, stage in enumerate(planned.models.stages(Layout(pipeline=2))):
+        context = dataclasses.replace(planned.models.context, stage=Cut(index, 2))
+        model = Built.of(planned.resolved.info, context).model
+        assert kept_bytes(model, "float32") == pytest.approx(stage.weights, rel=1e-3)
+        assert specs_of(model) == stage.specs
 
 
 def test_the_first_stage_has_what_is_no_layer(folder: Path) -> None:
