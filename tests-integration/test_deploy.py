@@ -33,7 +33,9 @@ def of_kind(*kinds: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield from ((file, one) for one in documents(file) if one["kind"] in kinds)
 
 
-WORKLOADS = [pytest.param(f, d, id=d["metadata"]["name"]) for f, d in of_kind("Deployment", "StatefulSet")]
+WORKLOADS = [
+    pytest.param(f, d, id=d["metadata"]["name"]) for f, d in of_kind("Deployment", "StatefulSet")
+]
 SERVICES = yaml.safe_load(COMPOSE.read_text())["services"]
 
 
@@ -70,7 +72,10 @@ def test_compose_fits_its_specification() -> None:
     pytest.importorskip("check_jsonschema", reason="pip install check-jsonschema")
     words = ["--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "check_jsonschema", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -78,7 +83,9 @@ def test_compose_fits_its_specification() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_compose_starts_what_there_is(name: str) -> None:
     service = SERVICES[name]
-    args = parsed([word.replace("${MODEL:?a folder or a name on a hub}", "m") for word in service["command"]])
+    args = parsed(
+        [word.replace("${MODEL:?a folder or a name on a hub}", "m") for word in service["command"]]
+    )
     assert (args.host, args.port) == ("0.0.0.0", 8000)
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
     assert float(service["stop_grace_period"].removesuffix("s")) >= args.drain_timeout + ENDING
@@ -86,13 +93,16 @@ def test_compose_starts_what_there_is(name: str) -> None:
         [secret] = service["secrets"]
         assert args.api_key_file == f"/run/secrets/{secret}"
     else:
-        servers = {url.split("//")[1].partition(":")[0] for url in args.server}
+        urls = [*args.server, *args.prefill, *args.decode]
+        servers = {url.split("//")[1].partition(":")[0] for url in urls}
         assert servers == set(service["depends_on"]) <= set(SERVICES)
         assert all(SERVICES[one]["profiles"] == service["profiles"] for one in servers)
 
 
 def test_a_pair_shares_a_folder() -> None:
-    producer, consumer = (parsed(["serve", *SERVICES[one]["command"][2:]]) for one in ("prefill", "decode"))
+    producer, consumer = (
+        parsed(["serve", *SERVICES[one]["command"][2:]]) for one in ("prefill", "decode")
+    )
     roles = [args.kv_transfer_config["kv_role"] for args in (producer, consumer)]
     assert roles == ["kv_producer", "kv_consumer"]
     folders = {args.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"]
@@ -100,7 +110,9 @@ def test_a_pair_shares_a_folder() -> None:
     [folder] = folders
     for one in ("prefill", "decode"):
         assert f"kv:{folder}" in SERVICES[one]["volumes"]
-    assert folder in (ROOT / "Dockerfile").read_text()  # made there, so that its owner is the server
+    assert (
+        folder in (ROOT / "Dockerfile").read_text()
+    )  # made there, so that its owner is the server
 
 
 @pytest.mark.parametrize(("file", "workload"), WORKLOADS)
@@ -159,7 +171,9 @@ def test_the_router_knows_every_server() -> None:
     name, count = servers["metadata"]["name"], servers["spec"]["replicas"]
     [container] = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
     router = parsed(container["args"])
-    assert list(router.server) == [f"http://{name}-{i}.{service}:{port['port']}" for i in range(count)]
+    assert list(router.server) == [
+        f"http://{name}-{i}.{service}:{port['port']}" for i in range(count)
+    ]
     [served] = servers["spec"]["template"]["spec"]["containers"]
     assert router.drain_timeout > parsed(served["args"]).drain_timeout
 

@@ -11,7 +11,6 @@ from headrace.planning.decoding import Bound
 from headrace.planning.devices import Devices, numa_nodes, parse_devices, parse_speed, parse_time
 from headrace.planning.layouts import Layout, layouts_of
 from headrace.planning.memory import RankMemory
-from headrace.planning.parallelism import stage_ranges
 from headrace.planning.plan import LayoutPlan
 from headrace.planning.report import table
 from headrace_core.errors import ConfigError
@@ -73,14 +72,6 @@ def test_layouts_are_pairs_at_most() -> None:
                                            "tp 2, pp 4, ep", "tp 2, dp 4, ep"}  # fmt: skip
     assert Layout(2, 3, 1, experts=True).flags() == "-tp 2 -pp 3 --enable-expert-parallel"
     assert all(layout.devices == 8 for layout in layouts_of(8, has_experts=True))
-
-
-def test_stages_divide_memory() -> None:
-    assert stage_ranges([1] * 7, 0, 3) == [range(2), range(2, 4), range(4, 7)]
-    assert stage_ranges([1] * 6, 2, 2) == [range(2), range(2, 6)]
-    assert stage_ranges([8, 1, 1, 1], 0, 2) == [range(1), range(1, 4)]
-    with pytest.raises(ConfigError, match=r"pipeline_parallel_size = 3: must be at most 2"):
-        stage_ranges([1, 1], 0, 3)
 
 
 def plan(layout: Layout, speed: float, *, refused: str = "") -> LayoutPlan:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from headrace_core.model import CausalLM, SupportsRecurrence
 from headrace_models.layers.base import Layer, WeightLayer, walk
-from headrace_models.layers.decoder import Decoder
+from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.embedding import (
     Embedding,
     PackedEmbedding,
@@ -21,6 +21,7 @@ from headrace_models.layers.embedding import (
 from headrace_models.layers.linear import Linear, TiedLinear
 from headrace_models.layers.moe.experts import Experts
 from headrace_models.layers.moe.router import Router
+from headrace_models.stages.cut import why_whole
 from headrace_models.weight_bytes import kept_bytes, leaf_bytes
 
 HEAD = "head"
@@ -68,8 +69,13 @@ class ModelParts:
     """Bytes of what is computed from the config (rotary tables), which every stage needs."""
     hidden_size: int
     """Numbers of a token's hidden state; 0 where no decoder says it."""
-    one_stack: bool
-    """True if the model is one decoder, whose layers are one list."""
+    layer_costs: tuple[int, ...]
+    """Bytes by layer, by which :func:`~headrace_models.stages.division.layers_by_stage` divides them; empty
+    if stages cannot."""
+    rest_cost: int
+    """Likewise, of what is no layer."""
+    why_whole: str
+    """Why the layers cannot be on several stages; empty: they can."""
 
     @property
     def weights(self) -> int:
@@ -85,13 +91,13 @@ def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
         model: of :class:`~headrace_models.layers.base.Layer` pieces; built, not loaded.
         dtype: of floating weights.
     """
-    assert isinstance(model, Layer)
+    root = cast("Layer", model)
     cached = _cached_layers(model)
-    pieces = list(walk(model))
+    pieces = list(walk(root))
     stacks = {_stack_of(path)[0] for path, piece in pieces if id(piece) in cached}
     layers: dict[tuple[str, int], LayerParts] = {}
     front, head = LayerParts(), LayerParts()
-    routed = _routed(model, pieces)
+    routed = _routed(root, pieces)
     for path, piece in pieces:
         place = _stack_of(path)
         if place[0] in stacks:
@@ -105,12 +111,16 @@ def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
         if path.split(".")[-1] == HEAD and isinstance(piece, TiedLinear | QuantizedTableHead):
             part.reads += _table_bytes(pieces, dtype)
     front.reads = 0  # of a table a step reads its tokens' rows
-    hidden_size = _hidden_size([model, *(piece for _, piece in pieces)])
+    hidden_size = _hidden_size([root, *(piece for _, piece in pieces)])
+    reason = (
+        why_whole(model) if isinstance(model, Decoder) else "it is not one of headrace's decoders"
+    )
+    costs = () if reason else tuple(kept_bytes(layer, dtype) for layer in _blocks(root))
     kept = [part.weights for part in (*layers.values(), front, head)]
     return ModelParts(
         tuple(layers[place] for place in sorted(layers)), front, head,
-        tables=kept_bytes(model, dtype) - sum(kept), hidden_size=hidden_size,
-        one_stack=len(stacks) == 1 and isinstance(model, Decoder),
+        tables=kept_bytes(root, dtype) - sum(kept), hidden_size=hidden_size,
+        layer_costs=costs, rest_cost=kept_bytes(root, dtype) - sum(costs), why_whole=reason,
     )  # fmt: skip
 
 
@@ -165,6 +175,11 @@ def _sums(piece: Layer) -> Iterator[int]:
         for _, child in piece.children():
             if isinstance(child, Experts):
                 yield child.every[0][1].spec.out_features
+
+
+def _blocks(model: Layer) -> list[Block]:
+    assert isinstance(model, Decoder)
+    return model.layers
 
 
 def _hidden_size(pieces: list[Layer]) -> int:

@@ -219,7 +219,7 @@ def _fields(value: Any) -> list[Any]:
 
 def _made(kind: Any, values: list[Any]) -> Any:
     """An object of its fields' values, some of which may be given by name only."""
-    if not dataclasses.is_dataclass(kind):
+    if issubclass(kind, tuple):
         return kind(*values)
     names = (field.name for field in dataclasses.fields(kind))
     return kind(**dict(zip(names, values, strict=True)))

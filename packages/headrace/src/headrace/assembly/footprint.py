@@ -18,7 +18,7 @@ from headrace.assembly.read_speed import read_speed
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
 from headrace_core.config import LoadConfig
-from headrace_core.errors import CapacityError, HeadraceError
+from headrace_core.errors import CapacityError, ConfigError, HeadraceError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import (
     CacheSpec,
@@ -219,13 +219,19 @@ def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
     """The configuration as one rank of one engine plans its memory by it.
 
     Raises:
-        ConfigError: a setting does not work with several engines.
+        ConfigError: there are several stages, or a setting does not work with several engines.
     """
     from headrace.assembly.engines import check_engines, engine_shares
     from headrace_engine.execution.memory import of_one_rank
 
     config = resolved.config
     shares = Shares(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
+    stages = config.parallel.pipeline_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size = {stages}: `headrace plan` tells the memory of each stage",
+            field="parallel.pipeline_parallel_size",
+        )
     if shares.engines > 1:
         check_engines(config, resolved.platform)
         config = engine_shares(config, resolved.platform)[0]

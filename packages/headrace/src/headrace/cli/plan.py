@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.arguments import Parser, argv_of
 from headrace.engine_args import EngineArgs
-from headrace_core.errors import CapacityError
+from headrace_core.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from headrace.planning.advice import Advice
     from headrace.planning.devices import Devices
-    from headrace.planning.plan import Planner
+    from headrace.planning.plan import LayoutPlan, Planner
 
 EPILOG = """\
 examples:
@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
     engine_args = EngineArgs.from_cli_args(args)
     settings = dict(engine_args.settings)
+    _check_twice(args, settings)
     if args.context is not None:
         settings["max_model_len"] = args.context
     config = EngineArgs(**settings).create_engine_config()
@@ -70,8 +71,27 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(report(planner, plans, devices, advice, command))
     if advice.chosen is None:
-        raise CapacityError(_refusal(planner, devices, advice))
+        raise CapacityError(_refusal(planner, plans, devices, advice))
     return 0
+
+
+def _check_twice(args: Namespace, settings: Mapping[str, object]) -> None:
+    """Raises: ConfigError: flags say the same thing twice, or one needs another."""
+    if "max_num_seqs" in settings:
+        raise ConfigError(
+            f"max_num_seqs = {settings['max_num_seqs']}: must be left out: --concurrency is of all engines "
+            "together",
+            field="max_num_seqs",
+        )
+    if args.context is not None and "max_model_len" in settings:
+        raise ConfigError(
+            f"context = {args.context}: must be left out with --max-model-len, which is the same",
+            field="context",
+        )
+    if args.link_latency is not None and args.link is None:
+        raise ConfigError(
+            f"link_latency = {args.link_latency!r}: needs --link", field="link_latency"
+        )
 
 
 def _parser() -> Parser:
@@ -141,12 +161,17 @@ def _command(engine_args: EngineArgs, planner: Planner, advice: Advice) -> str:
     return shlex.join([*words, *argv_of({**limits, **others})])
 
 
-def _refusal(planner: Planner, devices: Devices, advice: Advice) -> str:
+def _refusal(
+    planner: Planner, plans: Sequence[LayoutPlan], devices: Devices, advice: Advice
+) -> str:
+    from headrace.planning.advice import failure_of, name_of, nearest
     from headrace.planning.report import describe
 
+    closest = nearest(plans)
+    best = ", the nearest" if len(plans) > 1 else ""
     remedies = ", or ".join(advice.remedies)
     return (
         f"model {planner.resolved.info.name!r} does not fit {describe(devices)}: "
-        f"{'; '.join(advice.reasons)}. "
+        f"{name_of(closest)}{best}: {failure_of(closest)}. "
         + (f"Use {remedies}" if remedies else "Nothing that was tried fits")
     )

@@ -76,7 +76,8 @@ def _complexity(plan: LayoutPlan) -> tuple[int, float]:
     return kinds, 0.0 if plan.bound is None else plan.bound.step_seconds
 
 
-def _name(plan: LayoutPlan) -> str:
+def name_of(plan: LayoutPlan) -> str:
+    """Its flags."""
     return plan.layout.flags() or "one rank"
 
 
@@ -96,7 +97,7 @@ def _reasons(
         found[0] += "; no other layout of these devices runs" if len(plans) > 1 else ""
     else:
         next_best = max(others, key=_speed)
-        found[0] += f"; {_name(next_best)}: {figures(_speed(next_best))}"
+        found[0] += f"; {name_of(next_best)}: {figures(_speed(next_best))}"
     found.append(
         f"needs {readable(memory.needed)} of the {readable(memory.allowed)} that it may take of a device"
     )
@@ -116,12 +117,18 @@ def _reasons(
         why = (
             f"needs {readable(plan.missing)} more for each device" if plan.missing else plan.refused
         )
-        found.append(f"{_name(plan)} could reach {figures(_speed(plan))}, but {why}")
+        found.append(f"{name_of(plan)} could reach {figures(_speed(plan))}, but {why}")
     return found
 
 
+def nearest(plans: Sequence[LayoutPlan]) -> LayoutPlan:
+    """The layout that lacks the least, of those that the engine does not refuse, if there are any."""
+    possible = [plan for plan in plans if plan.memory and not plan.refused] or plans
+    return min(possible, key=lambda plan: plan.missing)
+
+
 def _failures(plans: Sequence[LayoutPlan]) -> list[str]:
-    return [f"{_name(plan)}: {failure_of(plan)}" for plan in plans]
+    return [f"{name_of(plan)}: {failure_of(plan)}" for plan in plans]
 
 
 def failure_of(plan: LayoutPlan) -> str:
@@ -139,21 +146,27 @@ def _remedies(
     """What was tried and fits."""
     possible = [plan for plan in plans if plan.memory and not plan.refused]
     found = []
-    if more := _other_devices(planner, devices):
+    if more := _other_devices(planner, devices, fewer=not possible):
         found.append(more)
     if fewer := _fewer_bits(planner, devices, config):
         found.append(fewer)
     if possible:
-        nearest = min(possible, key=lambda plan: plan.missing)
-        found += _less_work(planner, nearest, devices)
+        found += _less_work(planner, nearest(possible), devices)
     return found
 
 
-def _other_devices(planner: Planner, devices: Devices) -> str:
-    """Another number of them: fewer may divide the model where these do not."""
-    fewer = range(devices.number - 1, 0, -1)
-    more = [times * devices.number for times in range(2, MOST_TIMES + 1)]
-    for count in (*fewer, *more):
+def _other_devices(planner: Planner, devices: Devices, *, fewer: bool) -> str:
+    """Another number of them.
+
+    Args:
+        fewer: try fewer ones, too, which may divide the model where these do not.
+    """
+    less = range(devices.number - 1, 0, -1) if fewer else ()
+    most = MOST_TIMES * devices.number
+    doubled = {devices.number * 2**power for power in range(1, 4)}
+    powers = {2**power for power in range(most.bit_length())}
+    more = sorted(n for n in doubled | powers if devices.number < n <= most)
+    for count in (*less, *more):
         others = devices._replace(number=count)
         try:
             running = [plan for plan in planner.layouts(others) if plan.runs]
@@ -185,13 +198,13 @@ def _fewer_bits(planner: Planner, devices: Devices, config: EngineConfig) -> str
     return ""
 
 
-def _less_work(planner: Planner, nearest: LayoutPlan, devices: Devices) -> list[str]:
+def _less_work(planner: Planner, closest: LayoutPlan, devices: Devices) -> list[str]:
     """Fewer requests, or shorter ones, with the layout that lacks the least."""
     context, concurrency = planner.workload
-    where = f" with {nearest.layout.flags()}" if nearest.layout.flags() else ""
+    where = f" with {closest.layout.flags()}" if closest.layout.flags() else ""
 
     def fits(workload: Workload) -> bool:
-        return planner.plan(nearest.layout, devices, workload).runs
+        return planner.plan(closest.layout, devices, workload).runs
 
     found = []
     if requests := largest(concurrency, lambda count: fits(Workload(context, count))):

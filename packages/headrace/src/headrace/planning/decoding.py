@@ -13,7 +13,7 @@ from typing import NamedTuple
 from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout
 from headrace.planning.memory import Workload, request_bytes
-from headrace.planning.parallelism import STAGES_WORK_IN_TURN, STREAMS_BETWEEN_STAGES
+from headrace.planning.parallelism import STREAMS_BETWEEN_STAGES
 from headrace.planning.rank_model import Stage
 
 
@@ -69,21 +69,29 @@ def bound_of(
     devices: Devices,
     workload: Workload,
     hidden_bytes: int,
+    beside: int = 1,
 ) -> Bound:
-    """Bound of a layout. Each engine has its share of the requests."""
+    """Bound of a layout. Each engine has its share of the requests, and each of the steps that run at once
+    its share of these.
+
+    Args:
+        beside: steps that run at once, on different stages.
+    """
     requests = -(-workload.concurrency // layout.data)
+    batch = -(-requests // beside)
+    hidden = 0.0
+    if devices.link and layout.pipeline > 1:
+        handed_on = batch * STREAMS_BETWEEN_STAGES * hidden_bytes
+        hidden = handed_on / devices.link + devices.latency
     times, exchanges = [], []
     for stage in stages:
-        cache = requests * request_bytes(stage.specs, workload.context)
-        times.append((stage.step_reads(requests) + cache) / devices.bandwidth)
-        exchanges.append(_exchange(stage, layout, devices, requests))
-    if devices.link:
-        hidden = requests * STREAMS_BETWEEN_STAGES * hidden_bytes
-        exchanges.append(_borders(layout) * (hidden / devices.link + devices.latency))
-    exchange = sum(exchanges)
-    assert STAGES_WORK_IN_TURN
-    step = sum(times) + exchange
-    return Bound(step, exchange, workload.concurrency / step)
+        cache = batch * request_bytes(stage.specs, workload.context)
+        reading = (stage.step_reads(batch) + cache) / devices.bandwidth
+        exchanges.append(_exchange(stage, layout, devices, batch) + hidden)
+        times.append(reading + exchanges[-1])
+    running = -(-requests // batch)
+    step = max(sum(times), running * max(times))
+    return Bound(step, sum(exchanges), workload.concurrency / step)
 
 
 def _borders(layout: Layout) -> int:

@@ -6,24 +6,30 @@ What it refuses is asked of the engine's own checks, so a plan never promises wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import cache
+import os
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from headrace.assembly.engines import check_engines
 from headrace.assembly.experts import check_experts
 from headrace.assembly.ranks import check_ranks
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.planning.layouts import Layout
-from headrace_core.errors import ConfigError, HeadraceError
+from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel
 from headrace_engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from headrace_models.layer_parts import ModelParts
 
 STREAMS_BETWEEN_STAGES = 2
 """Tensors [T, H] that a stage hands on: blocks keep the stream in two terms (``layers.decoder.Block``). The
 last stage hands them to the first, which has all that is not a layer: table, final norm and head."""
-STAGES_WORK_IN_TURN = True
-"""A step passes one stage after the other, and the next step waits for its tokens: stages divide memory and
-not time."""
+
+
+def steps_beside(config: EngineConfig, layout: Layout) -> int:
+    """Steps on different requests that run at once: each stage can have one, where steps overlap at all."""
+    overlap = config.scheduler.async_scheduling is not False and config.speculative.num_drafts == 0
+    return layout.pipeline if overlap else 1
 
 
 def with_layout(config: EngineConfig, layout: Layout) -> EngineConfig:
@@ -74,37 +80,35 @@ def refusal(resolved: ResolvedConfig, layout: Layout) -> str:
     return ""
 
 
-def stage_ranges(costs: Sequence[int], first: int, stages: int) -> list[range]:
-    """Layers of each stage, so that the stage with the most bytes has as few as possible; of equals those
-    that are the most even.
-
-    Args:
-        costs: bytes by layer.
-        first: bytes of what the first stage has besides.
+def stage_ranges(parts: ModelParts, stages: int) -> list[range]:
+    """Layers of each stage, as the engine cuts the model.
 
     Raises:
-        ConfigError: there are fewer layers than stages.
+        UnsupportedModel: its layers cannot be on several stages; says why.
+        ConfigError: there are fewer layers than stages, or ``HEADRACE_PP_LAYER_PARTITION`` is of others.
     """
-    layers = len(costs)
+    from headrace_models.stages.division import PARTITION, layers_by_stage, partition_of
+
+    layers, field = len(parts.layers), "pipeline_parallel_size"
+    if stages == 1:
+        return [range(layers)]
+    if parts.why_whole:
+        raise UnsupportedModel(f"{field} = {stages}: the model cannot be cut: {parts.why_whole}")
     if layers < stages:
         raise ConfigError(
-            f"parallel.pipeline_parallel_size = {stages}: must be at most {layers}, the number of the "
-            "model's layers",
-            field="parallel.pipeline_parallel_size",
+            f"parallel.{field} = {stages}: must be at most {layers}, the number of the model's layers",
+            field=f"parallel.{field}",
         )
-    sums = [first, *(first + total for total in accumulate(costs))]
-
-    @cache
-    def best(end: int, count: int) -> tuple[int, int, tuple[int, ...]]:
-        """Of the first ``end`` layers on ``count`` stages: most bytes, sum of squares, numbers."""
-        if count == 1:
-            return sums[end], sums[end] ** 2, (end,)
-        found = []
-        for start in range(count - 1, end):
-            most, squares, numbers = best(start, count - 1)
-            own = sums[end] - sums[start]
-            found.append((max(most, own), squares + own**2, (*numbers, end - start)))
-        return min(found)
-
-    ends = [*accumulate(best(layers, stages)[2])]
+    wanted = os.environ.get(PARTITION)
+    numbers = (
+        layers_by_stage(parts.layer_costs, parts.rest_cost, stages)
+        if wanted is None
+        else partition_of(wanted, stages)
+    )
+    if sum(numbers) != layers:
+        raise ConfigError(
+            f"{PARTITION} = {wanted}: these are {sum(numbers)} layers, and the model has {layers}",
+            field=PARTITION,
+        )
+    ends = [*accumulate(numbers)]
     return [range(start, end) for start, end in zip([0, *ends], ends)]

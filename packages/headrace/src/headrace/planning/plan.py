@@ -10,7 +10,7 @@ from headrace.planning.decoding import Bound, Traffic, bound_of, traffic_of
 from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout, layouts_of
 from headrace.planning.memory import RankMemory, Workload, rank_memory, token_bytes
-from headrace.planning.parallelism import check_plannable, refusal
+from headrace.planning.parallelism import check_plannable, refusal, steps_beside
 from headrace.planning.rank_model import RankModels
 from headrace_core.errors import ConfigError, HeadraceError
 from headrace_engine.config import EngineConfig
@@ -145,7 +145,14 @@ class Planner:
             tuple(memory),
             max(token_bytes(stage.specs) for stage in stages),
             traffic_of(stages, layout, self._hidden),
-            bound_of(stages, layout, devices, Workload(context, concurrency), self._hidden),
+            bound_of(
+                stages,
+                layout,
+                devices,
+                Workload(context, concurrency),
+                self._hidden,
+                steps_beside(self.resolved.config, layout),
+            ),
         )
 
     def _of_one_rank(self, layout: Layout) -> ResolvedConfig:

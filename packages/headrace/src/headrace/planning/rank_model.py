@@ -128,13 +128,8 @@ class RankModels:
             ConfigError: more stages than layers.
         """
         parts, specs = self.of(layout.tensor, experts=layout.experts)
-        if layout.pipeline > 1 and not parts.one_stack:
-            raise UnsupportedModel(
-                "its layers are not one list, which pipeline_parallel_size could divide: set 1"
-            )
         layers = parts.layers
-        rest = parts.front.weights + parts.head.weights + parts.tables
-        ranges = stage_ranges([part.weights for part in layers], rest, layout.pipeline)
+        ranges = stage_ranges(parts, layout.pipeline)
         return [
             self._stage(parts, [layers[i] for i in inside], specs, is_first=inside is ranges[0])
             for inside in ranges

@@ -44,7 +44,8 @@ def report(
 
 def describe(devices: Devices) -> str:
     """One line."""
-    text = f"{devices.number} of {readable(devices.memory)} that reads {figures(devices.bandwidth / 1e9)} GB/s"
+    speed = figures(devices.bandwidth / 1e9)
+    text = f"{devices.number} of {readable(devices.memory)} that reads {speed} GB/s"
     if devices.link:
         text += f", links of {figures(devices.link / 1e9)} GB/s"
     if devices.latency:
@@ -66,15 +67,24 @@ def _row(plan: LayoutPlan) -> tuple[str, ...]:
         readable(most.activations),
         readable(most.needed),
         readable(exchanged) if exchanged else "",
-        f"{1000 * bound.step_seconds:.3g} ms",
+        _milliseconds(bound.step_seconds),
         figures(bound.tokens_per_second),
         "yes" if plan.runs else "no",
     )
 
 
+def _milliseconds(seconds: float) -> str:
+    number = 1000 * seconds
+    return f"{number:.0f} ms" if number >= 100 else f"{number:.3g} ms"
+
+
 def _footnotes(plans: Sequence[LayoutPlan], devices: Devices) -> list[str]:
     """Why layouts do not run, and what the columns mean."""
-    notes = [f"{plan.layout}: {failure_of(plan)}" for plan in plans if not plan.runs]
+    alike: dict[str, list[str]] = {}
+    for plan in plans:
+        if not plan.runs:
+            alike.setdefault(failure_of(plan), []).append(str(plan.layout))
+    notes = [f"{'; '.join(names)}: {why}" for why, names in alike.items()]
     notes.append(
         "Bytes are of a rank, of the fullest stage; activations are the least. Times are bounds: what memory"
         + (" and links allow." if devices.link else " allows.")
