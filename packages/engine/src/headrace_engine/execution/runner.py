@@ -199,6 +199,7 @@ class ModelRunner:
                 if row in self.requests.dead_ends
                 else RequestStepResult(error=reason)
             )
+            results[request_id].not_computed = request_id not in inputs.request_ids
         seconds = 0.0
         if inputs.batch is None and self.late.rows:
             self._sample_late(self.late.matched(scheduled, wait_for_one=not late), late)
