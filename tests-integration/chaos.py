@@ -56,6 +56,8 @@ REAL = (
 )
 VOCAB_SIZE, EOS = 1408, (2, 0)
 """Of the bundled model, whose tokenizer the simulated device borrows."""
+PATIENT = 0.98
+"""Chance to wait another half second for servers that come back, before more is killed."""
 MOST_FALLS, FALLS_SECONDS = 3, 65.0
 """Kills of a server's engines: more within a minute, and the server replaces them no more."""
 
@@ -114,7 +116,7 @@ class Clients:
             number = self._random.randrange(len(self._known))
             end = await self.ask(Question(number, wanted, streamed))
             if end.startswith("refused"):
-                await asyncio.sleep(0.05)  # nobody is there: do not ask thousands of times a second
+                await asyncio.sleep(0.2)  # nobody is there: do not ask thousands of times a second
 
     async def ask(self, question: Question) -> str:
         """Ask once; how it ended."""
@@ -227,6 +229,10 @@ class Fleet:
         self.keep_up()
         return get(url + "/health") == (200, b"")
 
+    def are_well(self) -> bool:
+        """True if all answer and no engine is missing."""
+        return all(map(self._is_well, self.urls))
+
     def stop(self) -> list[int]:
         """End all; their exit statuses."""
         for process in self.processes:
@@ -325,6 +331,13 @@ async def disturb(
     while (left := end - time.monotonic()) > 0:
         await asyncio.sleep(min(left, chosen.uniform(0.2, 2 * pause)))
         await asyncio.to_thread(servers.keep_up)
+        while (
+            not await asyncio.to_thread(servers.are_well)
+            and chosen.random() < PATIENT
+            and time.monotonic() < end
+        ):
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(servers.keep_up)
         clients.last_kill = time.monotonic()
         what = servers.kill_one(chosen)
         if what:
