@@ -103,6 +103,7 @@ class Clients:
         self.answers = Answers()
         self.last_kill = float("-inf")
         """``time.monotonic``."""
+        self.last_killed = "nothing"
         self.stopping = False
         self._client = Client(url, timeout=PATIENCE)
         self._known = known
@@ -130,9 +131,11 @@ class Clients:
             end = "wrong"
         elif end != "whole":
             since = time.monotonic() - self.last_kill
-            self.answers.slowest = max(self.answers.slowest, since)
+            if end == "told":
+                self.answers.slowest = max(self.answers.slowest, since)
             if end == "told" and since > self._limit:
-                self.answers.wrong.append(f"{question}: told {since:.1f} s after the last kill")
+                late = f"told {since:.1f} s after the kill of {self.last_killed}"
+                self.answers.wrong.append(f"{question}: {late}")
         self.answers.ends[end] += 1
         return end
 
@@ -338,9 +341,9 @@ async def disturb(
         ):
             await asyncio.sleep(0.5)
             await asyncio.to_thread(servers.keep_up)
-        clients.last_kill = time.monotonic()
-        what = servers.kill_one(chosen)
+        what = servers.kill_one(chosen)  # no client is told anything meanwhile: same thread
         if what:
+            clients.last_kill, clients.last_killed = time.monotonic(), what
             killed.append(what)
         bar.update(round(seconds - (end - time.monotonic())) - bar.n)
         bar.set_postfix(kills=len(killed), asked=clients.answers.ends.total(), refresh=False)
@@ -412,7 +415,7 @@ def chaos(args: argparse.Namespace) -> list[str]:
         print(
             f"{answers.ends.total()} requests: {dict(answers.ends)}; {len(killed)} kills "
             f"({sum('of server' in one for one in killed)} of engines and ranks), "
-            f"{servers.num_starts} starts of servers"
+            f"{servers.num_starts} starts of servers; the latest failure {answers.slowest:.1f} s after a kill"
         )
         return wrong
 
