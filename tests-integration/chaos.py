@@ -56,6 +56,8 @@ REAL = (
 )
 VOCAB_SIZE, EOS = 1408, (2, 0)
 """Of the bundled model, whose tokenizer the simulated device borrows."""
+PATIENT = 0.98
+"""Chance to wait another half second for servers that come back, before more is killed."""
 MOST_FALLS, FALLS_SECONDS = 3, 65.0
 """Kills of a server's engines: more within a minute, and the server replaces them no more."""
 
@@ -101,6 +103,7 @@ class Clients:
         self.answers = Answers()
         self.last_kill = float("-inf")
         """``time.monotonic``."""
+        self.last_killed = "nothing"
         self.stopping = False
         self._client = Client(url, timeout=PATIENCE)
         self._known = known
@@ -114,7 +117,7 @@ class Clients:
             number = self._random.randrange(len(self._known))
             end = await self.ask(Question(number, wanted, streamed))
             if end.startswith("refused"):
-                await asyncio.sleep(0.05)  # nobody is there: do not ask thousands of times a second
+                await asyncio.sleep(0.2)  # nobody is there: do not ask thousands of times a second
 
     async def ask(self, question: Question) -> str:
         """Ask once; how it ended."""
@@ -128,9 +131,11 @@ class Clients:
             end = "wrong"
         elif end != "whole":
             since = time.monotonic() - self.last_kill
-            self.answers.slowest = max(self.answers.slowest, since)
+            if end == "told":
+                self.answers.slowest = max(self.answers.slowest, since)
             if end == "told" and since > self._limit:
-                self.answers.wrong.append(f"{question}: told {since:.1f} s after the last kill")
+                late = f"told {since:.1f} s after the kill of {self.last_killed}"
+                self.answers.wrong.append(f"{question}: {late}")
         self.answers.ends[end] += 1
         return end
 
@@ -226,6 +231,10 @@ class Fleet:
     def _is_well(self, url: str) -> bool:
         self.keep_up()
         return get(url + "/health") == (200, b"")
+
+    def are_well(self) -> bool:
+        """True if all answer and no engine is missing."""
+        return all(map(self._is_well, self.urls))
 
     def stop(self) -> list[int]:
         """End all; their exit statuses."""
@@ -325,9 +334,16 @@ async def disturb(
     while (left := end - time.monotonic()) > 0:
         await asyncio.sleep(min(left, chosen.uniform(0.2, 2 * pause)))
         await asyncio.to_thread(servers.keep_up)
-        clients.last_kill = time.monotonic()
-        what = servers.kill_one(chosen)
+        while (
+            not await asyncio.to_thread(servers.are_well)
+            and chosen.random() < PATIENT
+            and time.monotonic() < end
+        ):
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(servers.keep_up)
+        what = servers.kill_one(chosen)  # no client is told anything meanwhile: same thread
         if what:
+            clients.last_kill, clients.last_killed = time.monotonic(), what
             killed.append(what)
         bar.update(round(seconds - (end - time.monotonic())) - bar.n)
         bar.set_postfix(kills=len(killed), asked=clients.answers.ends.total(), refresh=False)
@@ -399,7 +415,7 @@ def chaos(args: argparse.Namespace) -> list[str]:
         print(
             f"{answers.ends.total()} requests: {dict(answers.ends)}; {len(killed)} kills "
             f"({sum('of server' in one for one in killed)} of engines and ranks), "
-            f"{servers.num_starts} starts of servers"
+            f"{servers.num_starts} starts of servers; the latest failure {answers.slowest:.1f} s after a kill"
         )
         return wrong
 

@@ -8,7 +8,7 @@ import pytest
 from chaos import chaos, parser
 
 FULL = os.environ.get("HEADRACE_TESTS") == "full"
-SHORT = ("--sim", "--minutes", "0.1", "--pause", "0.8", "--clients", "6", "--questions", "4")
+SHORT = ("--sim", "--minutes", "0.1", "--pause", "1.2", "--clients", "6", "--questions", "4")
 LONG = ("--minutes", "10")
 SLOW = "20"
 """Seconds in place of five: other tests may keep the machine busy."""

@@ -25,8 +25,9 @@ from headrace_core.kv import KVConnector
 
 BLOCK = SETTINGS["block_size"]
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
-KINDS = ("llama", "mistral", "gemma3", "deepseek_v3")
-"""Full attention with grouped queries, a window, both in one model, latent attention."""
+KINDS = ("llama", "mistral", "gemma3", "gemma4", "deepseek_v3")
+"""Full attention with grouped queries, a window, both in one model, both with blocks of two sizes (in two
+pools), latent attention."""
 Said = list[list[tuple[int, float]]]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("packages/*/tests", "tests-integration", "tests-clients")
 SLEEPS: dict[str, tuple[int, str]] = {
+    "tests-integration/chaos.py": (3, "a tool that kills: seconds apart, at random moments"),
     "packages/headrace/tests/bench/scripted.py": (
         1,
         "a server that answers after so many seconds, which a benchmark measures",

@@ -103,6 +103,8 @@ class RequestStepResult:
     """float32; the result of a pooling request, in the step that completes its prompt."""
     error: str | None = None
     """This request failed in this step (others did not); it will be ended with reason error."""
+    not_computed: bool = False
+    """With an error or a dead end: nothing was written into the blocks of its tokens."""
     dead_end: str | None = None
     """Why the request's own parameters leave it no next token: it will be ended with reason error,
     and this is told to its client. Nothing has failed."""

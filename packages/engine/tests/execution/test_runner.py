@@ -128,7 +128,9 @@ def test_rows_and_tables_grow(harness: Any) -> None:
 
 @pytest.mark.req("REL-01")
 class TestOneRequestFailsAlone:
-    def run_with_bad_one(self, h: Any, scheduled: dict[str, int], new: Any) -> str:
+    def run_with_bad_one(
+        self, h: Any, scheduled: dict[str, int], new: Any, *, computed: bool = True
+    ) -> str:
         """'good' must decode on as the dense model does; returns the error of 'bad'."""
         tokens: list[int] = (
             h.step({"good": 9}, [h.new("good", PROMPTS["a"])]).requests["good"].token_ids
@@ -139,6 +141,7 @@ class TestOneRequestFailsAlone:
         assert tokens == h.model.dense_greedy(PROMPTS["a"], 3)
         bad = result.requests["bad"]
         assert bad.token_ids == []
+        assert bad.not_computed is not computed
         reason = bad.error or bad.dead_end
         assert reason is not None
         return str(reason)
@@ -164,28 +167,30 @@ class TestOneRequestFailsAlone:
         assert "prompt are not finite" in str(h.step({"bad": 1}).requests["bad"].error)
 
     def test_an_unknown_id(self, harness: Any) -> None:
-        assert "not held" in self.run_with_bad_one(harness(), {"bad": 1}, [])
+        assert "not held" in self.run_with_bad_one(harness(), {"bad": 1}, [], computed=False)
 
     def test_more_tokens_than_are_known(self, harness: Any) -> None:
         h = harness()
-        error = self.run_with_bad_one(h, {"bad": 3}, [h.new("bad", [1, 2])])
+        error = self.run_with_bad_one(h, {"bad": 3}, [h.new("bad", [1, 2])], computed=False)
         assert "3 tokens were scheduled after 0 computed ones, but 2 tokens are known" in error
 
     def test_fewer_blocks_than_tokens(self, harness: Any) -> None:
         h = harness()
-        error = self.run_with_bad_one(h, {"bad": 9}, [h.new("bad", [1] * 9, first=4)])
+        error = self.run_with_bad_one(
+            h, {"bad": 9}, [h.new("bad", [1] * 9, first=4)], computed=False
+        )
         assert "9 tokens do not fit" in error
 
     def test_a_token_outside_the_vocabulary(self, harness: Any) -> None:
         h = harness()
-        error = self.run_with_bad_one(h, {"bad": 2}, [h.new("bad", [1, 37])])
+        error = self.run_with_bad_one(h, {"bad": 2}, [h.new("bad", [1, 37])], computed=False)
         assert "token id 37 is outside the vocabulary of 37" in error
 
     def test_tables_for_another_number_of_groups(self, harness: Any) -> None:
         h = harness()
         new = h.new("bad", [1, 2])
         new.block_ids = ([1], [2])
-        assert "2 cache groups" in self.run_with_bad_one(h, {"bad": 2}, [new])
+        assert "2 cache groups" in self.run_with_bad_one(h, {"bad": 2}, [new], computed=False)
 
     def test_no_possible_token(self, harness: Any) -> None:
         h = harness()

@@ -238,6 +238,34 @@ def test_a_failed_step_ends_its_requests_and_its_cache_is_not_trusted(
     assert world.tokens("b") == expected
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_blocks_of_a_request_that_was_not_computed_are_found_by_nobody(
+    make_world: Any, overlapped: bool
+) -> None:
+    """Its row was wrong: the step ran without it, and its blocks hold what was there before."""
+    world = make_world(overlapped=overlapped, budget=6)
+    world.add("a", [1, 2, 3, 4, 5, 6], max_tokens=4)
+    expected = world.add("b", [1, 2, 3, 4, 5, 7], max_tokens=4)
+    wrong = world.schedule()
+    assert wrong.num_scheduled_tokens == {"a": 6}
+    if overlapped:  # "b" builds on blocks that were not written
+        assert world.schedule().num_scheduled_tokens["b"] == 2
+    world.in_flight.popleft()
+    world.worker.skip(wrong)
+    found = {"a": RequestStepResult(error="its row is wrong", not_computed=True)}
+    (output,) = world.scheduler.update(wrong, StepResult(wrong.step_id, found))
+    assert (output.request_id, output.error) == ("a", "its row is wrong")
+    if overlapped:
+        step = world.in_flight.popleft()
+        world.worker.skip(step)
+        garbage = {r: RequestStepResult([0]) for r in step.num_scheduled_tokens}
+        assert world.scheduler.update(step, StepResult(step.step_id, garbage)) == []
+    assert world.step() == {"b": 6}
+    world.run()
+    assert world.tokens("b") == expected
+    assert world.kv.num_free_blocks == world.kv.num_blocks
+
+
 @pytest.mark.req("REL-01")
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("guilty", ["a", "b", "c", "nobody"])

@@ -136,6 +136,8 @@ class PoolingRunner(ModelRunner):
             step.step_id,
             {i: RequestStepResult(error=inputs.errors.get(i)) for i in step.num_scheduled_tokens},
         )
+        for request_id in inputs.errors:
+            result.requests[request_id].not_computed = request_id not in inputs.request_ids
         if inputs.batch is None:
             return result
         if failpoints.PLAN is not None:

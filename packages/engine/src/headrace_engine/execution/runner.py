@@ -217,6 +217,7 @@ class ModelRunner:
                 if row in self.requests.dead_ends
                 else RequestStepResult(error=reason)
             )
+            results[request_id].not_computed = request_id not in inputs.request_ids
         return PreparedStep(step, scheduled, inputs, results, late, drafts, behind)
 
     def _complete(

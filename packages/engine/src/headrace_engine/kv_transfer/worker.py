@@ -59,7 +59,9 @@ class BlockMover:
         except BaseException:
             self._failed_epoch = moves.epoch
             raise
-        if not any(part.error for part in result.requests.values()):
+        if any(part.not_computed for part in result.requests.values()):
+            self._failed_epoch = moves.epoch  # others may have computed from blocks without content
+        elif not any(part.error for part in result.requests.values()):
             self.after(moves)
         result.failed_loads = failed
         return result

@@ -279,6 +279,8 @@ class Scheduler:
                 outputs.append(output)
         if len(self._tracker.requests) < num_unfinished:
             self._tracker.drop_finished()
+            if any(part.not_computed for part in result.requests.values()):
+                self._distrust_blocks()
         return outputs
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
@@ -299,22 +301,27 @@ class Scheduler:
             self._builder.quarantine(concerned)
         self._tracker.drop_finished()
         self._ahead.forget()
+        if self._adapters is not None:
+            self._adapters.forget()
+        if self._transfer is not None:
+            self._transfer.landed(step.step_id, None)
+        self._distrust_blocks()
+        # The worker may not have come to forget whom this step said to. Nobody is left there.
+        self._tracker.gone = list(dict.fromkeys([*step.gone_request_ids, *self._tracker.gone]))
+        return outputs
+
+    def _distrust_blocks(self) -> None:
+        """Blocks may be findable that nothing was written into: forget all, and let every request start
+        again, as it may have found some; what is in flight is dropped."""
         self.preempt_all()
         for state in self._tracker.requests.values():
             state.epoch += 1
             state.num_steps_in_flight = state.num_placeholders = state.num_drafts = 0
             state.is_late = False
-        if self._adapters is not None:
-            self._adapters.forget()
-        # The worker may not have come to forget whom this step said to. Nobody is left there.
-        self._tracker.gone = list(dict.fromkeys([*step.gone_request_ids, *self._tracker.gone]))
-        if self._transfer is not None:
-            self._transfer.landed(step.step_id, None)
         if not self._kv.reset_prefix_cache():
             self._kv.forget_prefixes()  # blocks are held for those on their way
         if self._transfer is not None:
             self._transfer.forget_step()
-        return outputs
 
     # -- control -------------------------------------------------------------------------------
 
