@@ -553,7 +553,9 @@ def test_wrong_flags_are_named(
 
 
 def test_a_tower_whose_heads_ranks_cannot_divide(llava: Path, run: Run) -> None:
-    with pytest.raises(UnsupportedModel, match=r"vision_tower.* 3 heads .*tensor_parallel_size = 2"):
+    with pytest.raises(
+        UnsupportedModel, match=r"vision_tower.* 3 heads .*tensor_parallel_size = 2"
+    ):
         run("vision_language", "--model", llava, *TINY, "-tp", 2)
 
 

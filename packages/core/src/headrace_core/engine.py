@@ -249,7 +249,7 @@ class EngineClient(Protocol):
         lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Score of each pair (:func:`headrace_core.pooling.scoring.pair_up`), in order.
+        """Score of each pair, in order; the texts are given 1:1, 1:N or N:N.
 
         By the model's own way (:attr:`~headrace_core.pooling.PoolingInfo.scoring`): both texts in one
         prompt, the cosine of two embeddings, or late interaction. An equal text is embedded once.

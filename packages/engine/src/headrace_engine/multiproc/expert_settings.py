@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace_core.config import require
 
 if TYPE_CHECKING:
-    from headrace_engine.config import ParallelConfig
+    from headrace_engine.multiproc.config import ParallelConfig
 
 DEFAULT_ALL2ALL = "allgather_reducescatter"
 _EPLB = "parallel.eplb_config"
