@@ -21,7 +21,11 @@ from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout
 from headrace.planning.plan import Planner
 from headrace_core.config import LoadConfig
+from headrace_core.executor import MemoryProfile
 from headrace_distributed.shm.communicator import SharedMemory
+from headrace_engine.execution.division import CacheLimits
+from headrace_engine.execution.memory import plan_cache
+from headrace_engine.kv.grouping import plan_groups
 from headrace_models.layers.base import walk
 from headrace_models.layers.held_weights import tensors_in
 from headrace_models.loading.absent_group import AbsentGroup
@@ -314,3 +318,20 @@ def test_words_that_are_no_devices(large: Path, capsys: pytest.CaptureFixture[st
     ):
         assert run("plan", [str(large), "--skip-tokenizer-init", *words]) == 2
         assert f"{field}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_the_cache_is_the_least_that_holds_the_requests(kind: str, folder: Path) -> None:
+    planned = planner(wide(kind, folder), concurrency=5)
+    [stage] = planned.models.stages(Layout(2))
+    [memory] = planned.plan(Layout(2), DEVICES).memory
+    limits = CacheLimits.of(planned.resolved.config, 128)
+    profile = MemoryProfile(memory.weights, memory.activations, DEVICES.memory, 0.0)
+
+    def room(num_bytes: int) -> int:
+        cache = dataclasses.replace(planned.resolved.config.cache, kv_cache_memory_bytes=num_bytes)
+        groups = plan_groups(stage.specs)
+        return plan_cache(profile, groups, cache, limits, device="cpu").largest_batch
+
+    assert room(memory.cache) == 5
+    assert room(memory.cache - 1) == 4
