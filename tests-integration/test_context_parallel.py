@@ -18,7 +18,7 @@ from servers import serving
 from together import together
 
 from headrace import LLM, SamplingParams
-from headrace.assembly.context_parallel import share_blocks
+from headrace.assembly.parallel.context_parallel import share_blocks
 from headrace_core.errors import ConfigError
 from headrace_core.kv import FullAttentionSpec, SlidingWindowSpec, SparseIndexerSpec
 from headrace_core.parallel import SingleProcess

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.assembly.experts import DividedMixtures, divided_experts
-from headrace.assembly.ranks import Ranks
+from headrace.assembly.parallel.experts import DividedMixtures, divided_experts
+from headrace.assembly.parallel.ranks import Ranks
 from headrace_core.errors import ConfigError
-from headrace_engine.config import ParallelConfig
+from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.places import RankPlace
 from headrace_models.layers.moe.division import ExpertDivision
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.assembly.ranks import Ranks, group_names
+from headrace.assembly.parallel.ranks import Ranks, group_names
 from headrace_core.errors import ConfigError
 from headrace_engine.cores import CpuThreads
 from headrace_engine.multiproc.places import RankPlace

@@ -31,28 +31,22 @@ class Worker(Protocol):
 
     def load(self) -> None:
         """Build the model and read its weights."""
-        ...
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         """By name of the layer: those of attention that cache something, in execution order, then
         recurrent ones."""
-        ...
 
     def profile(self) -> MemoryProfile:
         """Measure the largest step without a cache, or smaller ones that tell what it takes."""
-        ...
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache and bind it to the layers."""
-        ...
 
     def warm_up(self) -> None:
         """Run what the first real step would otherwise wait for."""
-        ...
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. Whoever calls this finishes the result (:meth:`StepResult.finish`)."""
-        ...
 
     def when_launching(self, call: Callable[[], None]) -> None:
         """From now on call this in every step just before the model runs, or when other threads have
@@ -61,15 +55,12 @@ class Worker(Protocol):
         That is when results of the step before are best passed on: whoever takes them runs beside
         the model then, and does not take the interpreter from a worker that prepares a step.
         """
-        ...
 
     def report(self) -> dict[str, Any]:
         """Facts about this worker, as plain data: ``rank``, ``pid``, ``device``, ``dtype`` ..."""
-        ...
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """Result of a function of the built model. Only called from the same process."""
-        ...
 
     def start_profile(self) -> None:
         """Record the coming steps.
@@ -78,7 +69,6 @@ class Worker(Protocol):
             UnsupportedFeature: no profiler is configured.
             RequestError: it records already.
         """
-        ...
 
     def stop_profile(self) -> None:
         """End the recording and write it; nothing recorded: nothing happens.
@@ -86,7 +76,6 @@ class Worker(Protocol):
         Raises:
             UnsupportedFeature: no profiler is configured.
         """
-        ...
 
     def update_config(self, changes: object) -> None:
         """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
@@ -94,7 +83,6 @@ class Worker(Protocol):
         Raises:
             RequestError: something else is to change.
         """
-        ...
 
     def reload_weights(self) -> None:
         """Read the weights again, while no request runs.
@@ -102,11 +90,9 @@ class Worker(Protocol):
         Raises:
             UnsupportedFeature: this worker cannot.
         """
-        ...
 
     def close(self) -> None:
         """Free everything."""
-        ...
 
 
 WorkerFactory = Callable[[], Worker]

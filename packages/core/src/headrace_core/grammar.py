@@ -159,31 +159,25 @@ class GrammarMatcher(Protocol):
         End tokens are no part of a grammar and never set: :attr:`complete` says whether the output
         may end. A backend may allow one spelling of text that is forced anyway, and forbid others.
         """
-        ...
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Take tokens; False, with nothing taken, if the grammar forbids one."""
-        ...
 
     def roll_back(self, num_tokens: int) -> None:
         """Forget the last tokens taken."""
-        ...
 
     @property
     def complete(self) -> bool:
         """The tokens taken so far are a sentence: the output may end."""
-        ...
 
     @property
     def terminated(self) -> bool:
         """The output is complete, and nothing but an end token may follow."""
-        ...
 
     @property
     def failure(self) -> str:
         """Why the library gave up matching, fit to be shown to a client; "": it has not. One that
         gave up allows no token."""
-        ...
 
 
 class Grammar(Protocol):
@@ -191,7 +185,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> GrammarMatcher:
         """A new place, at the beginning. Thread-safe."""
-        ...
 
 
 class GrammarBackend(ABC):

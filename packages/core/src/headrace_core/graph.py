@@ -48,7 +48,6 @@ class RecordsCalls(Protocol):
         """While this lasts its calls do not run: ``record(call, arguments)`` gets them. A call has a
         ``name``, the ctypes of its ``arguments``, and ``packed``, the address of a function that takes them
         from an array of 64-bit words, and returns 0 for success."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,4 +22,3 @@ class Router(Protocol):
 
     def build(self, engine: EngineClient, settings: Any) -> Any:
         """A ``fastapi.APIRouter``; ``settings`` is the server's settings object."""
-        ...

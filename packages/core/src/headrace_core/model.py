@@ -134,7 +134,6 @@ class AttentionLayer(Protocol):
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """Take the cache tensor of the layer and the index of its cache group."""
-        ...
 
 
 class StateLayer(Protocol):
@@ -147,7 +146,6 @@ class StateLayer(Protocol):
         """Take the layer's states, one tensor [N, *shape] of N blocks for each of
         ``kv_spec.states``, and the index of its cache group. None: memory is profiled, nothing is
         read or kept. Blocks may lie apart: dimension 0 has any stride, the others are dense."""
-        ...
 
 
 @runtime_checkable
@@ -156,7 +154,6 @@ class SupportsRecurrence(Protocol):
 
     def state_layers(self) -> Mapping[str, StateLayer]:
         """By full name, in execution order; :meth:`CausalLM.attention_layers` has the others."""
-        ...
 
 
 @runtime_checkable
@@ -165,7 +162,6 @@ class LaunchesPasses(Protocol):
 
     def launch(self, batch: ForwardBatch) -> Future[Callable[[], Tensor]]:
         """Begin a pass; what comes, called, gives what ``forward`` does. They come in order."""
-        ...
 
 
 @runtime_checkable
@@ -181,7 +177,6 @@ class MeasuresKVScales(Protocol):
         Each call of the layer hands it what would be stored before anything is, then stores and
         attends with the scales of the new ``spec``: later layers see what they see in service.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +224,15 @@ class CausalLM(Protocol):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """By full name, in execution order."""
-        ...
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Final hidden states [R, H] of ``batch.logits_rows`` (all T rows if that is None)."""
-        ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V] (soft-capped if the model does that).
 
         float32 or the activations' dtype: who samples reads any.
         """
-        ...
 
 
 @runtime_checkable
@@ -263,7 +255,6 @@ class TranslatesWeights(Protocol):
 
         Raises: WeightsError naming file and tensor.
         """
-        ...
 
 
 Rows = Literal["last", "first", "all"]
@@ -292,14 +283,12 @@ class Pooler(Protocol):
 
     def rows(self, params: PoolingParams) -> Rows:
         """Rows that a request needs."""
-        ...
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
         """One float32 result for each prompt: [size], or [tokens, size] for tasks on tokens.
 
         A prompt's result does not depend on the others.
         """
-        ...
 
 
 @runtime_checkable
@@ -325,7 +314,6 @@ class SupportsMultiModal(Protocol):
         self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
     ) -> Sequence[Tensor]:
         """One tensor [``num_vectors``, W] per item, the activations' dtype; W: :attr:`InputEmbeds.values`."""
-        ...
 
 
 MROPE_POSITIONS = "mrope_positions"
@@ -340,7 +328,6 @@ class SupportsMRoPE(Protocol):
     def mrope_positions(self, num_tokens: int, media: Sequence[MediaInput]) -> Tensor:
         """[3, num_tokens] int64, on the CPU: the places of a prompt's tokens. What follows them stands one
         behind the last of them, and so on, on all axes."""
-        ...
 
 
 INPUT_EMBEDS = "input_embeds"
@@ -363,7 +350,6 @@ class SupportsPromptEmbeds(Protocol):
 
     def input_vectors(self, batch: ForwardBatch) -> Tensor:
         """[T, H]; the tokens' embeddings, and the given ones in the rows that have them."""
-        ...
 
 
 class GuidesSampling(Protocol):
@@ -388,7 +374,6 @@ class SupportsEncoderDecoder(Protocol):
             [E, H]: their encoder states, one after the other, each as long as its
             ``num_encoder_tokens``; the runner gives them to ``forward`` as ``batch.encoder_states``.
         """
-        ...
 
 
 @runtime_checkable
@@ -410,7 +395,6 @@ class SupportsAlignment(Protocol):
             mean over the heads that align, ready for dynamic time warping; states of padding may be
             left out.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,13 +426,11 @@ class WeightFormat(Protocol):
 
     def recognises(self, path: Path) -> bool:
         """True if the folder or file holds a checkpoint of this format. Cheap."""
-        ...
 
     def tensors(
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterable[tuple[str, Tensor, Path]]:
         """Every tensor once: name, tensor (memory-mapped where possible), file it came from."""
-        ...
 
 
 @runtime_checkable
@@ -468,4 +450,3 @@ class SharesByRank(WeightFormat, Protocol):
         Raises:
             WeightsError: the files are for another number of ranks.
         """
-        ...

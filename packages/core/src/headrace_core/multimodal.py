@@ -112,7 +112,6 @@ class MediaProcessor(Protocol):
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
         """Raises RequestError naming the option or the item."""
-        ...
 
     def largest(self, modality: Modality, sizes: Mapping[str, int]) -> ProcessedMedia:
         """An item that takes as many tokens and as much memory as any: for measuring, whatever its
@@ -121,12 +120,10 @@ class MediaProcessor(Protocol):
         Args:
             sizes: that the operator states (:data:`MEDIA_SIZES`); and ``num_tokens``, which a prompt holds.
         """
-        ...
 
     def placeholder(self, modality: Modality, index: int) -> str:
         """Text of the placeholder for the conversation's item ``index`` (from 0) in a message, where
         the chat template itself writes none; "" for an encoder's."""
-        ...
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """Expand each item's placeholder in a prompt, in order; an encoder-decoder model's prompt
@@ -135,7 +132,6 @@ class MediaProcessor(Protocol):
         Raises:
             RequestError: there are more or fewer placeholders than items.
         """
-        ...
 
 
 @runtime_checkable

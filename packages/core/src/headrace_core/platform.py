@@ -20,12 +20,10 @@ class Platform(Protocol):
     @property
     def device(self) -> str:
         """Torch's device type: ``cpu``, ``cuda``, ..."""
-        ...
 
     @property
     def attention_order(self) -> Sequence[str]:
         """Attention backends, best first."""
-        ...
 
     @property
     def default_block_size(self) -> int: ...
@@ -38,11 +36,9 @@ class Platform(Protocol):
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
         """Type that ``dtype="auto"`` means for weights of that dtype."""
-        ...
 
     def available_memory(self) -> int:
         """Bytes that could be allocated now."""
-        ...
 
 
 @runtime_checkable
@@ -59,7 +55,6 @@ class BringsWorker(Protocol):
         Raises:
             ConfigError: a setting that this platform cannot honour.
         """
-        ...
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse what its worker cannot honour, before a request is taken in.
@@ -67,7 +62,6 @@ class BringsWorker(Protocol):
         Raises:
             UnsupportedFeature: naming the field.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

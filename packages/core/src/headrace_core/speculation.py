@@ -85,10 +85,8 @@ class ShowsStreams(Protocol):
     @property
     def num_streams(self) -> int:
         """Streams that there are: one more than layers. 0: it shows none."""
-        ...
 
     def forward_streams(
         self, batch: ForwardBatch, layers: Sequence[int]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """``forward`` of all rows, and the stream [T, H] before each of these layers."""
-        ...

@@ -24,7 +24,6 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids that decode to something, added tokens included."""
-        ...
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -33,21 +32,17 @@ class Tokenizer(Protocol):
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that ``skip_special_tokens`` drops."""
-        ...
 
     @property
     def chat_template(self) -> str | None:
         """Jinja source, None if the checkpoint has none."""
-        ...
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
         """``bos_token``, ``eos_token``, ... -> text; names that templates use."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Special tokens' texts inside ``text`` become their ids."""
-        ...
 
     def encode_pair(
         self,
@@ -68,7 +63,6 @@ class Tokenizer(Protocol):
                 ``max_length`` tokens are left. The engine leaves the argument out where it means
                 ``left``.
         """
-        ...
 
     def decode(
         self,
@@ -78,11 +72,9 @@ class Tokenizer(Protocol):
         spaces_between_special_tokens: bool = True,
     ) -> str:
         """Incomplete UTF-8 becomes U+FFFD. Ids outside the vocabulary decode to nothing."""
-        ...
 
     def token_string(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token; "" outside the vocabulary."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +87,6 @@ class GuardableTokenizer(Tokenizer, Protocol):
     @property
     def special_texts(self) -> Mapping[int, str]:
         """Special tokens -> the texts that :meth:`encode` reads as them."""
-        ...
 
     def guarded(self, guard: str) -> Tokenizer | None:
         """A tokenizer that encodes as this one does, except for one character, which it drops: where
@@ -107,7 +98,6 @@ class GuardableTokenizer(Tokenizer, Protocol):
         Returns:
             None: this vocabulary spells that text with the special token even then.
         """
-        ...
 
 
 class TokenizerFactory(Protocol):
@@ -115,7 +105,6 @@ class TokenizerFactory(Protocol):
 
     def __call__(self, path: Path) -> Tokenizer:
         """Read a checkpoint folder. Raises ModelError naming the file that is missing or bad."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

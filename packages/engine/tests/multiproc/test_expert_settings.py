@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import ConfigError
-from headrace_engine.config import ParallelConfig
+from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
 
 ON: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}

@@ -7,10 +7,10 @@ from headrace_engine.config import (
     DeviceConfig,
     EngineConfig,
     ObservabilityConfig,
-    ParallelConfig,
     SchedulerConfig,
     StructuredOutputsConfig,
 )
+from headrace_engine.multiproc.config import ParallelConfig
 
 __all__ = [
     "AttentionConfig",

@@ -26,7 +26,6 @@ class RotaryOp(Protocol):
         position p. Only the first R of the D dimensions turn. Pairs are (i, i + R/2), or
         (2i, 2i + 1) if ``interleaved``. Source: Su et al. 2021, arXiv:2104.09864.
         """
-        ...
 
 
 class CacheWriteOp(Protocol):
@@ -59,7 +58,6 @@ class CacheWriteOp(Protocol):
         Providers that say so (:class:`PacksVNNI`) and the reference also take caches in the order
         of :mod:`headrace_core.ops.vnni`, which is told by the number of dimensions.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,6 @@ class RotaryCacheWriteOp(Protocol):
         strided slices of one fused projection. query is changed in place; key may be (its
         content afterwards is unspecified), value is not.
         """
-        ...
 
 
 class VarlenAttentionOp(Protocol):
@@ -134,7 +131,6 @@ class VarlenAttentionOp(Protocol):
             ConfigError: shapes that do not fit, a sequence longer than distance_bias is for, more keys
                 than tokens (where lengths are read on the host).
         """
-        ...
 
 
 class PagedAttentionOp(Protocol):
@@ -194,7 +190,6 @@ class PagedAttentionOp(Protocol):
                 slopes or a logit scale; key counts with anything that goes by positions.
             TypeError: an extra that the implementation does not have.
         """
-        ...
 
 
 def check_kv_prefix(
@@ -282,7 +277,6 @@ class MLACacheWriteOp(Protocol):
 
         With k_scale [N, S, 2] latent and rope key have a scale each, found and written as there; R is even.
         """
-        ...
 
 
 class MLAAttentionOp(Protocol):
@@ -314,4 +308,3 @@ class MLAAttentionOp(Protocol):
         topk_indices [T, k] int32: a token sees these positions of its request and no others. They rise along
         a row and are none after the token's own; behind them stands -1. None: all up to its own.
         """
-        ...

@@ -43,19 +43,15 @@ class KernelProvider(Protocol):
 
     def refuse(self, need: KernelNeed) -> list[str]:
         """Reasons why nothing of this provider can serve; empty if it can. Must be cheap."""
-        ...
 
     def priority(self, need: KernelNeed) -> int:
         """Higher wins. The reference has 0, native and Triton providers 100 on their device."""
-        ...
 
     def operations(self, need: KernelNeed) -> Mapping[str, Any]:
         """Op name -> implementation, for those this provider has."""
-        ...
 
     def row_invariant(self, need: KernelNeed) -> bool:
         """True if all implementations of the provider are batch-invariant; see :mod:`headrace_core.ops`."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +61,6 @@ class CapturesSteps(Protocol):
     def step_graph(self, operations: Mapping[str, Any]) -> StepGraph:
         """An empty graph for steps of these operations, the result of one call of
         :meth:`KernelProvider.operations`."""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +69,6 @@ class PacksVNNI(Protocol):
 
     def vnni_packed(self, need: KernelNeed) -> bool:
         """True if the provider supports this need and is faster for it."""
-        ...
 
 
 @runtime_checkable
@@ -84,7 +78,6 @@ class BringsOps(Protocol):
     @property
     def own_ops(self) -> Collection[str]:
         """Their names; implementations are in :meth:`KernelProvider.operations`, as of any op."""
-        ...
 
 
 class MissingOp:

@@ -36,11 +36,9 @@ class LinearOp(Protocol):
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [N, K] in the activations' dtype. Done once, at load; may copy."""
-        ...
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
-        ...
 
     def activated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
@@ -49,7 +47,6 @@ class LinearOp(Protocol):
 
         The same bits, in one pass where the implementation has one.
         """
-        ...
 
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
@@ -59,14 +56,12 @@ class LinearOp(Protocol):
         The same bits, in one pass where the implementation has one. N is even and the weight's
         first N / 2 rows are the gate's: x [T, K] -> [T, N / 2]; bias [N].
         """
-        ...
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         """Rows of the packed weight: ids [T] int64 within [0, N) -> [T, K], bit for bit.
 
         What :class:`EmbeddingOp` does for a table that is also the head, and held once.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +156,6 @@ class QuantLinearOp(Protocol):
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         """Done once, at load. ``dtype`` is x's; ``activations`` of :data:`QUANT_ACTIVATIONS`."""
-        ...
 
     def round(
         self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
@@ -173,7 +167,6 @@ class QuantLinearOp(Protocol):
         Raises:
             WeightsError: it holds infinities or NaN.
         """
-        ...
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``: x [T, K] -> [T, N].
@@ -184,18 +177,15 @@ class QuantLinearOp(Protocol):
         zeros), ties to even, saturating. With ``"float"`` rows enter as they are, or in fixed point
         of at least 16 bits (22 if x is float32) over the row's largest magnitude.
         """
-        ...
 
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         """As :meth:`LinearOp.gated`."""
-        ...
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         """Rows of the real weight, rounded once to the activations' dtype: ids [T] int64 within [0, N) ->
         [T, K]."""
-        ...
 
     def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
         """Packed weights as the experts of :meth:`routed`; nothing is copied.
@@ -203,7 +193,6 @@ class QuantLinearOp(Protocol):
         Returns:
             None: they are not of one shape and kind.
         """
-        ...
 
     def routed(
         self,
@@ -214,7 +203,6 @@ class QuantLinearOp(Protocol):
         biases: Tensor | None = None,
     ) -> Tensor:
         """As :class:`ExpertLinearOp`, of weights that were joined; biases [E, N] in x's dtype."""
-        ...
 
 
 class HeadLinearOp(Protocol):
@@ -222,12 +210,10 @@ class HeadLinearOp(Protocol):
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [Hq, N, K] in the activations' dtype."""
-        ...
 
     def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """``out[t, h] = weight[h] @ x[t, h]``: x [T, Hq, K] (heads and rows may lie apart) ->
         [T, Hq, N]."""
-        ...
 
 
 class MoEOp(Protocol):
@@ -244,7 +230,6 @@ class MoEOp(Protocol):
         down_bias: Tensor | None = None,
     ) -> PackedLinear:
         """gate_up [E, 2I, H] (gate rows first), down [E, H, I]; biases [E, 2I] and [E, H]."""
-        ...
 
     def __call__(
         self,
@@ -263,7 +248,6 @@ class MoEOp(Protocol):
         A row's experts are summed in the order of ``topk_ids``, in float32. The ``identities`` ids from E
         on stand for experts that give back ``identity_scale`` x (LongCat-Flash; arXiv:2509.01322).
         """
-        ...
 
 
 class ExpertLinearOp(Protocol):
@@ -274,7 +258,6 @@ class ExpertLinearOp(Protocol):
 
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [E, N, K] in the activations' dtype."""
-        ...
 
     def __call__(
         self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
@@ -284,4 +267,3 @@ class ExpertLinearOp(Protocol):
 
         With weights [T, k] float32 the sum of these by weight, [T, N], in the order of ids, in float32.
         """
-        ...

@@ -36,7 +36,6 @@ class CausalConvOp(Protocol):
         state [N, C, K - 1] in x's dtype: the last inputs, oldest first. ``activation`` of
         :data:`headrace_core.ops.ACTIVATIONS` on the sum, in float32; None: none. Returns [T, C].
         """
-        ...
 
 
 class SelectiveScanOp(Protocol):
@@ -63,7 +62,6 @@ class SelectiveScanOp(Protocol):
         [T, N]; d, dt_bias [C] float32; state [*, C, N] float32. x, dt, gate, b and c may have rows
         that lie apart. Returns [T, C] in x's dtype.
         """
-        ...
 
 
 class StateSpaceScanOp(Protocol):
@@ -92,7 +90,6 @@ class StateSpaceScanOp(Protocol):
         key and value (Qin et al. 2024, arXiv:2401.04658). Rows may lie apart. Returns [T, H, P] in x's
         dtype.
         """
-        ...
 
 
 class DeltaRuleOp(Protocol):
@@ -127,7 +124,6 @@ class DeltaRuleOp(Protocol):
         are first divided by ``sqrt(sum of squares + eps)``. Rows may lie apart. Returns [T, Hv, P] in
         value's dtype.
         """
-        ...
 
 
 class GatedRMSNormOp(Protocol):
@@ -147,4 +143,3 @@ class GatedRMSNormOp(Protocol):
         The RMS is of each ``group_size`` values (None: all H), weight [H] or [group_size]. ``activation``
         is ``silu`` or ``sigmoid``. All in float32, rounded once.
         """
-        ...

@@ -29,7 +29,6 @@ class EmbeddingOp(Protocol):
     def __call__(self, ids: Tensor, weight: Tensor, *, beyond: int | None = None) -> Tensor:
         """Rows of a table: ids [T] int64, weight [V, H] -> [T, H]. ids are within [0, V); with
         ``beyond``, 0 to V - 1, others get that row."""
-        ...
 
 
 class RMSNormOp(Protocol):
@@ -38,7 +37,6 @@ class RMSNormOp(Protocol):
 
         Source: Zhang & Sennrich 2019, arXiv:1910.07467. ``offset`` 1.0 is Gemma's form.
         """
-        ...
 
 
 class AddRMSNormOp(Protocol):
@@ -49,13 +47,11 @@ class AddRMSNormOp(Protocol):
 
         x, residual [T, H]. The sum is rounded to the input's dtype before it is normalised.
         """
-        ...
 
 
 class LayerNormOp(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis, x [..., H]."""
-        ...
 
 
 class AddLayerNormOp(Protocol):
@@ -66,25 +62,21 @@ class AddLayerNormOp(Protocol):
 
         x, residual [T, H]. The sum is rounded to the input's dtype before it is normalised.
         """
-        ...
 
 
 class ActivationOp(Protocol):
     def __call__(self, x: Tensor, kind: str) -> Tensor:
         """Elementwise ``kind`` of :data:`ACTIVATIONS`, any shape."""
-        ...
 
 
 class ActivationAndMulOp(Protocol):
     def __call__(self, x: Tensor, kind: str) -> Tensor:
         """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]; ``kind`` of :data:`GATED_ACTIVATIONS`."""
-        ...
 
 
 class AddOp(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """``x + y``, both [T, H] and of one dtype."""
-        ...
 
 
 class GateOp(Protocol):
@@ -94,13 +86,11 @@ class GateOp(Protocol):
         ``activation`` is of :data:`OPENINGS`; None: the gate as it is. In float32, rounded once. A
         gate [T, G] with G below H that divides it opens H / G neighbours with each of its values.
         """
-        ...
 
 
 class ScaleOp(Protocol):
     def __call__(self, x: Tensor, factor: float) -> Tensor:
         """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""
-        ...
 
 
 class CopyRowsOp(Protocol):
@@ -110,13 +100,11 @@ class CopyRowsOp(Protocol):
 
         ``out`` is a part of something larger: so rows are joined, and dimensions change places.
         """
-        ...
 
 
 class ToFloat32Op(Protocol):
     def __call__(self, x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
         """x [T, V] as float32; with ``soft_cap`` t > 0, ``t * tanh(x / t)``. May be x itself."""
-        ...
 
 
 class RouteExpertsOp(Protocol):
@@ -148,4 +136,3 @@ class RouteExpertsOp(Protocol):
         experts not taken before it whose x is less than its own by at most ``2 * jitter * max(|x|, own)``.
         Without groups and bias. Source: Liu et al. 2024, arXiv:2409.12136.
         """
-        ...

@@ -38,7 +38,6 @@ class SampleOp(Protocol):
         ``keep_filtered`` (float32 only): then rows that are not greedy become y, and -inf for the
         tokens that went.
         """
-        ...
 
 
 class TopLogprobs(NamedTuple):
@@ -66,4 +65,3 @@ class TopLogprobsOp(Protocol):
         A row that has no log-probabilities (a NaN or +inf, or nothing but -inf) has one entry, the
         token's, with the value NaN. logits are not changed; results are on the CPU.
         """
-        ...

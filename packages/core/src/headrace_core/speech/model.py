@@ -205,19 +205,16 @@ class SpeechMembers(Protocol):
     @property
     def languages(self) -> Mapping[str, str]:
         """Code -> name."""
-        ...
 
     @property
     def segment_timestamps(self) -> bool:
         """See :attr:`SupportsTranscription.supports_segment_timestamp` and
         :meth:`~SupportsTranscription.says_timestamps`."""
-        ...
 
     def config(self, task: SpeechTask) -> SpeechToTextConfig: ...
 
     def validate_language(self, language: str | None) -> str | None:
         """See :meth:`SupportsTranscription.validate_language`."""
-        ...
 
     def prompt(
         self,
@@ -231,7 +228,6 @@ class SpeechMembers(Protocol):
     ) -> Prompt:
         """See :meth:`SupportsTranscription.get_generation_prompt`; with ``timestamps``, for a model
         that has them, one that asks for them."""
-        ...
 
     def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None: ...
 
@@ -245,7 +241,6 @@ class SpeechMembers(Protocol):
     @property
     def seconds_per_state(self) -> float | None:
         """See :meth:`SupportsTranscription.get_seconds_per_state`."""
-        ...
 
 
 class SpeechModel(SpeechMembers, Protocol):
@@ -254,11 +249,9 @@ class SpeechModel(SpeechMembers, Protocol):
     @property
     def word_timestamps(self) -> bool:
         """True if :meth:`EngineClient.align` gives the times of words."""
-        ...
 
     def continued(self, prompt: Prompt, output: Sequence[int]) -> Prompt:
         """Input of :meth:`EngineClient.align`: a prompt of :meth:`prompt` and the output after it."""
-        ...
 
     def token_times(self, weights: PackedArray, num_tokens: int, seconds: float) -> list[float]:
         """When each of the last ``num_tokens`` tokens of an aligned sequence begins.
@@ -270,12 +263,10 @@ class SpeechModel(SpeechMembers, Protocol):
         Returns:
             Seconds from the clip's beginning, never decreasing.
         """
-        ...
 
     @property
     def max_file_bytes(self) -> int:
         """Longest upload that :meth:`decode` takes; a longer one need not be read."""
-        ...
 
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """An uploaded file as one channel of that rate. Decoded in a process that can be killed.
@@ -285,7 +276,6 @@ class SpeechModel(SpeechMembers, Protocol):
             QueueFull: too many files wait to be decoded.
             MissingDependency: the libraries for it are not installed.
         """
-        ...
 
     def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
         """Clips that the model takes, in order; together they are the whole audio, and no sample is in
@@ -294,8 +284,6 @@ class SpeechModel(SpeechMembers, Protocol):
         Raises:
             RequestError: it is too long and may not be cut.
         """
-        ...
 
     def close(self) -> None:
         """End the processes that decode. Idempotent."""
-        ...

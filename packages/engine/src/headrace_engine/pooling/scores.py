@@ -21,7 +21,7 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.lora import LoRARequest
 from headrace_core.output import PoolingRequestOutput, ScoringOutput, all_versions
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
-from headrace_core.pooling.scoring import ScoreInput
+from headrace_core.pooling.scoring import ScoreInput, pair_up
 from headrace_core.request import ChatPrompt, Prompt, brings_media, modality_of
 from headrace_core.served_model import ServedModel
 from headrace_engine.input_processing.chat.content import PairSides
@@ -33,7 +33,6 @@ from headrace_engine.input_processing.tokens import need_tokenizer
 from headrace_engine.output_processing.pooled import PooledOutput
 from headrace_engine.pooling.activation import check_activation
 from headrace_engine.pooling.jobs import PoolingJob
-from headrace_engine.pooling.pairs import pair_up
 
 Scored = PoolingRequestOutput[ScoringOutput]
 Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
@@ -119,7 +118,7 @@ class ScorePlanner:
         Raises:
             UnsupportedFeature: the model scores nothing, or has no use for a template; or its texts
                 are told apart by special tokens, which were to be left out.
-            RequestError: the pairs fit no form (:func:`headrace_engine.pooling.pairs.pair_up`), the template
+            RequestError: the pairs fit no form (:func:`headrace_core.pooling.scoring.pair_up`), the template
                 fails, or an activation is asked for where nothing has one.
         """
         info = self._scoring_info()

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.assembly.context_parallel import share_blocks
-from headrace.assembly.experts import check_mixtures, divided_experts
-from headrace.assembly.ranks import Ranks
+from headrace.assembly.parallel.context_parallel import share_blocks
+from headrace.assembly.parallel.experts import check_mixtures, divided_experts
+from headrace.assembly.parallel.ranks import Ranks
 from headrace.assembly.read_speed import read_speed
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads

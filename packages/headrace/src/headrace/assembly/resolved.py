@@ -15,10 +15,10 @@ from typing import NamedTuple
 from headrace import demo
 from headrace.assembly.detection import detect
 from headrace.assembly.drafts.head import with_head, with_verifier
-from headrace.assembly.experts import check_experts
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.named import check_named
-from headrace.assembly.ranks import check_ranks
+from headrace.assembly.parallel.experts import check_experts
+from headrace.assembly.parallel.ranks import check_ranks
 from headrace.assembly.resolution import resolve
 from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.speech.transcription import without_faults

@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.assembly.context_parallel import key_sharing, share_blocks
 from headrace.assembly.drafts.head import head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
-from headrace.assembly.experts import divided_experts
 from headrace.assembly.hosts.nodes import node_plan
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
-from headrace.assembly.plugged import logits_processors
-from headrace.assembly.ranks import (
+from headrace.assembly.parallel.context_parallel import key_sharing, share_blocks
+from headrace.assembly.parallel.experts import divided_experts
+from headrace.assembly.parallel.ranks import (
     FOLLOWER_FACTORY,
     Ranks,
     communicator_name,
     group_names,
     open_rendezvous,
 )
+from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
 from headrace.assembly.transfer.encoder import transfer_maker
@@ -50,7 +50,7 @@ from headrace_engine.cores import CpuThreads, format_cores, plan_threads
 if TYPE_CHECKING:
     import torch
 
-    from headrace.assembly.experts import DividedMixtures
+    from headrace.assembly.parallel.experts import DividedMixtures
     from headrace_core.executor import Worker, WorkerFactory
     from headrace_core.kv import KVConnector
     from headrace_core.lora import AdapterSlots

@@ -11,8 +11,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from headrace.assembly.engines import check_engines
-from headrace.assembly.experts import check_experts
-from headrace.assembly.ranks import check_ranks
+from headrace.assembly.parallel.experts import check_experts
+from headrace.assembly.parallel.ranks import check_ranks
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.planning.layouts import Layout
 from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel

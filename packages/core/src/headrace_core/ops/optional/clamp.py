@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 class ClampOp(Protocol):
     def __call__(self, x: Tensor, low: float, high: float) -> Tensor:
         """``min(max(x, low), high)``, x [T, H]; NaN stays NaN."""
-        ...
 
 
 CLAMP: OptionalOp[ClampOp] = OptionalOp("clamp")

@@ -18,7 +18,6 @@ class GaussianTopKOp(Protocol):
         The standard deviation is that of all H values (divided by H). Source: You et al. 2025,
         arXiv:2506.06644.
         """
-        ...
 
 
 GAUSSIAN_TOPK: OptionalOp[GaussianTopKOp] = OptionalOp("gaussian_topk")

@@ -35,7 +35,6 @@ class IndexTokensOp(Protocol):
         fewer; rows past ``cu_seqlens_q[-1]`` are -1. Source: the lightning indexer of DeepSeek-AI 2025,
         arXiv:2512.02556.
         """
-        ...
 
 
 INDEX_TOKENS: OptionalOp[IndexTokensOp] = OptionalOp("index_tokens")

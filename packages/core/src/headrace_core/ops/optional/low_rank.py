@@ -26,14 +26,12 @@ class LowRankOp(Protocol):
     ) -> Any:
         """Memory for the adapters of one layer, all empty, with dtype and device of ``like``; its
         ``num_bytes`` says how much. It stays where it is."""
-        ...
 
     def write(
         self, factors: Any, slot: int, part: int, down: Tensor, up: Tensor, scale: float
     ) -> None:
         """Fill one part of a slot: down [r, K], up [N of the part, r], r at most ``max_rank``; r = 0
         empties it. Any floating dtype."""
-        ...
 
     def __call__(self, out: Tensor, x: Tensor, factors: Any, slots: Tensor) -> Tensor:
         """``out[t] + scale * up @ (down @ x[t])``, by part, of the adapter in slot ``slots[t]``.
@@ -45,7 +43,6 @@ class LowRankOp(Protocol):
 
         ``down @ x`` is kept in float32, and the sum is rounded once.
         """
-        ...
 
 
 LOW_RANK: OptionalOp[LowRankOp] = OptionalOp("low_rank")

@@ -14,7 +14,6 @@ class MatchRMSOp(Protocol):
     def __call__(self, x: Tensor, like: Tensor, least: float) -> Tensor:
         """``x sqrt(mean(like^2) / max(mean(x^2), least))``: each row of x as large as that of ``like``,
         both [T, H]."""
-        ...
 
 
 MATCH_RMS: OptionalOp[MatchRMSOp] = OptionalOp("match_rms")

@@ -19,7 +19,6 @@ class MixOp(Protocol):
         lie apart (the weights' even at one place) -> [T, M, H]. In float32, in the order of n, rounded
         once. Source: Baykal et al. 2023, arXiv:2301.13310.
         """
-        ...
 
 
 MIX: OptionalOp[MixOp] = OptionalOp("mix")

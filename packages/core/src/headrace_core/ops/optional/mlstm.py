@@ -34,7 +34,6 @@ class MLSTMOp(Protocol):
         [T, H, N], value [T, H, P], gates [T, H] float32; state [*, H, N P + N + 1] float32: C [N, P], n and
         m of each head. Rows may lie apart. Returns [T, H, P] in value's dtype.
         """
-        ...
 
 
 MLSTM: OptionalOp[MLSTMOp] = OptionalOp("mlstm")

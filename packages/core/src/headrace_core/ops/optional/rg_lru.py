@@ -32,7 +32,6 @@ class RGLRUOp(Protocol):
         a request that begins; y = h. x and both gates [T, C] (rows may lie apart), decay and biases [C]
         float32; state [*, C] float32. Returns [T, C] in x's dtype.
         """
-        ...
 
 
 RG_LRU: OptionalOp[RGLRUOp] = OptionalOp("rg_lru")

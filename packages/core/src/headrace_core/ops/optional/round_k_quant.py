@@ -16,7 +16,6 @@ class RoundKQuantOp(Protocol):
     def __call__(self, weight: Tensor, bits: int) -> QuantizedWeight:
         """weight [N, K] of any floating dtype, K a multiple of 256, as Q4_K, Q5_K or Q6_K (``bits`` 4, 5, 6)
         hold it; bits are the definition's. Raises: WeightsError: infinities, NaN, scales beyond float16."""
-        ...
 
 
 ROUND_K_QUANT: OptionalOp[RoundKQuantOp] = OptionalOp("round_k_quant")

@@ -31,7 +31,6 @@ class WKVOp(Protocol):
         first [C] float32; state [*, 3, C] float32: a, b and m, of which a request that begins has 0, 0
         and -1e38. Returns [T, C] in value's dtype.
         """
-        ...
 
 
 WKV: OptionalOp[WKVOp] = OptionalOp("wkv")

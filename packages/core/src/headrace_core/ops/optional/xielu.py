@@ -20,7 +20,6 @@ class XIELUOp(Protocol):
         The numbers are float32, the coefficients as used (not what is learned, whose softplus they
         are). Source: Huang & Schlag 2024, arXiv:2411.13010.
         """
-        ...
 
 
 XIELU: OptionalOp[XIELUOp] = OptionalOp("xielu")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.assembly.core import build_resolved_core
 from headrace.assembly.engines import cache_share
 from headrace.assembly.hosts.nodes import shared_settings
-from headrace.assembly.ranks import build_follower
+from headrace.assembly.parallel.ranks import build_follower
 from headrace_core.errors import ConfigError, EngineDead
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.ranks import FOLLOWER_FACTORY
+from headrace.assembly.parallel.ranks import FOLLOWER_FACTORY
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
 from headrace_core.errors import ConfigError
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_core.errors import RequestError
-from headrace_engine.pooling.pairs import pair_up
+from headrace_core.pooling.scoring import pair_up
 
 
 @pytest.mark.parametrize(

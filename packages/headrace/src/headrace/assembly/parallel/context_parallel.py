@@ -12,7 +12,7 @@ from headrace_core.model import SupportsRecurrence
 from headrace_engine.speculation.config import BY_MODEL
 
 if TYPE_CHECKING:
-    from headrace.assembly.ranks import Ranks
+    from headrace.assembly.parallel.ranks import Ranks
     from headrace_core.attention import AttentionBackend, AttentionNeed
     from headrace_core.model import CausalLM
     from headrace_core.ops import OpTable

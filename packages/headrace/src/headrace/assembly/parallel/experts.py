@@ -11,11 +11,12 @@ from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.assembly.ranks import Ranks
+    from headrace.assembly.parallel.ranks import Ranks
     from headrace_core.model import ModelInfo
     from headrace_distributed.eplb.balancer import ExpertBalancer
     from headrace_distributed.eplb.moves import Places
-    from headrace_engine.config import EngineConfig, ParallelConfig
+    from headrace_engine.config import EngineConfig
+    from headrace_engine.multiproc.config import ParallelConfig
     from headrace_models.layers.moe.division import ExpertDivision
 
 POLICIES = "headrace.eplb_policies"

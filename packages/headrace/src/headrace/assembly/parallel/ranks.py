@@ -6,14 +6,15 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from headrace.assembly.context_parallel import check_context_parallel
+from headrace.assembly.parallel.context_parallel import check_context_parallel
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
 from headrace_core.graph import RecordsCalls
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
-from headrace_engine.config import EngineConfig, ParallelConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
+from headrace_engine.multiproc.config import ParallelConfig
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOLLOWER_FACTORY = "headrace.assembly.ranks:build_follower"
+FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
 COMMUNICATORS = "headrace.communicators"
 

@@ -1,0 +1,1 @@
+"""Ranks: processes over which one model is spread."""
