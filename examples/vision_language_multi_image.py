@@ -41,7 +41,8 @@ def main() -> None:
 
 
 def arguments() -> Parser:
-    parser = EngineArgs.add_cli_args(Parser(description=__doc__))
+    # -n is --nnodes of the engine's flags, too: what is added last has it.
+    parser = EngineArgs.add_cli_args(Parser(description=__doc__, conflict_handler="resolve"))
     flag = parser.add_argument
     add_model_type(parser, SEVERAL_IMAGES, "qwen2_5_vl")
     flag("--method", default="generate", choices=["generate", "chat"], help="the call to be made")

@@ -28,7 +28,24 @@ ALLOWED = {
         "idle: close ends it; a daemon thread",
     ("engine/clients/replicas.py", "ReplicatedClient._end_all: wait join"):
         "of threads that shut engines down, which kill those that do not end",
-    ("engine/clients/replicas.py", "_gathered.settle: wait result"): "the calls are done",
+    ("engine/clients/gathered.py", "gathered_calls.settle: wait result"): "the calls are done",
+    ("distributed/kv_connectors/p2p/fetcher.py", "Fetcher._work: wait get"):
+        "idle: close puts the end mark; a daemon thread",
+    ("engine/mirrored/following.py", "FollowingClient.start: wait result"):
+        "rank 0's start has no limit; its end fails it",
+    ("engine/mirrored/leading.py", "LeadingClient._repeat.tell: wait result"): "the call is done",
+    ("engine/multiproc/leader.py", "PassLeader._launch.tell: wait result"): "the pass is done",
+    ("engine/multiproc/nodes/host.py", "_Host._start: wait wait"):
+        "a daemon thread that tells of a process's end, whenever that is",
+    ("engine/multiproc/nodes/host.py", "_Host._end_children: wait wait"):
+        "of processes that were killed just before",
+    ("engine/multiproc/ray/actor.py", "RankActor.run: wait wait"):
+        "a rank serves until rank 0 ends, whose connection's end ends it",
+    ("engine/multiproc/staged.py", "StagedRunner._finish: wait result"):
+        "a pass, which a rank's end fails",
+    ("models/stages/cut.py", "cut: wait result"): "as forward without stages: a rank's end fails it",
+    ("models/stages/stage.py", "Link._receive_all: wait get"):
+        "idle: close puts the end mark; a daemon thread",
     ("distributed/gloo.py", "Gloo._wait: wait wait"): "the group's own limit ends it, with an error",
     ("engine/multiproc/executor.py", "MultiProcExecutor.call: wait result"):
         "as UniProcExecutor.call; a rank's end fails it",
@@ -36,10 +53,8 @@ ALLOWED = {
         "a rank's answer, or its end, which fails the future",
     ("engine/multiproc/adapters.py", "_check_same: wait result"):
         "a rank's reading of files, or its end, which fails the future",
-    ("engine/multiproc/rank_process.py", "_serve: wait get"):
+    ("engine/multiproc/rank_process.py", "follow: wait get"):
         "idle: the thread that reads puts Stop, or an error when the connection ends",
-    ("engine/multiproc/rank_processes.py", "RankProcesses.__init__: wait wait"):
-        "of a process that was killed just before",
     ("engine/multiproc/rank_processes.py", "RankProcesses.wait_started: wait result"):
         "a worker's creation has no limit; a rank's end fails it",
     ("engine/multiproc/rank_processes.py", "RankProcesses.stop: wait join"):

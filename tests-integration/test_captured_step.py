@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import ReplayFailed
+from headrace_core.step import ScheduledStep
 from headrace_engine.execution.inputs import StepInputs
 from headrace_kernels.cpu import library
 
@@ -81,14 +82,15 @@ def test_a_bad_index_raises_what_the_eager_step_raises(compared, caplog):
     bad = dataclasses.replace(batch, input_ids=torch.tensor([0, VOCAB_SIZE]))
     rows = torch.arange(2).numpy()
     inputs = StepInputs(["a", "b"], rows, rows + 1, rows, 2, [], [], bad, {}, rows, None)
+    step = ScheduledStep(0, {"a": 1, "b": 1})
     # The embedding's rows come out of a table, or out of the packed head that shares it.
     told = r"call \d, (embedding|linear_rows), reported status 1"
     if compared.runner.requests.state_groups:
         with pytest.raises(ReplayFailed, match=told):
-            compared.runner._forward(inputs, allows_late=False)
+            compared.runner._forward(inputs, step, None)
     else:
         with pytest.raises(IndexError, match=rf"embedding: an id is outside \[0, {VOCAB_SIZE}\)"):
-            compared.runner._forward(inputs, allows_late=False)
+            compared.runner._forward(inputs, step, None)
         assert re.search(rf"replay failed \({told}\); the step runs eagerly", caplog.text)
     compared.check(batch)
 

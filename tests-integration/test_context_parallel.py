@@ -26,6 +26,8 @@ from headrace_distributed.rendezvous import RendezvousServer
 from headrace_testing.engine.communicators import same_bits
 from headrace_testing.engine.rank_processes import RankProcesses
 
+pytestmark = pytest.mark.days(3)
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 FIELD = "decode_context_parallel_size"
 SHARED: dict[str, Any] = {"tensor_parallel_size": 2, FIELD: 2}

@@ -29,6 +29,8 @@ from headrace_core.speculation import ReadsStates, StepStates
 from headrace_engine.speculation.head import HeadProposer
 from headrace_testing.model.adapters import linear_modules, write_adapter
 
+pytestmark = pytest.mark.days(3)
+
 HEADS: dict[str, tuple[str, Callable[..., Guess]]] = {
     "eagle": ("eagle", eagle),
     "eagle with a bias": ("eagle", partial(eagle, bias=True)),

@@ -22,6 +22,8 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_engine.speculation.draft_model import DraftModelProposer
 from headrace_engine.speculation.head import HeadProposer
 
+pytestmark = pytest.mark.days(3)
+
 FEW = PROMPTS[2:5]
 MTP_NORM = "model.mtp_layers.0.final_layernorm.weight"
 

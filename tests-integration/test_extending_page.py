@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from servers import serving
 
+pytestmark = pytest.mark.days(2)
+
 PAGE = Path(__file__).parents[1] / "docs" / "extending" / "add-a-model.md"
 BLOCK = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 

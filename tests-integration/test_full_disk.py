@@ -19,6 +19,8 @@ from servers import PATIENCE, free_port, serving
 from headrace import demo
 from headrace_testing.waiting import wait_until
 
+pytestmark = pytest.mark.days(3)
+
 SIM = ("--device", "sim", "--sim-step-ms", "1")
 
 

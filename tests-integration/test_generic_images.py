@@ -19,6 +19,8 @@ from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature, UnsupportedModel
 from headrace_testing.sampling import todays
 
+pytestmark = pytest.mark.days(3)
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8, "max_model_len": 256,
     "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,

@@ -17,6 +17,8 @@ from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
 from headrace_testing.waiting import wait_until
 
+pytestmark = pytest.mark.days(3)
+
 KINDS = ("llama", "gemma3", "deepseek_v3")
 """Full attention, windows beside it, latent attention."""
 Said = list[list[tuple[int, float]]]

@@ -16,6 +16,8 @@ from headrace import LLM, LoRARequest, SamplingParams
 from headrace_core.errors import RequestError
 from headrace_testing.model.adapters import linear_modules, write_adapter
 
+pytestmark = pytest.mark.days(3)
+
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 ONE = {**SETTINGS, "enable_lora": True, "max_loras": 2}
 TWO = {**ONE, "tensor_parallel_size": 2}

@@ -15,6 +15,8 @@ from servers import serving
 from headrace import LLM, SamplingParams
 from headrace.lora import LoRARequest
 
+pytestmark = pytest.mark.days(3)
+
 KEY = "operators-key"
 FLAGS = (
     "--dtype", "float32", "--enable-lora", "-tp", "2", "--allow-runtime-lora-updating", "--api-key", KEY,

@@ -15,6 +15,8 @@ from test_tensor_parallel_families import GREEDY, said, save_gptq
 from headrace import LLM
 from headrace_testing.sampling import todays
 
+pytestmark = pytest.mark.days(3)
+
 STAGED: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "max_num_batched_tokens": 32,

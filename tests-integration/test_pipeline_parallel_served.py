@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 from posted import post, stream
-from servers import PATIENCE, SLACK, RunningServer, alive, serving, slow_steps
+from servers import SLACK, RunningServer, alive, serving, slow_steps
 from test_faults import _Stream as OpenStream
 from test_tensor_parallel_served import BODY, ranks_of
 
@@ -54,10 +53,8 @@ def test_a_killed_stage_ends_streams_and_the_server_with_the_cause(server: Runni
     segments = os.listdir("/dev/shm")
     [middle, last] = ranks_of(server)
     opened = OpenStream(server, 1500)
-    begin = time.monotonic()
     os.kill(middle, signal.SIGKILL)
-    opened.join(PATIENCE)
-    assert time.monotonic() - begin < 5 * SLACK
+    opened.join(5 * SLACK)
     assert any('"error"' in line for line in opened.lines), opened.lines[-3:]
     assert server.process.wait(15 * SLACK) != 0
     wait_until(lambda: not alive(last), 5 * SLACK, "a stage lives on")

@@ -28,6 +28,8 @@ from headrace_models.loading.packed_tensors import decoded
 from headrace_models.quantization import quant_method
 from headrace_testing.model.decoders import build_context, run_ranks
 
+pytestmark = pytest.mark.days(3)
+
 OUTPUTS, INPUTS, TOKENS = 192, 256, 7
 FUSED = ("gate_proj", "up_proj")
 

@@ -23,6 +23,8 @@ from headrace_core.errors import EngineDead
 from headrace_engine.multiproc.nodes import listener
 from headrace_testing.waiting import wait_until
 
+pytestmark = pytest.mark.days(3)
+
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -17,6 +17,8 @@ from headrace import LLM, SamplingParams
 from headrace_testing.model.quantized_layers import gptq_tensors
 from headrace_testing.sampling import todays
 
+pytestmark = pytest.mark.days(3)
+
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 DIVIDED: dict[str, Any] = {
     "tensor_parallel_size": 2,

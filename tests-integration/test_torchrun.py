@@ -20,6 +20,8 @@ from servers import PATIENCE, SLACK
 from headrace import LLM, SamplingParams
 from headrace.assembly.hosts.launched import LaunchedRank
 
+pytestmark = pytest.mark.days(3)
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 SCRIPT = """

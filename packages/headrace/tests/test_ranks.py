@@ -5,6 +5,7 @@ import pytest
 from headrace.assembly.parallel.ranks import Ranks, group_names
 from headrace_core.errors import ConfigError
 from headrace_engine.cores import CpuThreads
+from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.places import RankPlace
 
 
@@ -25,11 +26,23 @@ def test_fewer_threads_than_ranks_need_no_cores() -> None:
     assert Ranks(RankPlace(2, 3)).threads(CpuThreads(1)) == CpuThreads(1)
 
 
+def names(tensor: int, stages: int, context: int = 1) -> tuple[str, ...]:
+    return group_names(
+        ParallelConfig(
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=stages,
+            decode_context_parallel_size=context,
+        )
+    )
+
+
 def test_groups_of_stages_of_ranks() -> None:
     """Every rank has a way to the next stage; only rank 0 needs the result."""
-    assert group_names(2, 1) == ("tp:0",)
-    assert group_names(1, 3) == ("pp:0:0", "pp:0:1", "pp:0:2")
-    assert group_names(2, 2) == ("tp:0", "tp:1", "pp:0:0", "pp:0:1", "pp:1:0")
+    assert names(2, 1) == ("tp:0",)
+    assert names(1, 3) == ("pp:0:0", "pp:0:1", "pp:0:2")
+    assert names(4, 1, 2) == ("tp:0", "dcp:0", "dcp:1")
+    assert names(2, 1, 2) == ("tp:0",), "the same ranks"
+    assert names(2, 2) == ("tp:0", "tp:1", "pp:0:0", "pp:0:1", "pp:1:0")
     of = [Ranks(RankPlace(rank, 4, stages=2)) for rank in range(4)]
     assert [ranks.stage for ranks in of] == [0, 0, 1, 1]
     assert [ranks.tensor_size for ranks in of] == [2] * 4

@@ -109,6 +109,34 @@ def test_classes_take_turns(pytester: pytest.Pytester, monkeypatch: pytest.Monke
     assert len(by_turns) == len(set(by_turns)) == 24
 
 
+HEAVY = """
+    import pytest
+
+    @pytest.mark.days(3)
+    @pytest.mark.parametrize("a", range(2))
+    def test_heavy(a):
+        pass
+
+    def test_light():
+        pass
+"""
+
+
+def test_a_heavy_test_has_its_day(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(HEAVY)
+    words = ("-p", "headrace_testing.sampling", "-p", "no:cacheprovider")
+    monkeypatch.setenv("HEADRACE_TESTS", "full")
+    pytester.runpytest_inprocess(*words).assert_outcomes(passed=3)
+    monkeypatch.setenv("HEADRACE_TESTS", "sampled")
+    passed = []
+    for day in "567":
+        monkeypatch.setenv("HEADRACE_TEST_SEED", day)
+        passed.append(pytester.runpytest_inprocess(*words).parseoutcomes()["passed"])
+    assert sorted(passed) == [1, 1, 3]
+
+
 ONE = """
     from headrace_testing.sampling import turns
 

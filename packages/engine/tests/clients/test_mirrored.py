@@ -125,6 +125,20 @@ def test_outputs_come_under_the_mirrors_own_names(pair: Pair) -> None:
     assert pair.sinks[0].outputs[-1] == ("c", [1])
 
 
+def test_a_mirror_that_is_behind_gets_what_rank_0_got_before_it_ended() -> None:
+    pair = Pair()
+    pair.leader.add([request("a", [1, 2])])
+    pair.core.put(CoreOutput("a", [7], finish_reason="length"))
+    pair.node.close()
+    wait_until(lambda: pair.mirror._state is not None and pair.mirror._state._end, PATIENCE)
+    pair.mirror.add([request("x", [1, 2], 9.0)])
+    wait_until(lambda: pair.sinks[1].death is not None, PATIENCE)
+    assert pair.sinks[1].outputs == [("x", [7])]
+    with pytest.raises(EngineDead, match="rank 0 of this engine is gone"):
+        pair.mirror.add([request("y", [3])])
+    pair.mirror.shutdown()
+
+
 @pytest.mark.parametrize("other", [request("x", [2]), request("x", [1], seed=3)])
 def test_another_request_ends_both(pair: Pair, other: CoreRequest) -> None:
     pair.leader.add([request("a", [1])])

@@ -64,7 +64,7 @@ class Hosts:
         self.executor = MultiProcExecutor(
             RankedWorkers(
                 lambda place, leader: LedWorker(leader), FACTORY, EngineConfig(), 4, "",
-                lambda: meeting, plan,
+                lambda: meeting, nodes=plan,
             )
         )  # fmt: skip
 

@@ -7,6 +7,9 @@ days and a failure can be repeated. Every value of every parameter is in the sam
 for tests whose cases take long; with ``every_value=False`` to just so many, if a case takes most of a
 minute. ``HEADRACE_TEST_KEEP`` is such a number for a run.
 
+``@pytest.mark.days(3)`` has a test run every third day, with all that is kept of its cases: for tests that
+take most of a minute, beside others that show the same feature with every change.
+
 Many classes inherit the tests of a suite. :func:`turns` on the suite has a share of the classes run each of
 its tests: within as many days each class has had each test.
 
@@ -54,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "keep(cases): a sample of so many is enough, as its cases take long"
     )
+    config.addinivalue_line("markers", "days(number): it has its turn every so many days")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -72,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shown = [item for item in items if not _is_skipped(item)]
     waiting = _waiting(shown, os.environ["HEADRACE_TEST_SEED"])
     for item in shown:
-        if item in waiting:
+        if item in waiting or _has_its_day_later(item):
             continue
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[str] = set()
@@ -104,6 +108,14 @@ def _waiting(items: Sequence[pytest.Item], seed: str) -> set[pytest.Item]:
         today = min(day for day, _ in cases)  # 0, unless there are few classes
         waiting.update(item for day, item in cases if day > today)
     return waiting
+
+
+def _has_its_day_later(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("days")
+    if mark is None:
+        return False
+    name = item.nodeid.partition("[")[0].replace("\\", "/").rpartition("/")[2]
+    return turn(name, os.environ["HEADRACE_TEST_SEED"], mark.args[0]) != 0
 
 
 def turn(name: str, seed: str, days: int) -> int:

@@ -59,6 +59,10 @@ class _Asked(NamedTuple):
     result: Future[Any] | None = None
 
 
+class _RankZeroGone:
+    """The connection to rank 0 has ended."""
+
+
 class FollowingClient(CoreClient):
     """Takes the outputs of rank 0's engine for requests that are the same as its requests.
 
@@ -187,6 +191,8 @@ class _Mirror:
         """Rank 0's id of a request -> its id here."""
         self._early: list[tuple[CoreOutputs, CoreOutput]] = []
         """Outputs of requests that this process has not asked for yet."""
+        self._end: EngineDead | None = None
+        """Rank 0 is gone. What it was asked for until then, this process may ask for all the same."""
 
     def read(self) -> None:
         """The thread that hears rank 0."""
@@ -194,7 +200,7 @@ class _Mirror:
             while True:
                 self._events.put(receive(self._connection))
         except (EOFError, OSError):
-            self._events.put(EngineDead("rank 0 of this engine is gone"))
+            self._events.put(_RankZeroGone())
         except BadFrame as error:
             self._events.put(error)
 
@@ -207,6 +213,8 @@ class _Mirror:
                 self._look_for_late()
                 continue
             self._take(event)
+            if self._end is not None and not (self._led or self._called) and self.failure is None:
+                self._fail(self._end)
 
     def _take(self, event: Any) -> None:
         if isinstance(event, Outputs):
@@ -220,6 +228,8 @@ class _Mirror:
         elif isinstance(event, Called):
             self._called.append(event)
             self._match()
+        elif isinstance(event, _RankZeroGone):
+            self._end = EngineDead("rank 0 of this engine is gone")
         elif isinstance(event, Ready):
             self.ready.set_result(event)
         elif isinstance(event, Died):
