@@ -332,7 +332,7 @@ def _bounded(where: str, field: dict[str, Any]) -> None:
         case "string":
             assert field.keys() & {"maxLength", "enum", "const"}, where
         case "integer" | "number":
-            assert field.keys() & {"maximum", "exclusiveMaximum"}, where
+            assert field.keys() & {"maximum", "exclusiveMaximum", "const"}, where
         case "array":
             assert "maxItems" in field, where
             _bounded(where + "[]", field["items"])

@@ -301,11 +301,11 @@ class Scheduler:
             self._builder.quarantine(concerned)
         self._tracker.drop_finished()
         self._ahead.forget()
-        if self._adapters is not None:
-            self._adapters.forget()
         if self._transfer is not None:
             self._transfer.landed(step.step_id, None)
         self._distrust_blocks()
+        if self._adapters is not None:  # once nobody runs
+            self._adapters.forget()
         # The worker may not have come to forget whom this step said to. Nobody is left there.
         self._tracker.gone = list(dict.fromkeys([*step.gone_request_ids, *self._tracker.gone]))
         return outputs
