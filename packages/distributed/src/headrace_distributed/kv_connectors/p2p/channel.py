@@ -160,7 +160,7 @@ def _greeting(connection: socket.socket, deadline: float) -> bytes:
     """The other side's nonce."""
     head = _received(connection, len(_GREETING) + NONCE_BYTES, deadline, time.monotonic)
     if not head.startswith(MAGIC):
-        raise ChannelError("what listens there is no engine that gives blocks away")
+        raise ChannelError("no engine that gives blocks away listens there")
     if not head.startswith(_GREETING):
         raise ChannelError(f"it speaks version {head[len(MAGIC)]} of the protocol, not {VERSION}")
     return head[len(_GREETING) :]

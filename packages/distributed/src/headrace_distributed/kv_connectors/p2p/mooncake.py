@@ -62,7 +62,7 @@ class MooncakeMemory(RemoteMemory):
 
     def read(self, description: bytes, pieces: Sequence[Piece], deadline: float) -> None:
         if len(description) > MAX_DESCRIPTION or not description.isascii():
-            raise OSError("Mooncake: the other engine's address is no address")
+            raise OSError("Mooncake: the other engine sent something other than an address")
         failed = self._engine.batch_transfer_sync_read(
             description.decode(),
             [piece.ours for piece in pieces],

@@ -74,7 +74,9 @@ def join_rank_0(plan: NodePlan, seconds: float = JOIN_SECONDS) -> Joined:
                 f"node {plan.node} is refused by rank 0 at {place}: {accepted.reason}"
             )
         if not isinstance(accepted, NodeAccepted):
-            raise frames.BadFrame(f"{accepted!r:.200} is no answer to a node")
+            raise frames.BadFrame(
+                f"rank 0 answered {accepted!r:.200}: not an answer to a node that joins"
+            )
         joined = Joined(accepted, control)
         for rank in accepted.ranks:
             joined.ranks[rank] = _connected(plan, RankJoins(plan.node, rank), deadline)
