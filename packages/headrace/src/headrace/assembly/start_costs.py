@@ -93,6 +93,8 @@ def _processor() -> str:
     """The processor's name, which folders that machines share must tell apart."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if "model name" in line), "")
+            return next(
+                (line.split(":", 1)[1].strip() for line in file if "model name" in line), ""
+            )
     except OSError:
         return machine.processor()
