@@ -248,6 +248,12 @@ class DeviceConfig:
         "and KV cache back while it is not needed. On a CPU only.",
         cost="none while it is awake; waking reads the checkpoint again, which takes as long as the start",
     )  # fmt: skip
+    keep_start_costs: bool = option(
+        True, "CPU: keep what a start measures, bytes and seconds of the largest step, in a file for the "
+        "next start of the same model with the same settings (folder: HEADRACE_CACHE_ROOT).",
+        cost="200 bytes for each of the last 256; without it each start takes as much longer as a prompt of "
+        "272 tokens",
+    )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'
     )

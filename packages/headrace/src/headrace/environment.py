@@ -37,6 +37,7 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_API_KEY": "key that clients must send",
     "HEADRACE_BATCH_INVARIANT": "1: results must not depend on the batch; on a CPU they never do with "
     "headrace's kernels, on a GPU other kernels are used",
+    "HEADRACE_CACHE_ROOT": "folder of what headrace keeps between starts; empty: nothing is kept",
     "HEADRACE_CONFIGURE_LOGGING": "0: headrace does not configure logging",
     "HEADRACE_CPU_ISA": "instruction set of the CPU kernels",
     KV_SPACE: "GiB of the KV cache on a CPU, if no flag sets its size",

@@ -50,6 +50,7 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.dummy import DummySteps
+from headrace_engine.execution.kept_costs import KeptCosts, StepCost
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,
@@ -173,6 +174,7 @@ class ServingWorker:
         leave_group: ends exchanges with the other ranks; None: there are none.
         experts: whole experts that move between ranks by ``arrange_experts``; None: there are none.
         watcher: is told of steps; None: nobody is.
+        kept_costs: has what an earlier start of the same measured; None: every start measures.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class ServingWorker:
         leave_group: Callable[[], None] | None = None,
         experts: Any = None,
         watcher: WatchesSteps | None = None,
+        kept_costs: KeptCosts | None = None,
     ) -> None:
         self._build_model = build_model
         self._rank = rank
@@ -224,6 +227,7 @@ class ServingWorker:
         self._leader = leader
         self._leave_group = leave_group
         self._experts, self._watcher = experts, watcher
+        self._kept_costs = kept_costs
         self._device = torch.device(device)
         self._dtype = dtype
         self._vocab_size = vocab_size
@@ -375,20 +379,33 @@ class ServingWorker:
         at least the size of the model's parameters if it is a ``torch.nn.Module``.
         ``available``: free before loading. ``step_seconds``: the same step's time.
         Where requests bring media, what the most of them that a step can hold take is added to both.
+
+        What an earlier start of the same has measured is taken instead
+        (:mod:`~headrace_engine.execution.kept_costs`), but for ``weights`` and ``available``.
         """
-        tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
-        largest = LargestStep(self._dummy_steps(), self._meter, tokens, seqs)
+        cost = None if self._kept_costs is None else self._kept_costs.find()
+        if cost is None:
+            cost = self._measure_largest()
+            if self._kept_costs is not None:
+                self._kept_costs.keep(cost)
+        rows = min(self._max_num_seqs, self._max_num_batched_tokens)
+        logits = 0 if self._pooling is not None else 4 * self._vocab_size * rows
+        activations = max(cost.activations, logits)
+        activations += self._captured_bytes(activations, logits)
+        self._activations = activations + cost.media
+        seconds = cost.seconds + cost.media_seconds
+        return MemoryProfile(self._weights, self._activations, self._available, seconds)
+
+    def _measure_largest(self) -> StepCost:
+        """Of a step, and of the media of one."""
+        largest = LargestStep(
+            self._dummy_steps(), self._meter, self._max_num_batched_tokens, self._max_num_seqs
+        )
         activations, seconds = largest.measure(whole=self._device.type != "cpu")
         items = self._largest_media() if self._largest_media is not None else ()
         media, media_seconds = largest.measure_media(items)
         self._meter.trim()
-        logits = 0 if self._pooling is not None else 4 * self._vocab_size * min(seqs, tokens)
-        activations = max(activations, logits)
-        activations += self._captured_bytes(activations, logits)
-        self._activations = activations + media
-        return MemoryProfile(
-            self._weights, self._activations, self._available, seconds + media_seconds
-        )
+        return StepCost(activations, seconds, media, media_seconds)
 
     def _captured_bytes(self, activations: int, logits: int) -> int:
         """Bytes that captured steps will hold besides: their share of the largest step's activations,

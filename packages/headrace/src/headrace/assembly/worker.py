@@ -31,6 +31,7 @@ from headrace.assembly.parallel.ranks import (
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
+from headrace.assembly.start_costs import kept_costs
 from headrace.assembly.transfer.encoder import transfer_maker
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core import plugins
@@ -214,6 +215,7 @@ def worker_factory(
             build_beside=beside_builder(resolved, ops, slices),
             max_bytes=config.cache.max_memory_bytes,
             weights=weights,
+            kept_costs=kept_costs(resolved, ops, threads, os.environ),
         )
 
     return make_worker

@@ -35,8 +35,8 @@ LONGEST = 1800.0
 """Seconds until a start that gives no token has failed."""
 
 EPILOG = """\
-Each start is a new process. headrace keeps no cache on disk, so starts differ only in what the system
-has in memory: warm starts find the checkpoint's files there. Cold starts, which --evict-files adds, read
+Each start is a new process. Starts differ in what the system has in memory: warm starts find the
+checkpoint's files there. Cold starts, which --evict-files adds, read
 them from the disk. Libraries stay in memory in both.
 
 Try:
