@@ -23,14 +23,14 @@ from torch.distributed import (
 
 from headrace_core.errors import MissingDependency
 from headrace_core.parallel import Communicator
-from headrace_distributed.arguments import check_ranks, normal_dim
+from headrace_distributed.arguments import normal_dim
 from headrace_distributed.byte_mover import ByteMover
 from headrace_distributed.cuda import settings
 from headrace_distributed.cuda.arguments import can_be_added, on_device, pieces_of
-from headrace_distributed.cuda.devices import describe, exchange_gpus, own_gpu
+from headrace_distributed.cuda.joining import GpuRanks, meet
 from headrace_distributed.errors import GroupError, PeerLost
-from headrace_distributed.peers import PeerWatch, introduce
-from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, connect
+from headrace_distributed.peers import PeerWatch
+from headrace_distributed.rendezvous import DEFAULT_TIMEOUT
 
 GroupMaker = Callable[[Store, int, int, float], Any]
 """(store, rank, world_size, timeout in seconds) -> a process group of torch's."""
@@ -62,15 +62,18 @@ def create(
         MissingDependency: torch was built without NCCL.
         PeerTimeout: a rank has not joined in time; names it.
     """
-    check_ranks(rank, world_size)
-    device = own_gpu("nccl") if device is None else device
+    ranks = meet("nccl", rank, world_size, rendezvous, device, timeout)
+    return join(ranks, fixed_order=fixed_order, make_group=make_group)
+
+
+def join(
+    ranks: GpuRanks, *, fixed_order: bool | None = None, make_group: GroupMaker | None = None
+) -> Nccl:
+    """The communicator of ranks that have met; see :func:`create`."""
     make = nccl_group if make_group is None else make_group
-    store = connect(rendezvous, timeout)
-    watch = PeerWatch(introduce(store, rank, world_size, timeout))
-    exchange_gpus(store, rank, world_size, describe(device), timeout)
     ordered = settings.fixed_order() if fixed_order is None else fixed_order
-    group = make(store, rank, world_size, timeout)
-    return Nccl(rank, world_size, group, watch, device, fixed_order=ordered)
+    group = make(ranks.store, ranks.rank, ranks.world_size, ranks.timeout)
+    return Nccl(ranks, group, fixed_order=ordered)
 
 
 def nccl_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
@@ -95,19 +98,10 @@ def nccl_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
 class Nccl(ByteMover):
     """Ranks that talk by torch's NCCL; see :func:`create`."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        group: Any,
-        watch: PeerWatch,
-        device: torch.device,
-        *,
-        fixed_order: bool,
-    ) -> None:
-        super().__init__(rank, world_size)
-        self._group, self._watch = group, watch
-        self.device = device
+    def __init__(self, ranks: GpuRanks, group: Any, *, fixed_order: bool) -> None:
+        super().__init__(ranks.rank, ranks.world_size)
+        self._group, self._watch = group, PeerWatch(ranks.peers)
+        self.device = ranks.device
         """Where tensors lie."""
         self.fixed_order = fixed_order
         """Sums are taken in the order of ranks; False: in NCCL's, in the tensor's dtype."""

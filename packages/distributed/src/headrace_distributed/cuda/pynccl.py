@@ -13,18 +13,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headrace_core.parallel import Communicator
-from headrace_distributed.arguments import check_ranks, normal_dim
+from headrace_distributed.arguments import normal_dim
 from headrace_distributed.byte_mover import ByteMover
 from headrace_distributed.cuda import settings
 from headrace_distributed.cuda.arguments import can_be_added, on_device, pieces_of
-from headrace_distributed.cuda.devices import describe, exchange_gpus, own_gpu
+from headrace_distributed.cuda.joining import GpuRanks, meet
 from headrace_distributed.cuda.libnccl import DTYPES, SUM, NcclLibrary
 from headrace_distributed.errors import GroupError
-from headrace_distributed.peers import introduce
-from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, connect, wait_for_value
+from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, wait_for_value
 
 
 def create(
@@ -56,26 +54,31 @@ def create(
         PeerTimeout: a rank has not joined in time; names it.
         GroupError: NCCL could not join the ranks.
     """
-    check_ranks(rank, world_size)
-    device = own_gpu("pynccl") if device is None else device
-    nccl = NcclLibrary(library)
-    store = connect(rendezvous, timeout)
-    introduce(store, rank, world_size, timeout)
-    exchange_gpus(store, rank, world_size, describe(device), timeout)
-    comm = nccl.join(_shared_id(nccl, store, rank, world_size, timeout), rank, world_size)
+    ranks = meet("pynccl", rank, world_size, rendezvous, device, timeout)
+    return join(ranks, NcclLibrary(library), fixed_order=fixed_order, stream=stream)
+
+
+def join(
+    ranks: GpuRanks,
+    nccl: NcclLibrary,
+    *,
+    fixed_order: bool | None = None,
+    stream: Callable[[], int] | None = None,
+) -> PyNccl:
+    """The communicator of ranks that have met; see :func:`create`."""
+    comm = nccl.join(_shared_id(nccl, ranks), ranks.rank, ranks.world_size)
     ordered = settings.fixed_order() if fixed_order is None else fixed_order
-    return PyNccl(rank, world_size, nccl, comm, device, fixed_order=ordered, stream=stream)
+    return PyNccl(ranks, nccl, comm, fixed_order=ordered, stream=stream)
 
 
-def _shared_id(
-    nccl: NcclLibrary, store: Store, rank: int, world_size: int, timeout: float
-) -> bytes:
+def _shared_id(nccl: NcclLibrary, ranks: GpuRanks) -> bytes:
     """NCCL's id, made by rank 0: 128 bytes that travel as hexadecimal digits."""
-    if rank == 0:
+    if ranks.rank == 0:
         made = nccl.unique_id()
-        store.set("nccl-id", made.hex())
+        ranks.store.set("nccl-id", made.hex())
         return made
-    return bytes.fromhex(wait_for_value(store, "nccl-id", 0, world_size, timeout))
+    told = wait_for_value(ranks.store, "nccl-id", 0, ranks.world_size, ranks.timeout)
+    return bytes.fromhex(told)
 
 
 class PyNccl(ByteMover):
@@ -83,23 +86,21 @@ class PyNccl(ByteMover):
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
+        ranks: GpuRanks,
         nccl: NcclLibrary,
         comm: int,
-        device: torch.device,
         *,
         fixed_order: bool,
         stream: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(ranks.rank, ranks.world_size)
         self._nccl = nccl
         self._comm: int | None = comm
-        self.device = device
+        self.device = ranks.device
         """Where tensors lie."""
         self.fixed_order = fixed_order
         """Sums are taken in the order of ranks; False: in NCCL's."""
-        self._stream = stream or (lambda: torch.cuda.current_stream(device).cuda_stream)
+        self._stream = stream or (lambda: torch.cuda.current_stream(ranks.device).cuda_stream)
         with self._own_stream():
             self.barrier()
 

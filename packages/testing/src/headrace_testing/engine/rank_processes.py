@@ -5,11 +5,14 @@ Functions and arguments travel by pickle between a test and its own children; no
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +24,19 @@ from headrace_core.parallel import Communicator
 COMMUNICATORS = "headrace.communicators"
 HANG_SECONDS = 120
 """After so long without an answer a test fails."""
+
+
+def from_file(path: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Call a function of a file: what a test's own module has cannot be pickled, ``partial(from_file, ...)``
+    can."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get(spec.name)
+    if module is None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return getattr(module, name)(*arguments, **options)
 
 
 class RankFailed(Exception):

@@ -1,0 +1,275 @@
+"""Communicators that choose an all-reduce for each tensor (:mod:`headrace_distributed.cuda.choice`).
+
+Everything but sums over all ranks is NCCL's. What is set up is agreed upon by all ranks, so they choose
+alike: the choice depends on the tensor, and on facts that were exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import ConfigError, HeadraceError, MissingDependency
+from headrace_core.parallel import Communicator
+from headrace_distributed.cuda import choice, nccl, pynccl, settings
+from headrace_distributed.cuda.choice import (
+    CUSTOM,
+    LIMITS,
+    MULTIMEM,
+    NCCL,
+    ONE_SHOT,
+    PYNCCL,
+    SYMM_MEM,
+    SYMM_TWO_SHOT,
+    TWO_SHOT,
+    AllReduceNeed,
+    Limits,
+)  # fmt: skip
+from headrace_distributed.cuda.custom.all_reduce import CustomAllReduce
+from headrace_distributed.cuda.devices import fully_linked
+from headrace_distributed.cuda.joining import GpuRanks, meet
+from headrace_distributed.cuda.libnccl import NcclLibrary
+from headrace_distributed.cuda.symmetric import SymmetricAllReduce
+from headrace_distributed.peers import on_one_host
+from headrace_distributed.rendezvous import DEFAULT_TIMEOUT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a communicator is made of; others than these take their place in tests."""
+
+    base: Callable[[GpuRanks, bool], Communicator] | None = None
+    """(ranks, fixed_order) -> what does everything else; None: NCCL by ctypes, or torch's if there is no
+    library."""
+    custom: Callable[[GpuRanks, int], CustomAllReduce] | None = None
+    """(ranks, most bytes) -> custom all-reduce; None: with CUDA's run time."""
+    symm_mem: Any = None
+    """torch's ``_SymmetricMemory``; None: torch's."""
+    nvml: Any = None
+    """The module ``pynvml``; None: imported."""
+
+
+def create(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    device: torch.device | None = None,
+    fixed_order: bool | None = None,
+    wanted: Collection[str] = (CUSTOM, SYMM_MEM),
+    required: Collection[str] = (),
+    limits: Limits = LIMITS,
+    parts: Parts | None = None,
+) -> Communicator:
+    """Join a group that has whatever works of custom all-reduce and symmetric memory, and NCCL.
+
+    Args:
+        rank: of this process, 0-based.
+        world_size: number of ranks.
+        rendezvous: ``tcp://HOST:PORT/NAME``, the same for all ranks.
+        timeout: seconds to wait for another rank to join.
+        device: where tensors lie; None: this process's current GPU.
+        fixed_order: sums are taken in the order of ranks; None: :func:`settings.fixed_order`.
+        wanted: what is tried.
+        required: what must work, of ``wanted``.
+        limits: sizes at which one way becomes better than the next.
+
+    Raises:
+        ConfigError: there is no GPU, two ranks are on one, or something required does not work; says why.
+        PeerTimeout: a rank has not joined in time; names it.
+    """
+    name = next(iter(required), "cuda")
+    ranks = meet(name, rank, world_size, rendezvous, device, timeout)
+    ordered = settings.fixed_order() if fixed_order is None else fixed_order
+    parts = Parts() if parts is None else parts
+    base, base_name = _base(ranks, ordered, parts)
+    made = AdaptiveCommunicator(ranks, base, base_name, limits, ordered, parts)
+    try:
+        for part in wanted:
+            refusal = made.set_up(part)
+            if refusal and part in required:
+                raise ConfigError(
+                    f"parallel.communicator = {part!r}: {refusal}; 'cuda' uses what works, {base_name!r} "
+                    "NCCL alone",
+                    field="parallel.communicator",
+                )
+            if refusal and rank == 0:
+                logger.info("communicator %r: no %s: %s", name, part, refusal)
+    except BaseException:
+        made.close()
+        raise
+    if rank == 0:
+        logger.info("communicator %r: all-reduce: %s", name, made.describe())
+    return made
+
+
+create_custom = functools.partial(create, wanted=(CUSTOM,), required=(CUSTOM,))
+"""See :func:`create`: custom all-reduce and NCCL."""
+create_symm_mem = functools.partial(create, wanted=(SYMM_MEM,), required=(SYMM_MEM,))
+"""See :func:`create`: torch's symmetric memory and NCCL."""
+
+
+def _base(ranks: GpuRanks, fixed_order: bool, parts: Parts) -> tuple[Communicator, str]:
+    """NCCL, and its communicator's name."""
+    if parts.base is not None:
+        return parts.base(ranks, fixed_order), PYNCCL
+    library: NcclLibrary | None = None
+    try:
+        library = NcclLibrary()
+        refusal = ranks.agree("libnccl", "")
+    except MissingDependency as error:
+        refusal = ranks.agree("libnccl", str(error))
+    if library is not None and not refusal:
+        return pynccl.join(ranks, library, fixed_order=fixed_order), PYNCCL
+    if ranks.rank == 0:
+        logger.info("NCCL through torch: %s", refusal)
+    return nccl.join(ranks, fixed_order=fixed_order), NCCL
+
+
+class AdaptiveCommunicator(Communicator):
+    """Sums by the table, everything else by NCCL; see :func:`create`."""
+
+    def __init__(
+        self,
+        ranks: GpuRanks,
+        base: Communicator,
+        base_name: str,
+        limits: Limits,
+        fixed_order: bool,
+        parts: Parts,
+    ) -> None:
+        self._ranks, self._base, self._limits, self._parts = ranks, base, limits, parts
+        self._custom: CustomAllReduce | None = None
+        self._symmetric: SymmetricAllReduce | None = None
+        linked, why = fully_linked(ranks.gpus, ranks.peers, parts.nvml)
+        refusal = ranks.agree("links", "" if linked else why)
+        self._need = AllReduceNeed(
+            num_bytes=0,
+            dtype="bfloat16",
+            world_size=ranks.world_size,
+            capability=min(gpu.capability for gpu in ranks.gpus),
+            one_host=on_one_host(ranks.peers),
+            fully_linked=not refusal,
+            fixed_order=fixed_order,
+            available=frozenset({base_name}),
+        )
+        self._choose = functools.lru_cache(maxsize=4096)(self._chosen)
+        self.device = ranks.device
+        """Where tensors lie."""
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    def set_up(self, part: str) -> str:
+        """Set up custom all-reduce or symmetric memory, on all ranks or none; returns why not, "": it is."""
+        with_it = replace(self._need, available=self._need.available | {part})
+        if part == CUSTOM:
+            refusal = choice.custom_refusal_of_group(with_it, self._limits)
+            make = functools.partial(self._make_custom, with_it)
+        else:
+            refusal = choice.symm_mem_refusal(with_it, self._limits)
+            make = functools.partial(self._make_symmetric, with_it)
+        if refusal:
+            return refusal
+        try:
+            make()
+        except (HeadraceError, RuntimeError) as error:
+            refusal = str(error)
+        refusal = self._ranks.agree(f"set up {part}", refusal)
+        if refusal:
+            self._drop(part)
+            return refusal
+        if self._symmetric is not None:
+            lacks = "" if self._symmetric.has_multicast else "no multicast"
+            with_it = replace(with_it, multicast=not self._ranks.agree(f"multicast of {part}", lacks))
+        self._need = with_it
+        self._choose.cache_clear()
+        return ""
+
+    def _make_custom(self, need: AllReduceNeed) -> None:
+        most = max(self._limits.custom, choice.custom_limit(need, self._limits))
+        if self._parts.custom is not None:
+            self._custom = self._parts.custom(self._ranks, most)
+            return
+        ranks = self._ranks
+        self._custom = CustomAllReduce(
+            ranks.store, ranks.rank, ranks.world_size, ranks.device, most, ranks.timeout
+        )
+
+    def _make_symmetric(self, need: AllReduceNeed) -> None:
+        most = self._limits.symm_mem[need.capability][need.world_size]
+        # torch keeps names for the process's life, and an engine may be made again.
+        name = self._ranks.told_by_rank_0("symm_mem", f"headrace-{os.getpid()}-{id(self)}")
+        self._symmetric = SymmetricAllReduce(self._ranks, most, name, self._parts.symm_mem)
+
+    def _drop(self, part: str) -> None:
+        """Undo a set-up that another rank could not follow."""
+        if part == SYMM_MEM and self._symmetric is not None:
+            self._symmetric.close()
+            self._symmetric = None
+        if part == CUSTOM:
+            custom, self._custom = self._custom, None
+            if custom is not None:
+                custom.unmap()
+            self._ranks.agree("unmapped", "")
+            if custom is not None:
+                custom.free()
+
+    def describe(self) -> str:
+        """By size of a tensor of bfloat16: what adds it up, and why."""
+        return choice.describe(self._need, self._limits)
+
+    def choice_for(self, tensor: Tensor) -> choice.Choice:
+        """What adds up this tensor now, and why."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._choose(tensor.nbytes, str(tensor.dtype).removeprefix("torch."), capturing)
+
+    def _chosen(self, num_bytes: int, dtype: str, capturing: bool) -> choice.Choice:
+        need = replace(self._need, num_bytes=num_bytes, dtype=dtype, capturing=capturing)
+        return choice.choose(need, self._limits)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        name = self.choice_for(tensor).name
+        if tensor.device == self.device and tensor.numel():
+            if self._custom is not None and name in (ONE_SHOT, TWO_SHOT):
+                return self._custom.all_reduce(tensor, two_shot=name == TWO_SHOT)
+            if self._symmetric is not None and name in (MULTIMEM, SYMM_TWO_SHOT):
+                return self._symmetric.all_reduce(tensor, multimem=name == MULTIMEM)
+        return self._base.all_reduce(tensor)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return self._base.reduce_scatter(tensor, dim)
+
+    def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        return self._base.all_gather(tensor, dim)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self._base.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        self._base.barrier()
+
+    def close(self) -> None:
+        """Leave the group. The memory that others have mapped stays until the process ends: they may not
+        have left yet, and CUDA forbids to free it before."""
+        if self._custom is not None:
+            self._custom.unmap()
+        if self._symmetric is not None:
+            self._symmetric.close()
+        self._custom = self._symmetric = None
+        self._base.close()
