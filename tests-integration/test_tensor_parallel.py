@@ -156,7 +156,7 @@ def test_guesses_are_checked_by_every_rank(
         ({"distributed_executor_backend": "uni"}, "parallel.distributed_executor_backend"),
         ({"distributed_executor_backend": "nobody"}, "nobody"),
         ({"device": "sim"}, "parallel.tensor_parallel_size"),
-        ({"communicator": "nccl"}, "nccl"),
+        ({"communicator": "nccl"}, "parallel.communicator = 'nccl'.*needs device 'cuda'"),
         ({"communicator": "single"}, "parallel.communicator = 'single'.*gloo"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3: it must be a divisor of \d"),
         ({"tensor_parallel_size": 0}, "parallel.tensor_parallel_size = 0"),

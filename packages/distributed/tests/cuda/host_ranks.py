@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from headrace_core.parallel import Communicator
 from headrace_distributed.cuda import nccl
@@ -22,21 +21,20 @@ from headrace_distributed.cuda.custom.all_reduce import CustomAllReduce
 from headrace_distributed.cuda.custom.cudart import CudaRuntime
 from headrace_distributed.cuda.joining import GpuRanks
 from headrace_testing.engine.communicators import made
+from headrace_testing.engine.rank_processes import from_file
 
 MIB = 1 << 20
-
-
-def gloo_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout)
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return ProcessGroupGloo(store, rank, world_size, options)
+gloo_group = partial(from_file, str(Path(__file__).with_name("gloo_group.py")), "gloo_group")
 
 
 def create(
-    rank: int, world_size: int, rendezvous: str, *, cudart: str, one_shot: int, block: int
+    rank: int, world_size: int, rendezvous: str, *, cudart: str, one_shot: int, block: int,
+    without_peers: int = -1,
 ) -> Communicator:
-    """A group that takes custom all-reduce up to 4 MiB, one-shot up to ``one_shot`` bytes."""
+    """A group that takes custom all-reduce up to 4 MiB, one-shot up to ``one_shot`` bytes.
+    Rank ``without_peers`` cannot map others' memory."""
+    if rank == without_peers:
+        os.environ["FAKE_CUDART_NO_PEERS"] = "1"
 
     def custom(ranks: GpuRanks, most: int) -> CustomAllReduce:
         return CustomAllReduce(

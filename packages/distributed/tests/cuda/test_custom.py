@@ -91,24 +91,16 @@ def test_the_table_says_what_runs(fake_cudart: str) -> None:
     assert others == [found, found]
 
 
-def test_memory_that_cannot_be_mapped_is_refused_by_name(
-    fake_cudart: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_CUDART_NO_PEERS", "1")
+def test_memory_that_cannot_be_mapped_is_refused_by_name(fake_cudart: str) -> None:
+    """By all ranks, though one of them could."""
     with RendezvousServer() as server:
-        make = partial(from_file, HERE, "create", cudart=fake_cudart, one_shot=0, block=128)
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(2) as pool:
-            address = server.address("tp")
-            joined = [pool.submit(make, rank, 2, address) for rank in range(2)]
-            errors = [each.exception() for each in joined]
-    for error in errors:
-        assert isinstance(error, ConfigError)
-        assert "parallel.communicator = 'custom': rank 0: cudaIpcOpenMemHandle returned 217 (peer access" in (
-            str(error)
-        )
-        assert error.field == "parallel.communicator"
+        address = server.address("tp")
+        with pytest.raises(RankFailed) as caught:
+            processes(fake_cudart, 2, address, without_peers=1)
+    assert caught.value.kind == "ConfigError"
+    assert caught.value.message.startswith(
+        "parallel.communicator = 'custom': rank 1: cudaIpcOpenMemHandle returned 217 (peer access"
+    )
 
 
 def test_a_tensor_that_does_not_fit_is_refused(fake_cudart: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.parallel import Communicator
@@ -17,15 +17,10 @@ from headrace_distributed.cuda import nccl, settings
 from headrace_distributed.errors import GroupError
 from headrace_distributed.rendezvous import RendezvousServer
 from headrace_testing.engine.communicators import CommunicatorConformance
+from headrace_testing.engine.rank_processes import from_file
 
 CPU = torch.device("cpu")
-
-
-def gloo_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout)
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return ProcessGroupGloo(store, rank, world_size, options)
+gloo_group = partial(from_file, str(Path(__file__).with_name("gloo_group.py")), "gloo_group")
 
 
 def make(rank: int, world_size: int, address: str, **options: Any) -> Communicator:

@@ -119,6 +119,7 @@ def worker_factory(
     def make_worker() -> ServingWorker:
         from headrace.assembly.beside import beside_builder, resolved_beside
 
+        ranks.use_device(platform.device)
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
         experts = divided_experts(config.parallel, ranks, tokens)
@@ -252,7 +253,7 @@ def ranked_workers(
         FOLLOWER_FACTORY,
         config,
         parallel.num_ranks,
-        communicator_name(config),
+        communicator_name(config, resolved.platform.device),
         meet,
         group_names(parallel),
         parallel.pipeline_parallel_size,

@@ -34,8 +34,8 @@ def from_file(path: str, name: str, *arguments: Any, **options: Any) -> Any:
     module = sys.modules.get(spec.name)
     if module is None:
         module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)  # before others see it: they may be threads
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
     return getattr(module, name)(*arguments, **options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -82,7 +84,7 @@ class CustomAllReduce:
         (two_shot_kernel if two_shot else one_shot_kernel)[grid](
             own, result, self._memory.addresses, self._rank, numel, *parts, self.slot_bytes,
             WORLD=self._world_size, LANES=1 << (self._world_size - 1).bit_length(), BLOCK=self._block,
-            WIDEN=own.itemsize < 4, SLOTS_AT=protocol.SLOTS_AT, OPERATION_AT=protocol.OPERATION_AT,
+            WIDEN=own.itemsize < 4, ROUND=_truncates(own), SLOTS_AT=protocol.SLOTS_AT, OPERATION_AT=protocol.OPERATION_AT,
             DONE_AT=protocol.DONE_AT,
         )  # fmt: skip
 
@@ -93,6 +95,11 @@ class CustomAllReduce:
     def free(self) -> None:
         """Give the own memory back, once all ranks have called :meth:`unmap`. Idempotent."""
         self._memory.free()
+
+
+def _truncates(tensor: Tensor) -> bool:
+    """True if kernels must round: Triton's interpreter cuts float32 to bfloat16 (seen in 3.9), GPUs round."""
+    return tensor.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _check_triton() -> None:

@@ -49,7 +49,24 @@ def _end(own, operation, OPERATION_AT: tl.constexpr, DONE_AT: tl.constexpr):
 
 
 @triton.jit
-def _sum(bases_ptr, slot_at, at, ok, like_ptr, WORLD: tl.constexpr, WIDEN: tl.constexpr):
+def _rounded(x):
+    """Float32 -> the nearest bfloat16, as float32; to even. NaN stays."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _sum(
+    bases_ptr,
+    slot_at,
+    at,
+    ok,
+    like_ptr,
+    WORLD: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     """Elements ``at`` of all ranks' slots, added up from rank 0 on."""
     pointer = tl.pointer_type(like_ptr.dtype.element_ty)
     total = tl.load((tl.load(bases_ptr) + slot_at).to(pointer) + at, mask=ok, other=0)
@@ -60,6 +77,8 @@ def _sum(bases_ptr, slot_at, at, ok, like_ptr, WORLD: tl.constexpr, WIDEN: tl.co
         if WIDEN:
             part = part.to(tl.float32)
         total += part
+    if ROUND:
+        total = _rounded(total)
     return total.to(like_ptr.dtype.element_ty)
 
 
@@ -75,6 +94,7 @@ def one_shot_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
+    ROUND: tl.constexpr,
     SLOTS_AT: tl.constexpr,
     OPERATION_AT: tl.constexpr,
     DONE_AT: tl.constexpr,
@@ -91,7 +111,7 @@ def one_shot_kernel(
     _meet(bases_ptr, program, rank, 2 * operation + 1, WORLD, LANES)
     for start in range(program * BLOCK, numel, step):
         at = start + tl.arange(0, BLOCK)
-        total = _sum(bases_ptr, slot_at, at, at < numel, input_ptr, WORLD, WIDEN)
+        total = _sum(bases_ptr, slot_at, at, at < numel, input_ptr, WORLD, WIDEN, ROUND)
         tl.store(out_ptr + at, total, mask=at < numel)
     _end(own, operation, OPERATION_AT, DONE_AT)
 
@@ -109,6 +129,7 @@ def two_shot_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
+    ROUND: tl.constexpr,
     SLOTS_AT: tl.constexpr,
     OPERATION_AT: tl.constexpr,
     DONE_AT: tl.constexpr,
@@ -135,7 +156,8 @@ def two_shot_kernel(
         within = start + tl.arange(0, BLOCK)
         at = rank * part + within
         ok = (within < part) & (at < numel)
-        tl.store(mine + at, _sum(bases_ptr, slot_at, at, ok, input_ptr, WORLD, WIDEN), mask=ok)
+        total = _sum(bases_ptr, slot_at, at, ok, input_ptr, WORLD, WIDEN, ROUND)
+        tl.store(mine + at, total, mask=ok)
     _meet(bases_ptr, program, rank, 2 * operation + 2, WORLD, LANES)
     for whose in range(WORLD):
         theirs = (tl.load(bases_ptr + whose) + slot_at).to(pointer)
