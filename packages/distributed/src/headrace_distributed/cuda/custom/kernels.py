@@ -57,6 +57,12 @@ def _rounded(x):
 
 
 @triton.jit
+def _slot(base, slot_at, like_ptr):
+    """Where a rank's slot is; said to be aligned, or values would be read one by one."""
+    return tl.multiple_of((base + slot_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+
+
+@triton.jit
 def _sum(
     bases_ptr,
     slot_at,
@@ -68,12 +74,12 @@ def _sum(
     ROUND: tl.constexpr,
 ):
     """Elements ``at`` of all ranks' slots, added up from rank 0 on."""
-    pointer = tl.pointer_type(like_ptr.dtype.element_ty)
-    total = tl.load((tl.load(bases_ptr) + slot_at).to(pointer) + at, mask=ok, other=0)
+    total = tl.load(_slot(tl.load(bases_ptr), slot_at, like_ptr) + at, mask=ok, other=0)
     if WIDEN:
         total = total.to(tl.float32)
     for rank in tl.static_range(1, WORLD):
-        part = tl.load((tl.load(bases_ptr + rank) + slot_at).to(pointer) + at, mask=ok, other=0)
+        theirs = _slot(tl.load(bases_ptr + rank), slot_at, like_ptr)
+        part = tl.load(theirs + at, mask=ok, other=0)
         if WIDEN:
             part = part.to(tl.float32)
         total += part
@@ -104,7 +110,7 @@ def one_shot_kernel(
     own = tl.load(bases_ptr + rank)
     operation = tl.load((own + OPERATION_AT).to(tl.pointer_type(tl.int64)))
     slot_at = SLOTS_AT + operation % 2 * slot_bytes
-    mine = (own + slot_at).to(tl.pointer_type(input_ptr.dtype.element_ty))
+    mine = _slot(own, slot_at, input_ptr)
     for start in range(program * BLOCK, numel, step):
         at = start + tl.arange(0, BLOCK)
         tl.store(mine + at, tl.load(input_ptr + at, mask=at < numel, other=0), mask=at < numel)
@@ -143,8 +149,7 @@ def two_shot_kernel(
     own = tl.load(bases_ptr + rank)
     operation = tl.load((own + OPERATION_AT).to(tl.pointer_type(tl.int64)))
     slot_at = SLOTS_AT + operation % 2 * slot_bytes
-    pointer = tl.pointer_type(input_ptr.dtype.element_ty)
-    mine = (own + slot_at).to(pointer)
+    mine = _slot(own, slot_at, input_ptr)
     for whose in range(WORLD):
         for start in range(program * BLOCK, part, step):
             within = start + tl.arange(0, BLOCK)
@@ -160,7 +165,7 @@ def two_shot_kernel(
         tl.store(mine + at, total, mask=ok)
     _meet(bases_ptr, program, rank, 2 * operation + 2, WORLD, LANES)
     for whose in range(WORLD):
-        theirs = (tl.load(bases_ptr + whose) + slot_at).to(pointer)
+        theirs = _slot(tl.load(bases_ptr + whose), slot_at, input_ptr)
         for start in range(program * BLOCK, part, step):
             within = start + tl.arange(0, BLOCK)
             at = whose * part + within
