@@ -49,19 +49,29 @@ def test_those_of_gpus_are_refused_on_a_cpu(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["gloo", "shm"])
 def test_those_of_cpus_are_refused_on_gpus(four_gpus: None, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"parallel.communicator = {name!r}: must be 'auto' or one of cuda"):
+    with pytest.raises(
+        ConfigError, match=f"parallel.communicator = {name!r}: must be 'auto' or one of cuda"
+    ):
         check(CudaPlatform(), communicator=name, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", ["auto", *OF_GPUS])
 def test_ranks_have_a_gpu_each(four_gpus: None, name: str) -> None:
     check(CudaPlatform(), communicator=name, tensor_parallel_size=4)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 8: must be at most 4 here: .* sees 4"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size = 8: must be at most 4 here: .* sees 4"
+    ):
         check(CudaPlatform(), communicator=name, tensor_parallel_size=8)
 
 
 def test_each_host_has_its_gpus(four_gpus: None) -> None:
-    check(CudaPlatform(), communicator="nccl", tensor_parallel_size=8, nnodes=2, master_addr="127.0.0.1")
+    check(
+        CudaPlatform(),
+        communicator="nccl",
+        tensor_parallel_size=8,
+        nnodes=2,
+        master_addr="127.0.0.1",
+    )
 
 
 @pytest.mark.parametrize(

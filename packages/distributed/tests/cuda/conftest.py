@@ -17,7 +17,17 @@ def compiled(source: str, folder: Path) -> str:
         pytest.skip("no C++ compiler for the stand-in")
     made = folder / f"lib{Path(source).stem}.so"
     path = Path(__file__).with_name(source)
-    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-O1", "-pthread", str(path), "-o", str(made)]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-pthread",
+        str(path),
+        "-o",
+        str(made),
+    ]
     subprocess.run(command, check=True)
     return str(made)
 

@@ -14,9 +14,9 @@ import torch
 
 from headrace_core.parallel import Communicator
 from headrace_distributed.cuda import nccl
+from headrace_distributed.cuda.choice import Limits
 from headrace_distributed.cuda.chosen import AdaptiveCommunicator, Parts
 from headrace_distributed.cuda.chosen import create as create_chosen
-from headrace_distributed.cuda.choice import Limits
 from headrace_distributed.cuda.custom.all_reduce import CustomAllReduce
 from headrace_distributed.cuda.custom.cudart import CudaRuntime
 from headrace_distributed.cuda.joining import GpuRanks
@@ -28,7 +28,13 @@ gloo_group = partial(from_file, str(Path(__file__).with_name("gloo_group.py")), 
 
 
 def create(
-    rank: int, world_size: int, rendezvous: str, *, cudart: str, one_shot: int, block: int,
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    *,
+    cudart: str,
+    one_shot: int,
+    block: int,
     without_peers: int = -1,
 ) -> Communicator:
     """A group that takes custom all-reduce up to 4 MiB, one-shot up to ``one_shot`` bytes.
@@ -76,11 +82,10 @@ class AllLinked:
         return 0
 
 
-def sums(
-    group: Communicator, calls: Sequence[tuple[int, torch.dtype, bool]]
-) -> list[torch.Tensor]:
+def sums(group: Communicator, calls: Sequence[tuple[int, torch.dtype, bool]]) -> list[torch.Tensor]:
     """Custom sums one after the other, of (elements, dtype, two-shot)."""
-    assert isinstance(group, AdaptiveCommunicator) and group._custom is not None
+    assert isinstance(group, AdaptiveCommunicator)
+    assert group._custom is not None
     return [
         group._custom.all_reduce(made(group.rank, (size,), dtype, step), two_shot=two_shot)
         for step, (size, dtype, two_shot) in enumerate(calls)

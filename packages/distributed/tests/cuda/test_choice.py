@@ -29,9 +29,7 @@ HOPPER = AllReduceNeed(
 )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "limit"), [(4, 512 * KIB), (6, 256 * KIB), (8, 256 * KIB)]
-)
+@pytest.mark.parametrize(("world_size", "limit"), [(4, 512 * KIB), (6, 256 * KIB), (8, 256 * KIB)])
 def test_one_shot_up_to_its_limit(world_size: int, limit: int) -> None:
     need = AllReduceNeed(
         num_bytes=0, dtype="float16", world_size=world_size, available=frozenset({CUSTOM, PYNCCL})

@@ -28,7 +28,9 @@ MIB = 1 << 20
 
 def processes(cudart: str, world_size: int, address: str, **options: Any) -> RankProcesses:
     options = {"one_shot": 4 * MIB, "block": 8192, **options}
-    return RankProcesses(partial(from_file, HERE, "create", cudart=cudart, **options), world_size, address)
+    return RankProcesses(
+        partial(from_file, HERE, "create", cudart=cudart, **options), world_size, address
+    )
 
 
 class TestOneShot(CommunicatorConformance):
@@ -43,7 +45,9 @@ class TestOneShot(CommunicatorConformance):
     def started(cls, fake_cudart: str) -> Iterator[None]:
         with (
             RendezvousServer() as server,
-            processes(fake_cudart, cls.WORLD_SIZE, server.address("tp"), one_shot=cls.ONE_SHOT) as ranks,
+            processes(
+                fake_cudart, cls.WORLD_SIZE, server.address("tp"), one_shot=cls.ONE_SHOT
+            ) as ranks,
         ):
             cls.ranks = ranks
             yield
@@ -106,7 +110,9 @@ def test_memory_that_cannot_be_mapped_is_refused_by_name(fake_cudart: str) -> No
 def test_a_tensor_that_does_not_fit_is_refused(fake_cudart: str) -> None:
     with RendezvousServer() as server, processes(fake_cudart, 2, server.address("tp")) as ranks:
         for size, dtype in ((4 * MIB, torch.float16), (4, torch.float64)):
-            with pytest.raises(RankFailed, match=r"ValueError: all_reduce: .* must be at most 4194304 of"):
+            with pytest.raises(
+                RankFailed, match=r"ValueError: all_reduce: .* must be at most 4194304 of"
+            ):
                 ranks.on_every_rank(partial(from_file, HERE, "sums"), [(size, dtype, False)])
 
 
@@ -142,7 +148,9 @@ def test_no_library_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(MissingDependency, match="torch has loaded none"):
         CudaRuntime()
     monkeypatch.setenv(cudart.PATH_VARIABLE, "/nowhere/libcudart.so")
-    with pytest.raises(ConfigError, match=r"HEADRACE_CUDART_SO_PATH = '/nowhere/libcudart.so': must be"):
+    with pytest.raises(
+        ConfigError, match=r"HEADRACE_CUDART_SO_PATH = '/nowhere/libcudart.so': must be"
+    ):
         CudaRuntime()
 
 

@@ -33,7 +33,9 @@ def test_compiles(tmp_path: Path, capability: int) -> None:
         meetings = 1 if kernel["name"] == "one_shot_kernel" else 2
         events = re.findall(r"bar\.sync|atom\.\S+|[ls][dt]\.global\.v4", kernel["ptx"])
         words = [set(event.split(".")) for event in events]
-        released = [at for at, word in enumerate(words) if {"release", "sys", "exch", "b64"} <= word]
+        released = [
+            at for at, word in enumerate(words) if {"release", "sys", "exch", "b64"} <= word
+        ]
         acquired = [at for at, word in enumerate(words) if {"acquire", "sys", "add", "u64"} <= word]
         assert len(released) == len(acquired) == meetings, (kernel["name"], kernel["dtype"])
         for release, acquire in zip(released, acquired, strict=True):

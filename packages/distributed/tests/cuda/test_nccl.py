@@ -104,7 +104,9 @@ def test_the_order_is_asked_for_by_environment(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_machine_without_a_gpu_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.communicator = 'nccl': needs a CUDA GPU") as caught:
+    with pytest.raises(
+        ConfigError, match=r"parallel.communicator = 'nccl': needs a CUDA GPU"
+    ) as caught:
         nccl.create(0, 2, "tcp://127.0.0.1:77/tp")
     assert caught.value.field == "parallel.communicator"
 

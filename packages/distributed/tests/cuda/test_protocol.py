@@ -135,7 +135,9 @@ class Model:
 
 
 OPERATIONS = st.lists(
-    st.builds(Operation, st.integers(1, 9), st.integers(1, 4), st.booleans()), min_size=1, max_size=6
+    st.builds(Operation, st.integers(1, 9), st.integers(1, 4), st.booleans()),
+    min_size=1,
+    max_size=6,
 )
 
 

@@ -17,8 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from headrace_core.errors import ConfigError
 from headrace_core.parallel import Communicator
 from headrace_distributed.cuda import joining, nccl
-from headrace_distributed.cuda.chosen import AdaptiveCommunicator, Parts, create
 from headrace_distributed.cuda.choice import KIB, Limits
+from headrace_distributed.cuda.chosen import AdaptiveCommunicator, Parts, create
 from headrace_distributed.cuda.devices import Gpu
 from headrace_distributed.cuda.joining import GpuRanks
 from headrace_distributed.cuda.symmetric import SymmetricAllReduce
@@ -48,7 +48,12 @@ class Memory:
             self.groups.setdefault(name, (threading.Barrier(world_size), {}))
 
     def empty_strided_p2p(
-        self, size: tuple[int], stride: tuple[int], dtype: torch.dtype, device: torch.device, name: str
+        self,
+        size: tuple[int],
+        stride: tuple[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
     ) -> torch.Tensor:
         assert name in self.groups
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -89,7 +94,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    rank: int, address: str, *, limits: Limits | None = None, world_size: int = WORLD_SIZE, **memory: bool
+    rank: int,
+    address: str,
+    *,
+    limits: Limits | None = None,
+    world_size: int = WORLD_SIZE,
+    **memory: bool,
 ) -> Communicator:
     def base(ranks: GpuRanks, fixed_order: bool) -> Communicator:
         return nccl.join(ranks, fixed_order=fixed_order, make_group=gloo_group)
@@ -160,8 +170,8 @@ def test_a_rank_that_cannot_makes_all_refuse_by_name() -> None:
     for error in errors:
         assert isinstance(error, ConfigError)
         assert str(error) == (
-            "parallel.communicator = 'symm_mem': rank 1: symmetric memory: no fabric; 'cuda' uses what works, "
-            "'pynccl' NCCL alone"
+            "parallel.communicator = 'symm_mem': rank 1: symmetric memory: no fabric; 'cuda' uses what "
+            "works, 'pynccl' NCCL alone"
         )
 
 
@@ -214,7 +224,7 @@ def test_the_choice_is_that_of_the_tensor() -> None:
     assert isinstance(group, AdaptiveCommunicator)
     assert group.choice_for(torch.ones(8, dtype=torch.bfloat16)).name == "symm_mem two-shot"
     assert group.choice_for(torch.ones(8)).name == "pynccl"
-    assert group.choice_for(torch.ones(3, dtype=torch.bfloat16)).passed_over["symm_mem two-shot"] == (
-        "no multiple of 4 bytes"
-    )
+    assert group.choice_for(torch.ones(3, dtype=torch.bfloat16)).passed_over[
+        "symm_mem two-shot"
+    ] == ("no multiple of 4 bytes")
     assert "symm_mem two-shot up to 64 MiB" in group.describe()

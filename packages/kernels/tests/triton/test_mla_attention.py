@@ -27,7 +27,9 @@ def test_split_decode(device: str, dtype: str, heads: int) -> None:
 
 def test_split_decode_of_counted_keys(device: str) -> None:
     """Counts beyond the keys and of none, and the log-sum-exp, over segments that have no keys, too."""
-    case = mla_case([(1, 3), (1, 40), (1, 129), (1, 0)], dtype="float32", device=device, num_heads=3)
+    case = mla_case(
+        [(1, 3), (1, 40), (1, 129), (1, 0)], dtype="float32", device=device, num_heads=3
+    )
     counts = torch.tensor([5, 17, 0, 0], dtype=torch.int32, device=device)
     lse, expected_lse = (torch.full((4, 3), 7.0, device=device) for _ in range(2))
     arguments, options = case._arguments(), {**case._options(), "key_counts": counts}

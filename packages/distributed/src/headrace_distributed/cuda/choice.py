@@ -182,8 +182,8 @@ RULES: Sequence[Rule] = (
     ),
     Rule(NCCL, "torch's NCCL, as nothing else serves", lambda need, limits: ""),
 )
-"""In order. Capturing changes no way, as all can be recorded. NCCL's symmetric windows and ROCm's quick reduce, which the field has before these, are not
-built."""
+"""In order. Capturing changes no way, as all can be recorded. NCCL's symmetric windows and ROCm's quick
+reduce, which the field has before these, are not built."""
 
 
 def choose(need: AllReduceNeed, limits: Limits = LIMITS) -> Choice:

@@ -196,7 +196,9 @@ class AdaptiveCommunicator(Communicator):
             return refusal
         if self._symmetric is not None:
             lacks = "" if self._symmetric.has_multicast else "no multicast"
-            with_it = replace(with_it, multicast=not self._ranks.agree(f"multicast of {part}", lacks))
+            with_it = replace(
+                with_it, multicast=not self._ranks.agree(f"multicast of {part}", lacks)
+            )
         self._need = with_it
         self._choose.cache_clear()
         return ""

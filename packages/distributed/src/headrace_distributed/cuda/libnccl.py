@@ -95,7 +95,9 @@ class NcclLibrary:
         major, rest = divmod(code.value, unit)
         return major, rest // 100, rest % 100
 
-    def call(self, name: str, *arguments: Any, operation: str = "", comm: int | None = None) -> None:
+    def call(
+        self, name: str, *arguments: Any, operation: str = "", comm: int | None = None
+    ) -> None:
         """Call a function of NCCL's.
 
         Args:
@@ -134,7 +136,9 @@ class NcclLibrary:
             raise ValueError(f"NCCL's id has {len(unique_id)} bytes: must be {UNIQUE_ID_BYTES}")
         comm = _P()
         given = UniqueId.from_buffer_copy(unique_id)
-        self.call("ncclCommInitRank", ctypes.byref(comm), world_size, given, rank, operation="joining")
+        self.call(
+            "ncclCommInitRank", ctypes.byref(comm), world_size, given, rank, operation="joining"
+        )
         assert comm.value is not None
         return comm.value
 

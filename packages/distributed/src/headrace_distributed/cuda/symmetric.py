@@ -38,7 +38,9 @@ class SymmetricAllReduce:
         try:
             memory.set_group_info(name, ranks.rank, ranks.world_size, ranks.store)
             size = num_bytes // DTYPE.itemsize
-            self._buffer: Tensor = memory.empty_strided_p2p((size,), (1,), DTYPE, ranks.device, name)
+            self._buffer: Tensor = memory.empty_strided_p2p(
+                (size,), (1,), DTYPE, ranks.device, name
+            )
             # Held: it is what keeps the others' buffers mapped.
             self._handle = memory.rendezvous(self._buffer, name)
         except RuntimeError as error:

@@ -48,9 +48,9 @@ class ParallelConfig:
         "LLM only), or a plug-in's name. Default: uni for one rank, else mp.",
     )  # fmt: skip
     communicator: str = option(
-        "auto", "Way in which ranks exchange tensors: gloo or shm on a CPU; cuda, custom, symm_mem, pynccl or "
-        "nccl on GPUs; or a plug-in's name. auto: shm where it is installed and the ranks share memory, else "
-        "gloo; cuda on GPUs, which adds up each tensor in the way that suits its size.",
+        "auto", "Way in which ranks exchange tensors: gloo or shm on a CPU; cuda, custom, symm_mem, pynccl "
+        "or nccl on GPUs; or a plug-in's name. auto: shm where it is installed and the ranks share memory, "
+        "else gloo; cuda on GPUs, which adds up each tensor in the way that suits its size.",
         cost="cuda, custom and symm_mem keep 16 to 256 MiB of each GPU, by its kind and the number of ranks",
     )  # fmt: skip
     worker_extension_cls: str = option(

@@ -1,7 +1,7 @@
 """Latent attention (absorbed) over its paged cache, and writing that cache.
 
-For query row (position p of request b, head h) over tokens j <= p, or j < key_counts, with c_j the first R entries of a
-cached vector and r_j the other P:
+For query row (position p of request b, head h) over tokens j <= p, or j < key_counts, with c_j the first R
+entries of a cached vector and r_j the other P:
 
     s_j = scale * (q . c_j + q_rope . r_j)
     o   = sum_j exp(s_j - m) c_j / sum_j exp(s_j - m)
@@ -260,7 +260,8 @@ def mla_attention(
         cache.shape[1], scale, NUM_HEADS=num_heads, BLOCK_H=block_h, LATENT=latent,
         LATENT_BLOCK=latent_block, ROPE=rope_query.shape[2],
         ROPE_BLOCK=padded(rope_query.shape[2], MIN_DOT), TILE=_TILE, SEGMENTS=segments,
-        HAS_COUNTS=key_counts is not None, HAS_LSE=lse is not None, WIDEN=widen(query), num_warps=_NUM_WARPS.get(block_h, 4),
+        HAS_COUNTS=key_counts is not None, HAS_LSE=lse is not None, WIDEN=widen(query),
+        num_warps=_NUM_WARPS.get(block_h, 4),
     )  # fmt: skip
     if segments > 1:
         _reduce_kernel[(num_seqs, num_heads)](

@@ -17,7 +17,9 @@ from headrace_core.errors import ConfigError
 def log_sum(top, total):
     """Log-sum-exp of scores with maximum ``top`` and sum of ``exp(s - top)`` ``total``; -inf of none."""
     some = total > 0.0
-    return tl.where(some, tl.where(some, top, 0.0) + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    return tl.where(
+        some, tl.where(some, top, 0.0) + tl.log(tl.where(some, total, 1.0)), float("-inf")
+    )
 
 
 def check_partial(

@@ -693,7 +693,15 @@ def _run_split(
     part = top.new_empty((*top.shape, d_block))
     grid = (num_seqs, num_heads // constants["GROUP"], NUM_SEGMENTS)
     _split_kernel[grid](
-        *sources, key_counts, part, top, total, *strides, *numbers, SEGMENTS=NUM_SEGMENTS, **constants
+        *sources,
+        key_counts,
+        part,
+        top,
+        total,
+        *strides,
+        *numbers,
+        SEGMENTS=NUM_SEGMENTS,
+        **constants,
     )
     _reduce_kernel[(num_seqs, num_heads)](
         part,

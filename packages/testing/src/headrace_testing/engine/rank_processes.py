@@ -30,7 +30,8 @@ def from_file(path: str, name: str, *arguments: Any, **options: Any) -> Any:
     """Call a function of a file: what a test's own module has cannot be pickled, ``partial(from_file, ...)``
     can."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules.get(spec.name)
     if module is None:
         module = importlib.util.module_from_spec(spec)

@@ -48,7 +48,9 @@ class CustomAllReduce:
     ) -> None:
         _check_triton()
         if not 2 <= world_size <= protocol.MOST_RANKS:
-            raise ValueError(f"world_size = {world_size}: must be within 2 and {protocol.MOST_RANKS}")
+            raise ValueError(
+                f"world_size = {world_size}: must be within 2 and {protocol.MOST_RANKS}"
+            )
         self.slot_bytes = -(-slot_bytes // 256) * 256
         self._rank, self._world_size, self._block = rank, world_size, block
         self._memory = MappedMemory(
@@ -84,8 +86,8 @@ class CustomAllReduce:
         (two_shot_kernel if two_shot else one_shot_kernel)[grid](
             own, result, self._memory.addresses, self._rank, numel, *parts, self.slot_bytes,
             WORLD=self._world_size, LANES=1 << (self._world_size - 1).bit_length(), BLOCK=self._block,
-            WIDEN=own.itemsize < 4, ROUND=_truncates(own), SLOTS_AT=protocol.SLOTS_AT, OPERATION_AT=protocol.OPERATION_AT,
-            DONE_AT=protocol.DONE_AT,
+            WIDEN=own.itemsize < 4, ROUND=_truncates(own), SLOTS_AT=protocol.SLOTS_AT,
+            OPERATION_AT=protocol.OPERATION_AT, DONE_AT=protocol.DONE_AT,
         )  # fmt: skip
 
     def unmap(self) -> None:
@@ -107,5 +109,7 @@ def _check_triton() -> None:
         import triton  # noqa: F401
     except ImportError:
         raise MissingDependency(
-            "triton", needed_for="communicator 'custom'", install="pip install 'headrace-distributed[triton]'"
+            "triton",
+            needed_for="communicator 'custom'",
+            install="pip install 'headrace-distributed[triton]'",
         ) from None

@@ -34,7 +34,9 @@ def _meet(bases_ptr, program, rank, flag, WORLD: tl.constexpr, LANES: tl.constex
     tl.atomic_xchg(theirs, flags, mask=is_rank, sem="release", scope="sys")
     seen = flags - 1
     while tl.min(tl.where(is_rank, seen, flags), axis=0) < flag:
-        seen = tl.atomic_add(own, tl.zeros([LANES], tl.int64), mask=is_rank, sem="acquire", scope="sys")
+        seen = tl.atomic_add(
+            own, tl.zeros([LANES], tl.int64), mask=is_rank, sem="acquire", scope="sys"
+        )
     tl.debug_barrier()
 
 

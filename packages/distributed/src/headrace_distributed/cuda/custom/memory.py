@@ -37,9 +37,7 @@ class MappedMemory:
         self._runtime, self._rank = runtime, rank
         self._addresses: list[int] = []
         own = runtime.allocate(num_bytes)
-        told = exchange(
-            store, "memory", rank, world_size, runtime.handle_of(own).hex(), timeout
-        )
+        told = exchange(store, "memory", rank, world_size, runtime.handle_of(own).hex(), timeout)
         for peer, handle in enumerate(told):
             self._addresses.append(own if peer == rank else runtime.open(bytes.fromhex(handle)))
         self.addresses: Tensor = torch.tensor(self._addresses, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Where ranks find what in each other's memory, and what keeps them from reading too early or writing too soon.
+"""Where ranks find what in each other's memory, and why nobody reads too early or writes too soon.
 
 Each rank has one allocation, which all map::
 

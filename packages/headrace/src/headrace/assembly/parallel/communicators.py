@@ -62,8 +62,8 @@ def check_gpus(parallel: ParallelConfig) -> None:
     here, found = parallel.num_ranks // parallel.nnodes, torch.cuda.device_count()
     if here > found:
         raise ConfigError(
-            f"parallel.{parallel.describe_ranks()}: must be at most {found * parallel.nnodes} here: each rank "
-            f"needs a GPU of its own, and torch sees {found}",
+            f"parallel.{parallel.describe_ranks()}: must be at most {found * parallel.nnodes} here: each "
+            f"rank needs a GPU of its own, and torch sees {found}",
             field="parallel.tensor_parallel_size",
         )
 
