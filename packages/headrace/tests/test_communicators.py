@@ -79,6 +79,8 @@ def test_each_host_has_its_gpus(four_gpus: None) -> None:
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True}, "enable_eplb"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+         "distributed_executor_backend"),
     ],
 )  # fmt: skip
 def test_what_ranks_on_gpus_do_not_do_is_refused(

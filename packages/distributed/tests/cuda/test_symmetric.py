@@ -207,6 +207,34 @@ def test_what_is_only_tried_is_left_out(caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
+def test_custom_memory_holds_what_the_table_gives_it_beside_symmetric_memory() -> None:
+    """Both are tried; 9.0 with two ranks takes custom all-reduce up to 64 MiB then."""
+    most: list[int] = []
+
+    class Custom:
+        def __init__(self, ranks: GpuRanks, num_bytes: int) -> None:
+            most.append(num_bytes)
+
+        def unmap(self) -> None:
+            return None
+
+    def join(rank: int, address: str) -> Communicator:
+        def base(ranks: GpuRanks, fixed_order: bool) -> Communicator:
+            return nccl.join(ranks, fixed_order=fixed_order, make_group=gloo_group)
+
+        parts = Parts(base=base, symm_mem=Memory(rank), custom=Custom)  # type: ignore[arg-type]
+        return create(rank, 2, address, timeout=30.0, device=CPU, fixed_order=False, parts=parts)
+
+    with RendezvousServer() as server, ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(join, range(2), [server.address("tp")] * 2))
+    assert isinstance(groups[0], AdaptiveCommunicator)
+    text = groups[0].describe()
+    assert text.startswith("custom one-shot up to 64 MiB")
+    assert most == [64 << 20] * 2
+    for group in groups:
+        group.close()
+
+
 def test_sizes_and_types_that_do_not_fit_are_refused() -> None:
     memory = Memory(0)
     with RendezvousServer() as server:

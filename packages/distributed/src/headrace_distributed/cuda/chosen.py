@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def create(
     timeout: float = DEFAULT_TIMEOUT,
     device: torch.device | None = None,
     fixed_order: bool | None = None,
-    wanted: Collection[str] = (CUSTOM, SYMM_MEM),
+    wanted: Sequence[str] = (SYMM_MEM, CUSTOM),
     required: Collection[str] = (),
     limits: Limits = LIMITS,
     parts: Parts | None = None,
@@ -80,7 +80,7 @@ def create(
         timeout: seconds to wait for another rank to join.
         device: where tensors lie; None: this process's current GPU.
         fixed_order: sums are taken in the order of ranks; None: :func:`settings.fixed_order`.
-        wanted: what is tried.
+        wanted: what is tried, in this order: custom all-reduce has other sizes beside symmetric memory.
         required: what must work, of ``wanted``.
         limits: sizes at which one way becomes better than the next.
 

@@ -44,7 +44,8 @@ class MappedMemory:
         """[world_size] int64: where this rank's kernels see each one's allocation."""
 
     def unmap(self) -> None:
-        """Let go of the others' memory. Idempotent."""
+        """Let go of the others' memory, once what runs on the device has ended. Idempotent."""
+        self._runtime.call("cudaDeviceSynchronize")
         for peer, address in enumerate(self._addresses):
             if peer != self._rank:
                 self._runtime.close(address)

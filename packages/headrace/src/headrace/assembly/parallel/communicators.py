@@ -51,6 +51,8 @@ def check_gpus(parallel: ParallelConfig) -> None:
         ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1,
          "stages exchange sizes through the host's memory"),
         ("enable_eplb", parallel.enable_eplb, "tokens of experts are counted in the host's memory"),
+        ("distributed_executor_backend", parallel.executor != "mp",
+         "only ranks of 'mp' know which of their host's GPUs is theirs"),
     ):  # fmt: skip
         if value:
             raise ConfigError(
