@@ -35,12 +35,11 @@ class AbsentGPU:
 
 def main() -> None:
     driver.set_active(AbsentGPU())
-    from headrace_distributed.cuda.custom.all_reduce import DTYPES
     from headrace_distributed.cuda.custom.kernels import one_shot_kernel, two_shot_kernel
 
     compiled = []
-    for dtype in DTYPES:
-        for world_size in (2, 6, 8):
+    for dtype in (torch.float32, torch.bfloat16):
+        for world_size in (2, 6):
             x, bases = torch.zeros(64, dtype=dtype), torch.zeros(8, dtype=torch.int64)
             for kernel, parts in ((one_shot_kernel, ()), (two_shot_kernel, (64,))):
                 made = kernel.warmup(

@@ -63,7 +63,7 @@ class TestTwoShot(TestOneShot):
     WORLD_SIZE = 3
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.days(3))])
 def test_sums_of_every_size_follow_each_other(fake_cudart: str, world_size: int) -> None:
     """Both ways in turn, of one and of many programs, so that slots of operations lie over each other's."""
     sizes = (1, 3000, 17, 64 * world_size, 64 * world_size + 1, 5000, 2)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.days(3))])
 def test_compiles(tmp_path: Path, capability: int) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -27,7 +27,7 @@ def test_compiles(tmp_path: Path, capability: int) -> None:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stderr[-4000:]
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 18
+    assert len(compiled) == 8
     for kernel in compiled:
         assert kernel["code_bytes"] > 0
         meetings = 1 if kernel["name"] == "one_shot_kernel" else 2

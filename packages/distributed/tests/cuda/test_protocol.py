@@ -145,7 +145,7 @@ def by_operation(operation: int, run: int) -> int:
     return protocol.slot_of(operation)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ranks=st.integers(2, 4), operations=OPERATIONS, seed=st.integers(0, 2**32))
 def test_whatever_the_order_each_reads_its_own_operation(
     ranks: int, operations: list[Operation], seed: int
