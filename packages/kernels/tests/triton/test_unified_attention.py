@@ -224,6 +224,29 @@ class TestBatchInvariance:
         one_by_one = [self.attend(case.request(0, i, i + 1)) for i in range(19)]
         assert torch.equal(torch.cat(one_by_one), whole)
 
+    def test_counts_of_all_keys_up_to_a_row_s_own_are_causal(self, device: str) -> None:
+        case = paged_case([(19, 70)], dtype="float32", device=device, head_dim=40)
+        counts = torch.arange(52, 71, dtype=torch.int32, device=device)
+        lse = torch.empty(19, case.query.shape[1], device=device)
+        whole = self.attend(case)
+
+        def counted(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+            part, own = case.request(0, first, last), torch.empty_like(lse[first:last])
+            part = dataclasses.replace(
+                part,
+                block_table=case.block_table,  # counts, not lengths, say what rows see
+                seq_lens=case.seq_lens,
+                options={**part.options, "key_counts": counts[first:last], "lse": own},
+            )
+            return self.attend(part), own
+
+        together, lse = counted(0, 19)
+        assert torch.equal(together, whole)
+        for first, last in ((0, 1), (0, 8), (8, 19), (18, 19)):
+            out, own = counted(first, last)
+            assert torch.equal(out, whole[first:last])
+            assert torch.equal(own, lse[first:last])
+
 
 @pytest.mark.parametrize(("window", "tiles"), [(None, 13), (1, 1), (8, 1), (9, 2), (200, 13)])
 def test_tiles_outside_the_window_are_skipped(
