@@ -36,17 +36,17 @@ def create(
     one_shot: int,
     block: int,
     without_peers: int = -1,
+    without_memory: int = -1,
 ) -> Communicator:
     """A group that takes custom all-reduce up to 4 MiB, one-shot up to ``one_shot`` bytes.
-    Rank ``without_peers`` cannot map others' memory."""
+    Rank ``without_peers`` cannot map others' memory, rank ``without_memory`` not allocate its own."""
+    if rank == without_memory:
+        os.environ["FAKE_CUDART_LIMIT"] = "1000"
     if rank == without_peers:
         os.environ["FAKE_CUDART_NO_PEERS"] = "1"
 
     def custom(ranks: GpuRanks, most: int) -> CustomAllReduce:
-        return CustomAllReduce(
-            ranks.store, ranks.rank, ranks.world_size, ranks.device, most, ranks.timeout,
-            CudaRuntime(cudart), block,
-        )  # fmt: skip
+        return CustomAllReduce(ranks, most, CudaRuntime(cudart), block)
 
     def base(ranks: GpuRanks, fixed_order: bool) -> Communicator:
         return nccl.join(ranks, fixed_order=fixed_order, make_group=gloo_group)

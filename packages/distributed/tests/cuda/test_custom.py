@@ -95,16 +95,25 @@ def test_the_table_says_what_runs(fake_cudart: str) -> None:
     assert others == [found, found]
 
 
-def test_memory_that_cannot_be_mapped_is_refused_by_name(fake_cudart: str) -> None:
-    """By all ranks, though one of them could."""
+@pytest.mark.parametrize(
+    ("lacks", "reason"),
+    [
+        (
+            "without_peers",
+            "rank 1: cudaIpcOpenMemHandle returned 217 (peer access is not supported",
+        ),
+        ("without_memory", "rank 0: rank 1 could not allocate; 'cuda' uses what works"),
+    ],
+)
+def test_memory_that_one_rank_lacks_is_refused_by_all(
+    fake_cudart: str, lacks: str, reason: str
+) -> None:
     with RendezvousServer() as server:
         address = server.address("tp")
         with pytest.raises(RankFailed) as caught:
-            processes(fake_cudart, 2, address, without_peers=1)
+            processes(fake_cudart, 2, address, **{lacks: 1})
     assert caught.value.kind == "ConfigError"
-    assert caught.value.message.startswith(
-        "parallel.communicator = 'custom': rank 1: cudaIpcOpenMemHandle returned 217 (peer access"
-    )
+    assert caught.value.message.startswith(f"parallel.communicator = 'custom': {reason}")
 
 
 def test_a_tensor_that_does_not_fit_is_refused(fake_cudart: str) -> None:

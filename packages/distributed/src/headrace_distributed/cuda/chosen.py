@@ -32,11 +32,12 @@ from headrace_distributed.cuda.choice import (
     AllReduceNeed,
     Limits,
 )  # fmt: skip
-from headrace_distributed.cuda.custom.all_reduce import CustomAllReduce
+from headrace_distributed.cuda.custom.all_reduce import CustomAllReduce, check_triton
+from headrace_distributed.cuda.custom.cudart import CudaRuntime
 from headrace_distributed.cuda.devices import fully_linked
 from headrace_distributed.cuda.joining import GpuRanks, meet
 from headrace_distributed.cuda.libnccl import NcclLibrary
-from headrace_distributed.cuda.symmetric import SymmetricAllReduce
+from headrace_distributed.cuda.symmetric import SymmetricAllReduce, torch_memory
 from headrace_distributed.peers import on_one_host
 from headrace_distributed.rendezvous import DEFAULT_TIMEOUT
 
@@ -136,6 +137,15 @@ def _base(ranks: GpuRanks, fixed_order: bool, parts: Parts) -> tuple[Communicato
     return nccl.join(ranks, fixed_order=fixed_order), NCCL
 
 
+def _refusal(call: Callable[[], None]) -> str:
+    """Why a call failed; "": it did not."""
+    try:
+        call()
+    except (HeadraceError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 class AdaptiveCommunicator(Communicator):
     """Sums by the table, everything else by NCCL; see :func:`create`."""
 
@@ -151,6 +161,7 @@ class AdaptiveCommunicator(Communicator):
         self._ranks, self._base, self._limits, self._parts = ranks, base, limits, parts
         self._custom: CustomAllReduce | None = None
         self._symmetric: SymmetricAllReduce | None = None
+        self._runtime: CudaRuntime | None = None
         linked, why = fully_linked(ranks.gpus, ranks.peers, parts.nvml)
         refusal = ranks.agree("links", "" if linked else why)
         self._need = AllReduceNeed(
@@ -180,21 +191,19 @@ class AdaptiveCommunicator(Communicator):
         with_it = replace(self._need, available=self._need.available | {part})
         if part == CUSTOM:
             refusal = choice.custom_refusal_of_group(with_it, self._limits)
-            make = functools.partial(self._make_custom, with_it)
+            find, make = self._find_custom, self._make_custom
         else:
             refusal = choice.symm_mem_refusal(with_it, self._limits)
-            make = functools.partial(self._make_symmetric, with_it)
+            find, make = self._find_symmetric, self._make_symmetric
+        # Libraries first: who lacks one would leave the others waiting for its memory.
+        refusal = refusal or self._ranks.agree(f"libraries of {part}", _refusal(find))
         if refusal:
             return refusal
-        try:
-            make()
-        except (HeadraceError, RuntimeError) as error:
-            refusal = str(error)
-        refusal = self._ranks.agree(f"set up {part}", refusal)
+        refusal = self._ranks.agree(f"set up {part}", _refusal(lambda: make(with_it)))
         if refusal:
             self._drop(part)
             return refusal
-        if self._symmetric is not None:
+        if part == SYMM_MEM and self._symmetric is not None:
             lacks = "" if self._symmetric.has_multicast else "no multicast"
             with_it = replace(
                 with_it, multicast=not self._ranks.agree(f"multicast of {part}", lacks)
@@ -203,20 +212,27 @@ class AdaptiveCommunicator(Communicator):
         self._choose.cache_clear()
         return ""
 
+    def _find_custom(self) -> None:
+        if self._parts.custom is None:
+            check_triton()
+            self._runtime = CudaRuntime()
+
     def _make_custom(self, need: AllReduceNeed) -> None:
         most = max(self._limits.custom, choice.custom_limit(need, self._limits))
         if self._parts.custom is not None:
             self._custom = self._parts.custom(self._ranks, most)
             return
-        ranks = self._ranks
-        self._custom = CustomAllReduce(
-            ranks.store, ranks.rank, ranks.world_size, ranks.device, most, ranks.timeout
-        )
+        assert self._runtime is not None
+        self._custom = CustomAllReduce(self._ranks, most, self._runtime)
+
+    def _find_symmetric(self) -> None:
+        if self._parts.symm_mem is None:
+            torch_memory()
 
     def _make_symmetric(self, need: AllReduceNeed) -> None:
         most = self._limits.symm_mem[need.capability][need.world_size]
         # torch keeps names for the process's life, and an engine may be made again.
-        name = self._ranks.told_by_rank_0("symm_mem", f"headrace-{os.getpid()}-{id(self)}")
+        name = self._ranks.told_by_all("symm_mem", f"headrace-{os.getpid()}-{id(self)}")[0]
         self._symmetric = SymmetricAllReduce(self._ranks, most, name, self._parts.symm_mem)
 
     def _drop(self, part: str) -> None:

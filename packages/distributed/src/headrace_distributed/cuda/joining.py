@@ -34,13 +34,13 @@ class GpuRanks:
         """Number of ranks."""
         return len(self.peers)
 
-    def told_by_rank_0(self, key: str, value: str) -> str:
-        """Rank 0's value. A collective.
+    def told_by_all(self, key: str, value: str) -> tuple[str, ...]:
+        """Each rank's value, by rank. A collective, with a key of its own.
 
         Raises:
             PeerTimeout: a rank has said nothing in time.
         """
-        return exchange(self.store, key, self.rank, self.world_size, value, self.timeout)[0]
+        return exchange(self.store, key, self.rank, self.world_size, value, self.timeout)
 
     def agree(self, key: str, reason: str) -> str:
         """The first rank's reason against something, "": no rank has one. A collective.
@@ -48,7 +48,7 @@ class GpuRanks:
         Raises:
             PeerTimeout: a rank has said nothing in time.
         """
-        told = exchange(self.store, key, self.rank, self.world_size, reason, self.timeout)
+        told = self.told_by_all(key, reason)
         found = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if reason]
         return found[0] if found else ""
 

@@ -33,7 +33,7 @@ class SymmetricAllReduce:
     """
 
     def __init__(self, ranks: GpuRanks, num_bytes: int, name: str, memory: Any = None) -> None:
-        memory = _torch_memory() if memory is None else memory
+        memory = torch_memory() if memory is None else memory
         self._name = name
         try:
             memory.set_group_info(name, ranks.rank, ranks.world_size, ranks.store)
@@ -74,7 +74,12 @@ class SymmetricAllReduce:
         self._buffer = self._buffer[:0].clone()
 
 
-def _torch_memory() -> Any:
+def torch_memory() -> Any:
+    """torch's ``_SymmetricMemory``.
+
+    Raises:
+        MissingDependency: it has none.
+    """
     try:
         from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError:

@@ -6,12 +6,12 @@ import os
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from headrace_core.errors import MissingDependency
 from headrace_distributed.cuda.custom import protocol
 from headrace_distributed.cuda.custom.cudart import CudaRuntime
 from headrace_distributed.cuda.custom.memory import MappedMemory
+from headrace_distributed.cuda.joining import GpuRanks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What is added up."""
@@ -23,40 +23,28 @@ class CustomAllReduce:
     """Kernels over memory that all ranks of a host have mapped; a collective to make.
 
     Args:
-        store: where the ranks meet.
-        device: where tensors lie; the current GPU.
+        ranks: they have met, on one host.
         slot_bytes: the largest tensor; each rank holds twice as many bytes.
-        timeout: seconds to wait for another rank to join.
-        runtime: CUDA's; None: the one that torch has loaded.
+        runtime: CUDA's.
         block: elements that a program takes at once, a power of two.
 
     Raises:
-        MissingDependency: Triton or CUDA's run time is not installed.
-        GroupError: memory cannot be mapped.
+        MissingDependency: Triton is not installed.
+        ValueError: there are too many ranks.
+        GroupError: memory cannot be allocated or mapped.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        slot_bytes: int,
-        timeout: float,
-        runtime: CudaRuntime | None = None,
-        block: int = BLOCK,
+        self, ranks: GpuRanks, slot_bytes: int, runtime: CudaRuntime, block: int = BLOCK
     ) -> None:
-        _check_triton()
-        if not 2 <= world_size <= protocol.MOST_RANKS:
+        check_triton()
+        if not 2 <= ranks.world_size <= protocol.MOST_RANKS:
             raise ValueError(
-                f"world_size = {world_size}: must be within 2 and {protocol.MOST_RANKS}"
+                f"world_size = {ranks.world_size}: must be within 2 and {protocol.MOST_RANKS}"
             )
         self.slot_bytes = -(-slot_bytes // 256) * 256
-        self._rank, self._world_size, self._block = rank, world_size, block
-        self._memory = MappedMemory(
-            store, rank, world_size, protocol.num_bytes(self.slot_bytes), device, timeout,
-            CudaRuntime() if runtime is None else runtime,
-        )  # fmt: skip
+        self._rank, self._world_size, self._block = ranks.rank, ranks.world_size, block
+        self._memory = MappedMemory(ranks, protocol.num_bytes(self.slot_bytes), runtime)
 
     def all_reduce(self, tensor: Tensor, *, two_shot: bool) -> Tensor:
         """The sum over ranks, in new memory; every rank calls with the same shape, dtype and way.
@@ -104,7 +92,12 @@ def _truncates(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _check_triton() -> None:
+def check_triton() -> None:
+    """Check that Triton is installed.
+
+    Raises:
+        MissingDependency: it is not.
+    """
     try:
         import triton  # noqa: F401
     except ImportError:
