@@ -88,7 +88,7 @@ def fully_linked(gpus: Sequence[Gpu], peers: Sequence[Peer], nvml: Any = None) -
         return False, "the ranks are on several hosts"
     if nvml is None:
         try:
-            import pynvml as nvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
+            import pynvml as nvml
         except ImportError:
             return False, "links are unknown: pip install nvidia-ml-py"
     try:
