@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (
+from torch.distributed import (  # type: ignore[attr-defined]
     AllreduceOptions,
     BroadcastOptions,
     ReduceOp,
     ReduceScatterOptions,
     Store,
-)  # type: ignore[attr-defined]
+)
 
 from headrace_core.errors import MissingDependency
 from headrace_core.parallel import Communicator
@@ -73,7 +73,9 @@ def join(
     make = nccl_group if make_group is None else make_group
     ordered = settings.fixed_order() if fixed_order is None else fixed_order
     group = make(ranks.store, ranks.rank, ranks.world_size, ranks.timeout)
-    return Nccl(ranks, group, fixed_order=ordered)
+    made = Nccl(ranks, group, fixed_order=ordered)
+    made.barrier()  # NCCL sets up its connections at the first operation
+    return made
 
 
 def nccl_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
