@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]
     AllreduceOptions,
     BroadcastOptions,
-    ReduceOp,
     ReduceScatterOptions,
     Store,
 )
@@ -114,9 +113,8 @@ class Nccl(ByteMover):
             return super().all_reduce(tensor)
         own = self._accepted(tensor, "all_reduce").contiguous()
         if own.numel():
-            options = AllreduceOptions()
-            options.reduceOp = ReduceOp.SUM
-            self._begin("all_reduce", lambda group: group.allreduce([own], options))
+            # Options of sums: that is the default.
+            self._begin("all_reduce", lambda group: group.allreduce([own], AllreduceOptions()))
         return own
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -126,11 +124,11 @@ class Nccl(ByteMover):
         dim = normal_dim(tensor, dim, "reduce_scatter", parts=self.world_size)
         pieces = pieces_of(self._accepted(tensor, "reduce_scatter"), dim, self.world_size)
         result = torch.empty_like(pieces[0])
-        options = ReduceScatterOptions()
-        options.reduceOp = ReduceOp.SUM
         self._begin(
             "reduce_scatter",
-            lambda group: group._reduce_scatter_base(result.view(-1), pieces.view(-1), options),
+            lambda group: group._reduce_scatter_base(
+                result.view(-1), pieces.view(-1), ReduceScatterOptions()
+            ),
         )
         return result
 

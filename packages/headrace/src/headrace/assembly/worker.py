@@ -19,12 +19,12 @@ from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.parallel.communicators import communicator_name
 from headrace.assembly.parallel.context_parallel import key_sharing, share_blocks
 from headrace.assembly.parallel.experts import divided_experts
 from headrace.assembly.parallel.ranks import (
     FOLLOWER_FACTORY,
     Ranks,
-    communicator_name,
     group_names,
     open_rendezvous,
 )
