@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def fully_linked(gpus: Sequence[Gpu], peers: Sequence[Peer], nvml: Any = None) -
         return False, "the ranks are on several hosts"
     if nvml is None:
         try:
-            import pynvml as nvml
+            nvml = importlib.import_module("pynvml")
         except ImportError:
             return False, "links are unknown: pip install nvidia-ml-py"
     try:

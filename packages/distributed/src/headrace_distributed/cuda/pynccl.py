@@ -110,7 +110,7 @@ class PyNccl(ByteMover):
         if self.device.type != "cuda":
             yield
             return
-        own = torch.cuda.Stream(self.device)
+        own = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(own):
             yield
         own.synchronize()

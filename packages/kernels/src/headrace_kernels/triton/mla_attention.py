@@ -225,7 +225,7 @@ def mla_attention(
         segments: into how many pieces it is, for tests and tuning; None = what fills the device.
     """
     _check(query, rope_query, cache)
-    check_partial(key_counts, lse, *query.shape[:2], "mla_attention")
+    check_partial(key_counts, lse, query.shape[0], query.shape[1], "mla_attention")
     if key_counts is not None and topk_indices is not None:
         raise ConfigError("mla_attention: key_counts cannot be combined with topk_indices")
     if lse is not None:
