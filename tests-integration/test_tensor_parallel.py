@@ -87,6 +87,7 @@ def test_reports_are_by_rank(divided: LLM) -> None:
     reports = divided.collective_rpc("report")
     assert [report["rank"] for report in reports] == [0, 1]
     assert [report["pid"] for report in reports] == [os.getpid(), *rank_pids()]
+    assert {report["communicator"] for report in reports} <= {"shm", "gloo"}
 
 
 def test_random_choices_penalties_and_bias(whole: LLM, divided: LLM) -> None:

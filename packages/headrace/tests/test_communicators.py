@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from headrace.assembly.parallel.communicators import OF_GPUS, communicator_name
 from headrace.assembly.parallel.ranks import Ranks, check_ranks
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
+from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.multiproc.config import ParallelConfig
@@ -100,6 +101,15 @@ def test_all_are_installed() -> None:
     assert set(OF_GPUS) <= set(plugins.installed("headrace.communicators"))
     for name in OF_GPUS:
         assert callable(plugins.load("headrace.communicators", name))
+
+
+def test_what_is_reported() -> None:
+    """The name, and of a communicator that chooses by size how it does."""
+    assert Ranks().report() == {}
+    ranks = Ranks(RankPlace(0, 2, "cuda", {"tp:0": ""}))
+    assert ranks.report() == {"communicator": "cuda"}
+    ranks._groups["tp:0"] = cast(Communicator, SimpleNamespace(describe=lambda: "pynccl (...)"))
+    assert ranks.report() == {"communicator": "cuda", "all_reduce": "pynccl (...)"}
 
 
 def test_a_rank_s_thread_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def worker_factory(
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
             "leave_group": ranks.leave,
+            "report_group": ranks.report,
             "capture": None
             if config.multimodal.only_encodes
             else Capture(

@@ -135,6 +135,16 @@ class Ranks:
         number, rank = divmod(self.rank, self._context_size)
         return self._join(context_group_name(number), rank, self._context_size)
 
+    def report(self) -> dict[str, str]:
+        """How this stage's ranks exchange tensors: ``communicator``, and ``all_reduce`` of one that chooses
+        by size."""
+        if self._place is None or not self.are_several:
+            return {}
+        found = {"communicator": self._place.communicator}
+        group = self._groups.get(tensor_group(self.stage))
+        describe = getattr(group, "describe", None)
+        return found if describe is None else {**found, "all_reduce": describe()}
+
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
         links, self._links = self._links, []
