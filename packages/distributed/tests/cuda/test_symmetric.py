@@ -111,6 +111,42 @@ def make(
     )  # fmt: skip
 
 
+class Custom:
+    """In place of custom all-reduce: a group's, which gives rank ``wrong`` something else."""
+
+    made: ClassVar[list[Custom]] = []
+
+    def __init__(self, base: Communicator, num_bytes: int, wrong: int) -> None:
+        self.base, self.num_bytes, self.wrong = base, num_bytes, wrong
+        self.unmapped = self.freed = False
+        self.made.append(self)
+
+    def all_reduce(self, tensor: torch.Tensor, *, two_shot: bool) -> torch.Tensor:
+        total = self.base.all_reduce(tensor.clone())
+        return total + 1 if self.base.rank == self.wrong else total
+
+    def unmap(self) -> None:
+        self.unmapped = True
+
+    def free(self) -> None:
+        self.freed = True
+
+
+def join_both(rank: int, address: str, wrong: int = -1) -> Communicator:
+    """A rank of two that has symmetric memory and custom all-reduce."""
+    bases: list[Communicator] = []
+
+    def base(ranks: GpuRanks, fixed_order: bool) -> Communicator:
+        bases.append(nccl.join(ranks, fixed_order=fixed_order, make_group=gloo_group))
+        return bases[0]
+
+    def custom(ranks: GpuRanks, most: int) -> Any:
+        return Custom(bases[0], most, wrong)
+
+    parts = Parts(base=base, symm_mem=Memory(rank), custom=custom)
+    return create(rank, 2, address, timeout=30.0, device=CPU, fixed_order=False, parts=parts)
+
+
 def groups(pool: ThreadPoolExecutor, address: str, **options: Any) -> list[Any]:
     """By rank: the communicator, or what was raised."""
     joined = [pool.submit(make, rank, address, **options) for rank in range(WORLD_SIZE)]
@@ -158,7 +194,8 @@ def test_the_switch_adds_up_where_every_rank_has_it(multicast: list[bool], way: 
         tensor = torch.ones(100, dtype=torch.bfloat16)
         sums = list(pool.map(lambda group: group.all_reduce(tensor), found))
     assert all(torch.equal(each, 2 * tensor) for each in sums)
-    assert Memory.calls == [way, way]
+    assert Memory.calls[-2:] == [way, way]
+    assert ("multimem" in Memory.calls) is all(multicast)
     assert torch.equal(tensor, torch.ones_like(tensor)), "the result is in new memory"
 
 
@@ -209,30 +246,31 @@ def test_what_is_only_tried_is_left_out(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_custom_memory_holds_what_the_table_gives_it_beside_symmetric_memory() -> None:
     """Both are tried; 9.0 with two ranks takes custom all-reduce up to 64 MiB then."""
-    most: list[int] = []
-
-    class Custom:
-        def __init__(self, ranks: GpuRanks, num_bytes: int) -> None:
-            most.append(num_bytes)
-
-        def unmap(self) -> None:
-            return None
-
-    def join(rank: int, address: str) -> Communicator:
-        def base(ranks: GpuRanks, fixed_order: bool) -> Communicator:
-            return nccl.join(ranks, fixed_order=fixed_order, make_group=gloo_group)
-
-        parts = Parts(base=base, symm_mem=Memory(rank), custom=Custom)  # type: ignore[arg-type]
-        return create(rank, 2, address, timeout=30.0, device=CPU, fixed_order=False, parts=parts)
-
+    Custom.made.clear()
     with RendezvousServer() as server, ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(join, range(2), [server.address("tp")] * 2))
+        groups = list(pool.map(join_both, range(2), [server.address("tp")] * 2))
     assert isinstance(groups[0], AdaptiveCommunicator)
-    text = groups[0].describe()
-    assert text.startswith("custom one-shot up to 64 MiB")
-    assert most == [64 << 20] * 2
+    assert groups[0].describe().startswith("custom one-shot up to 64 MiB")
+    assert [each.num_bytes for each in Custom.made] == [64 << 20] * 2
     for group in groups:
         group.close()
+
+
+def test_wrong_sums_are_found_before_they_are_used(caplog: pytest.LogCaptureFixture) -> None:
+    """One rank reads something else than the others wrote: nobody uses that way."""
+    caplog.set_level("INFO", logger="headrace_distributed.cuda.chosen")
+    Custom.made.clear()
+    with RendezvousServer() as server, ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(join_both, range(2), [server.address("tp")] * 2, [-1, 1]))
+    for group in groups:
+        assert isinstance(group, AdaptiveCommunicator)
+        assert group.describe().startswith("symm_mem two-shot up to 64 MiB")
+        group.close()
+    assert all(each.unmapped and each.freed for each in Custom.made)
+    assert caplog.records[0].getMessage() == (
+        "communicator 'cuda': no custom: rank 1: custom one-shot gave a wrong sum: the GPUs do not read what "
+        "the others wrote"
+    )
 
 
 def test_sizes_and_types_that_do_not_fit_are_refused() -> None:

@@ -208,8 +208,29 @@ class AdaptiveCommunicator(Communicator):
             with_it = replace(
                 with_it, multicast=not self._ranks.agree(f"multicast of {part}", lacks)
             )
+        refusal = self._ranks.agree(f"sums of {part}", self._wrong_sums(part, with_it))
+        if refusal:
+            self._drop(part)
+            return refusal
         self._need = with_it
         self._choose.cache_clear()
+        return ""
+
+    def _wrong_sums(self, part: str, need: AllReduceNeed) -> str:
+        """Why the part's sums cannot be trusted, "": they are right. GPUs may say that they reach each
+        other's memory, and read something else there."""
+        at = torch.arange(4096, device=self.device) % 7 - 3
+        own = ((self.rank + 1) * at).bfloat16()
+        expected = (self.world_size * (self.world_size + 1) // 2 * at).bfloat16()
+        names = [ONE_SHOT, TWO_SHOT] if part == CUSTOM else [MULTIMEM, SYMM_TWO_SHOT]
+        if not need.multicast and MULTIMEM in names:
+            names.remove(MULTIMEM)
+        sums = [
+            self._summed(name, own) for name in names
+        ]  # all of them: the other ranks wait there
+        for name, found in zip(names, sums, strict=True):
+            if found is None or not torch.equal(found, expected):
+                return f"{name} gave a wrong sum: the GPUs do not read what the others wrote"
         return ""
 
     def _find_custom(self) -> None:
@@ -262,13 +283,18 @@ class AdaptiveCommunicator(Communicator):
         return choice.choose(need, self._limits)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        name = self.choice_for(tensor).name
+        found = None
         if tensor.device == self.device and tensor.numel():
-            if self._custom is not None and name in (ONE_SHOT, TWO_SHOT):
-                return self._custom.all_reduce(tensor, two_shot=name == TWO_SHOT)
-            if self._symmetric is not None and name in (MULTIMEM, SYMM_TWO_SHOT):
-                return self._symmetric.all_reduce(tensor, multimem=name == MULTIMEM)
-        return self._base.all_reduce(tensor)
+            found = self._summed(self.choice_for(tensor).name, tensor)
+        return self._base.all_reduce(tensor) if found is None else found
+
+    def _summed(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The sum by a way that is not NCCL's; None: it is."""
+        if self._custom is not None and name in (ONE_SHOT, TWO_SHOT):
+            return self._custom.all_reduce(tensor, two_shot=name == TWO_SHOT)
+        if self._symmetric is not None and name in (MULTIMEM, SYMM_TWO_SHOT):
+            return self._symmetric.all_reduce(tensor, multimem=name == MULTIMEM)
+        return None
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
         return self._base.reduce_scatter(tensor, dim)
