@@ -18,7 +18,7 @@ HAS_GPU = torch.cuda.is_available()
 
 # Interpreted, every tile of keys takes milliseconds.
 SHORT = [(1, 70), (40, 130), (60, 60), (20, 200), (3, 35)]
-SHORT_PARTS = [(1, 1), (1, 70), (40, 25), (60, 60), (20, 150), (3, 0), (1, 0)]
+SHORT_PARTS = [(1, 1), (1, 70), (9, 5), (12, 12), (6, 40), (3, 0), (1, 0)]
 SHORT_SPANS = [(1, 95, 120), (2, 0, 5), (2, 5, 33), (2, 59, 60), (3, 185, 200)]
 
 
