@@ -62,7 +62,7 @@ LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
 BASE = ("core", "reference", "testing")
 """Installed first and without their extras, which name each other: pip before 23.1 finds no way in."""
 WITHOUT_TORCH = ("core", "server", "demo", "demo_vision", "multimodal")
-WITH_TRITON = ("kernels", "engine")
+WITH_TRITON = ("kernels", "engine", "distributed")
 WAITING = ("engine", "server")
 """Their tests wait for processes, sockets and clocks a third of their time."""
 

@@ -87,6 +87,7 @@ def test_reports_are_by_rank(divided: LLM) -> None:
     reports = divided.collective_rpc("report")
     assert [report["rank"] for report in reports] == [0, 1]
     assert [report["pid"] for report in reports] == [os.getpid(), *rank_pids()]
+    assert {report["communicator"] for report in reports} <= {"shm", "gloo"}
 
 
 def test_random_choices_penalties_and_bias(whole: LLM, divided: LLM) -> None:
@@ -156,7 +157,7 @@ def test_guesses_are_checked_by_every_rank(
         ({"distributed_executor_backend": "uni"}, "parallel.distributed_executor_backend"),
         ({"distributed_executor_backend": "nobody"}, "nobody"),
         ({"device": "sim"}, "parallel.tensor_parallel_size"),
-        ({"communicator": "nccl"}, "nccl"),
+        ({"communicator": "nccl"}, "parallel.communicator = 'nccl'.*needs device 'cuda'"),
         ({"communicator": "single"}, "parallel.communicator = 'single'.*gloo"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size = 3: it must be a divisor of \d"),
         ({"tensor_parallel_size": 0}, "parallel.tensor_parallel_size = 0"),

@@ -42,6 +42,7 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_CPU_ISA": "instruction set of the CPU kernels",
     KV_SPACE: "GiB of the KV cache on a CPU, if no flag sets its size",
     THREADS_BIND: "cores of the CPU threads, if --cpu-bind is not set",
+    "HEADRACE_CUDART_SO_PATH": "path of CUDA's run time, for custom all-reduce; unset: torch's",
     "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "1: log the bodies of all answers",
     "HEADRACE_ENABLE_RESPONSES_API_STORE": "1: keep responses, for GET",
     "HEADRACE_FAILPOINTS": "faults to raise, for tests",
@@ -58,6 +59,7 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_LORA_RESOLVER_CACHE_DIR": "folder in which unknown adapters are looked for",
     "HEADRACE_LORA_RESOLVER_HF_REPO_LIST": "hub repositories in which unknown adapters are looked for",
     "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
+    "HEADRACE_NCCL_SO_PATH": "path of libnccl.so.2 for communicator 'pynccl'; unset: torch's",
     "HEADRACE_NODE_SECRET": "secret that the hosts of one engine prove to each other to know (--nnodes)",
     "HEADRACE_PP_LAYER_PARTITION": "numbers of layers by stage of --pipeline-parallel-size, as 10,14; "
     "without it they follow the layers' memory",

@@ -145,9 +145,10 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
         cache = torch.zeros(9, 2, 2, 16, head_dim, dtype=dtype).permute(1, 0, 3, 2, 4)
         options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": torch.ones(8, dtype=dtype)}
         local = {"attention_chunk": 16, "alibi_slopes": torch.ones(8)}
+        counted = {"key_counts": torch.ones(5, dtype=torch.int32), "lse": torch.ones(5, 8)}
         calls: tuple[tuple[int, int, dict[str, Any]], ...] = (
             (1, 40, {}), (1, 4000, {}), (1, 4000, local), (5, 40, options), (5, 40, local),
-            (5, 40, {"causal": False}),
+            (5, 40, {"causal": False}), (1, 40, counted), (1, 4000, counted),
         )  # fmt: skip
         for longest_query, longest_context, extra in calls:
             unified.paged_attention(
@@ -174,7 +175,8 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
         latent, rope = torch.ones(5, 40, 512, dtype=dtype), torch.ones(5, 40, 64, dtype=dtype)
         vectors = torch.zeros(9, 64, 576, dtype=dtype)
         mla_attention.mla_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
-        for longest_context in (40, 4000):
+        counted["lse"] = torch.ones(5, 40)
+        for longest_context, extra in ((40, {}), (4000, {}), (40, counted), (4000, counted)):
             mla_attention.mla_attention(
                 latent,
                 rope,
@@ -185,6 +187,7 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
                 max_seqlen_q=1,
                 max_seqlen_k=longest_context,
                 scale=0.1,
+                **extra,
             )
         merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())
 

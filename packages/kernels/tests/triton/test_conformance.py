@@ -18,6 +18,7 @@ HAS_GPU = torch.cuda.is_available()
 
 # Interpreted, every tile of keys takes milliseconds.
 SHORT = [(1, 70), (40, 130), (60, 60), (20, 200), (3, 35)]
+SHORT_PARTS = [(1, 1), (1, 70), (9, 5), (12, 12), (6, 40), (3, 0), (1, 0)]
 SHORT_SPANS = [(1, 95, 120), (2, 0, 5), (2, 5, 33), (2, 59, 60), (3, 185, 200)]
 
 
@@ -34,7 +35,7 @@ class TestTriton(OpConformance):
     cache_dtypes = ()
     row_scaled_dtypes = ()
     logit_scale = False
-    partial_keys = False
+    PARTIAL_LENGTHS = OpConformance.PARTIAL_LENGTHS if HAS_GPU else SHORT_PARTS
     SEEN_LENGTHS = LastKeysConformance.SEEN_LENGTHS if HAS_GPU else SHORT
     SEEN_SPANS = LastKeysConformance.SEEN_SPANS if HAS_GPU else SHORT_SPANS
     LONG_SEQUENCES = OpConformance.LONG_SEQUENCES if HAS_GPU else (330, 150)

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+import headrace_reference as reference
 from headrace_kernels.triton.mla_attention import mla_attention
 from headrace_testing.ops import mla_case
 
@@ -22,3 +23,17 @@ def test_split_decode(device: str, dtype: str, heads: int) -> None:
     torch.testing.assert_close(
         split.cpu().double(), case.expected(), atol=tolerance, rtol=tolerance
     )
+
+
+def test_split_decode_of_counted_keys(device: str) -> None:
+    """Counts beyond the keys and of none, and the log-sum-exp, over segments that have no keys, too."""
+    case = mla_case(
+        [(1, 3), (1, 40), (1, 129), (1, 0)], dtype="float32", device=device, num_heads=3
+    )
+    counts = torch.tensor([5, 17, 0, 0], dtype=torch.int32, device=device)
+    lse, expected_lse = (torch.full((4, 3), 7.0, device=device) for _ in range(2))
+    arguments, options = case._arguments(), {**case._options(), "key_counts": counts}
+    out = mla_attention(*arguments, **options, lse=lse, segments=4)
+    expected = reference.mla_attention(*arguments, **options, lse=expected_lse)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)

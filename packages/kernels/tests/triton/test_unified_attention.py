@@ -19,6 +19,7 @@ from headrace_core.attention import (
     AttentionLayerSpec,
 )
 from headrace_core.batch import ForwardBatch
+from headrace_core.errors import ConfigError
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_kernels.triton import unified_attention
 from headrace_kernels.triton.unified_attention import NUM_SEGMENTS, Plan, make_plan
@@ -223,6 +224,29 @@ class TestBatchInvariance:
         one_by_one = [self.attend(case.request(0, i, i + 1)) for i in range(19)]
         assert torch.equal(torch.cat(one_by_one), whole)
 
+    def test_counts_of_all_keys_up_to_a_row_s_own_are_causal(self, device: str) -> None:
+        case = paged_case([(19, 70)], dtype="float32", device=device, head_dim=40)
+        counts = torch.arange(52, 71, dtype=torch.int32, device=device)
+        lse = torch.empty(19, case.query.shape[1], device=device)
+        whole = self.attend(case)
+
+        def counted(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+            part, own = case.request(0, first, last), torch.empty_like(lse[first:last])
+            part = dataclasses.replace(
+                part,
+                block_table=case.block_table,  # counts, not lengths, say what rows see
+                seq_lens=case.seq_lens,
+                options={**part.options, "key_counts": counts[first:last], "lse": own},
+            )
+            return self.attend(part), own
+
+        together, lse = counted(0, 19)
+        assert torch.equal(together, whole)
+        for first, last in ((0, 1), (0, 8), (8, 19), (18, 19)):
+            out, own = counted(first, last)
+            assert torch.equal(out, whole[first:last])
+            assert torch.equal(own, lse[first:last])
+
 
 @pytest.mark.parametrize(("window", "tiles"), [(None, 13), (1, 1), (8, 1), (9, 2), (200, 13)])
 def test_tiles_outside_the_window_are_skipped(
@@ -300,3 +324,32 @@ def test_the_default_plan_is_used(
     monkeypatch.setattr(unified_attention, "make_plan", spy)
     World(OpBackend(triton_ops), BASIC_CASES[name], "float32").run()
     assert len(seen) == 1
+
+
+def test_split_decode_of_counted_keys(device: str) -> None:
+    """Counts beyond the keys and of none, and the log-sum-exp, over segments that have no keys, too."""
+    case = paged_case([(1, 3), (1, 40), (1, 300), (1, 0), (1, 270)], dtype="float32", device=device)
+    counts = torch.tensor([5, 17, 300, 0, 0], dtype=torch.int32, device=device)
+    lse, wide = (torch.full(case.query.shape[:2], 7.0, device=device) for _ in range(2))
+    options = {**case.options, "key_counts": counts}
+    split = functools.partial(unified_attention.paged_attention, plan=Plan(16, 8, 16, split=True))
+    out = dataclasses.replace(case, options={**options, "lse": lse}).run(split)
+    wide = wide.double().cpu()
+    expected = dataclasses.replace(case, options={**options, "lse": wide}).expected()
+    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.cpu().double(), wide, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("key_counts", torch.zeros(2, dtype=torch.int64)),
+        ("lse", torch.zeros(2, 4, dtype=torch.float64)),
+        ("lse", torch.zeros(4, 2).T),
+    ],
+)
+def test_what_is_read_by_address_is_checked(device: str, name: str, tensor: torch.Tensor) -> None:
+    case = paged_case([(2, 5)], dtype="float32", device=device)
+    wrong = dataclasses.replace(case, options={**case.options, name: tensor.to(device)})
+    with pytest.raises(ConfigError, match=f"paged_attention: {name} .*must be"):
+        wrong.run(unified_attention.paged_attention)

@@ -172,6 +172,7 @@ class ServingWorker:
         leader: makes passes of the model run on the other ranks, too; None: there are none, or this rank
             follows.
         leave_group: ends exchanges with the other ranks; None: there are none.
+        report_group: facts about those exchanges, as plain data.
         experts: whole experts that move between ranks by ``arrange_experts``; None: there are none.
         watcher: is told of steps; None: nobody is.
         kept_costs: has what an earlier start of the same measured; None: every start measures.
@@ -217,6 +218,7 @@ class ServingWorker:
         memory_share: int = 1,
         leader: LeadsPasses | None = None,
         leave_group: Callable[[], None] | None = None,
+        report_group: Callable[[], Mapping[str, str]] | None = None,
         experts: Any = None,
         watcher: WatchesSteps | None = None,
         kept_costs: KeptCosts | None = None,
@@ -225,7 +227,7 @@ class ServingWorker:
         self._rank = rank
         self._memory_share = memory_share
         self._leader = leader
-        self._leave_group = leave_group
+        self._leave_group, self._report_group = leave_group, report_group
         self._experts, self._watcher = experts, watcher
         self._kept_costs = kept_costs
         self._device = torch.device(device)
@@ -623,6 +625,7 @@ class ServingWorker:
             "kernels": self._kernels,
             "kv_layout": self._kv_layout(),
             "batch_invariant": self._batch_invariant,
+            **({} if self._report_group is None else self._report_group()),
             **self._media_report(),
         }
 

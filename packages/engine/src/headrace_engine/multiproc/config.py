@@ -48,8 +48,10 @@ class ParallelConfig:
         "LLM only), or a plug-in's name. Default: uni for one rank, else mp.",
     )  # fmt: skip
     communicator: str = option(
-        "auto", "Way in which ranks exchange tensors: gloo, shm, or a plug-in's name. auto: shm where it is "
-        "installed and the ranks share memory, else gloo.",
+        "auto", "Way in which ranks exchange tensors: gloo or shm on a CPU; cuda, custom, symm_mem, pynccl "
+        "or nccl on GPUs; or a plug-in's name. auto: shm where it is installed and the ranks share memory, "
+        "else gloo; cuda on GPUs, which adds up each tensor in the way that suits its size.",
+        cost="cuda, custom and symm_mem keep 16 to 256 MiB of each GPU, by its kind and the number of ranks",
     )  # fmt: skip
     worker_extension_cls: str = option(
         "", "A class of your own, as 'package.module:Class': the workers get its methods, and collective_rpc "

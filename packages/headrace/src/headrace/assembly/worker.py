@@ -19,12 +19,12 @@ from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.parallel.communicators import communicator_name
 from headrace.assembly.parallel.context_parallel import key_sharing, share_blocks
 from headrace.assembly.parallel.experts import divided_experts
 from headrace.assembly.parallel.ranks import (
     FOLLOWER_FACTORY,
     Ranks,
-    communicator_name,
     group_names,
     open_rendezvous,
 )
@@ -120,6 +120,7 @@ def worker_factory(
     def make_worker() -> ServingWorker:
         from headrace.assembly.beside import beside_builder, resolved_beside
 
+        ranks.use_device(platform.device)
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
         experts = divided_experts(config.parallel, ranks, tokens)
@@ -163,6 +164,7 @@ def worker_factory(
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
             "leave_group": ranks.leave,
+            "report_group": ranks.report,
             "capture": None
             if config.multimodal.only_encodes
             else Capture(
@@ -254,7 +256,7 @@ def ranked_workers(
         FOLLOWER_FACTORY,
         config,
         parallel.num_ranks,
-        communicator_name(config),
+        communicator_name(config, resolved.platform.device),
         meet,
         group_names(parallel),
         parallel.pipeline_parallel_size,

@@ -1,7 +1,7 @@
 """Latent attention (absorbed) over its paged cache, and writing that cache.
 
-For query row (position p of request b, head h) over tokens j <= p, with c_j the first R entries of a
-cached vector and r_j the other P:
+For query row (position p of request b, head h) over tokens j <= p, or j < key_counts, with c_j the first R
+entries of a cached vector and r_j the other P:
 
     s_j = scale * (q . c_j + q_rope . r_j)
     o   = sum_j exp(s_j - m) c_j / sum_j exp(s_j - m)
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_kernels.triton.launch import padded, widen
+from headrace_kernels.triton.partial_keys import check_partial, log_sum
 from headrace_kernels.triton.unified_attention import (
     MIN_DOT,
     NUM_SEGMENTS,
@@ -80,7 +81,9 @@ def _latent_kernel(
     table_ptr,
     cu_seqlens_ptr,
     seq_len_ptr,
+    count_ptr,
     out_ptr,
+    lse_ptr,
     part_ptr,
     top_ptr,
     total_ptr,
@@ -99,6 +102,8 @@ def _latent_kernel(
     ROPE_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One token's BLOCK_H heads over one of SEGMENTS pieces of its context. With several,
@@ -110,7 +115,10 @@ def _latent_kernel(
     if new >= query_len:
         return
     token = query_start + new
-    end = tl.load(seq_len_ptr + seq) - query_len + new + 1  # one past the query's own position
+    seq_len = tl.load(seq_len_ptr + seq)
+    end = seq_len - query_len + new + 1  # one past the query's own position
+    if HAS_COUNTS:
+        end = tl.minimum(tl.load(count_ptr + token), seq_len)
 
     row = tl.arange(0, BLOCK_H)
     head = tl.program_id(1) * BLOCK_H + row
@@ -168,6 +176,8 @@ def _latent_kernel(
             out.to(out_ptr.dtype.element_ty),
             mask=row_ok[:, None] & (dim < LATENT)[None, :],
         )
+        if HAS_LSE:
+            tl.store(lse_ptr + at, log_sum(top, total), mask=row_ok)
 
 
 def mla_cache_write(
@@ -203,6 +213,8 @@ def mla_attention(
     scale: float,
     topk_indices: Tensor | None = None,
     k_scale: Tensor | None = None,
+    key_counts: Tensor | None = None,
+    lse: Tensor | None = None,
     batch_invariant: bool = False,
     segments: int | None = None,
 ) -> Tensor:
@@ -213,6 +225,11 @@ def mla_attention(
         segments: into how many pieces it is, for tests and tuning; None = what fills the device.
     """
     _check(query, rope_query, cache)
+    check_partial(key_counts, lse, query.shape[0], query.shape[1], "mla_attention")
+    if key_counts is not None and topk_indices is not None:
+        raise ConfigError("mla_attention: key_counts cannot be combined with topk_indices")
+    if lse is not None:
+        lse.fill_(-torch.inf)  # rows of no request, too
     if topk_indices is not None and len(seq_lens):
         cache, block_table, cu_seqlens_q, seq_lens = _single_out(
             topk_indices, cache, block_table, cu_seqlens_q
@@ -238,17 +255,18 @@ def mla_attention(
         total, part = torch.empty_like(top), top.new_empty((*shape, latent_block))
     # Request b owns the programs from cu_seqlens_q[b] + b on: as many as tokens, and one that idles.
     _latent_kernel[(num_tokens + num_seqs, tiles, segments)](
-        query, rope_query, cache, block_table, cu_seqlens_q, seq_lens, out, part, top, total,
+        query, rope_query, cache, block_table, cu_seqlens_q, seq_lens, key_counts, out, lse, part, top, total,
         query.stride(), rope_query.stride(), cache.stride(), block_table.stride(0), num_seqs,
         cache.shape[1], scale, NUM_HEADS=num_heads, BLOCK_H=block_h, LATENT=latent,
         LATENT_BLOCK=latent_block, ROPE=rope_query.shape[2],
         ROPE_BLOCK=padded(rope_query.shape[2], MIN_DOT), TILE=_TILE, SEGMENTS=segments,
-        WIDEN=widen(query), num_warps=_NUM_WARPS.get(block_h, 4),
+        HAS_COUNTS=key_counts is not None, HAS_LSE=lse is not None, WIDEN=widen(query),
+        num_warps=_NUM_WARPS.get(block_h, 4),
     )  # fmt: skip
     if segments > 1:
         _reduce_kernel[(num_seqs, num_heads)](
-            part, top, total, cu_seqlens_q, None, out, HAS_SINK=False, NUM_HEADS=num_heads,
-            HEAD_DIM=latent, D_BLOCK=latent_block, SEGMENTS=segments,
+            part, top, total, cu_seqlens_q, None, out, lse, HAS_SINK=False, HAS_LSE=lse is not None,
+            NUM_HEADS=num_heads, HEAD_DIM=latent, D_BLOCK=latent_block, SEGMENTS=segments,
         )  # fmt: skip
     return out
 

@@ -2,11 +2,13 @@
 
 For query row (position p of request b, head h) over keys j of the request, visible if ``j <= p``
 and, with a window W, ``p - j < W``, or, with chunks of C, ``j // C == p // C``; or all of them, if
-not causal; with last keys also ``p < j <= last_keys``, where j's own last key is no less:
+not causal; with last keys also ``p < j <= last_keys``, where j's own last key is no less; with counts of
+keys ``j < key_counts``, wherever p is:
 
     s_j = scale * q . k_j;  with a soft cap t: s_j = t * tanh(s_j / t)
     with ALiBi: s_j += slope_h * (j - p)  (Press et al. 2021, arXiv:2108.12409)
     o   = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) + exp(sink_h - m))
+    lse = m + ln(the same denominator)
 
 computed tile by tile over the keys with a running maximum m (Milakov & Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135). The block table is as in Kwon et al. 2023,
@@ -45,6 +47,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.ops import check_kv_prefix, check_mask
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
+from headrace_kernels.triton.partial_keys import check_partial, log_sum
 
 NUM_SEGMENTS = 16
 """Pieces into which the split kernel cuts a context. Constant, so that graphs can be captured."""
@@ -257,7 +260,9 @@ def _attention_kernel(
     prefix_key_ptr,
     prefix_value_ptr,
     last_key_ptr,
+    count_ptr,
     out_ptr,
+    lse_ptr,
     query_strides,
     key_strides,
     value_strides,
@@ -277,6 +282,8 @@ def _attention_kernel(
     SLOPE_ROOTS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_LAST_KEYS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -308,6 +315,9 @@ def _attention_kernel(
         last_seen = tl.load(last_key_ptr + new, mask=row_ok, other=0)
         most_seen = tl.maximum(tl.max(last_seen, axis=0), most_seen)
         last_seen = tl.maximum(last_seen, context_len + new)
+    if HAS_COUNTS:
+        last_seen = tl.load(count_ptr + query_start + new, mask=row_ok, other=0) - 1
+        most_seen = tl.max(last_seen, axis=0)
     begin, end = _visible_range(seq_len, context_len + first_new, most_seen, WINDOW, CHUNK, CAUSAL)
 
     query = load_query(
@@ -344,6 +354,9 @@ def _attention_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=row_ok[:, None] & (dim < HEAD_DIM)[None, :],
     )
+    if HAS_LSE:
+        at = (query_start + new).to(tl.int64) * NUM_HEADS + head
+        tl.store(lse_ptr + at, log_sum(top, total), mask=row_ok)
 
 
 @triton.jit
@@ -356,6 +369,7 @@ def _split_kernel(
     seq_len_ptr,
     sink_ptr,
     slope_ptr,
+    count_ptr,
     part_ptr,
     top_ptr,
     total_ptr,
@@ -373,6 +387,7 @@ def _split_kernel(
     HAS_SINK: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     SLOPE_ROOTS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -390,7 +405,10 @@ def _split_kernel(
     if tl.load(cu_seqlens_ptr + seq + 1) == token:  # no new token: padding of a captured graph
         return
     position = tl.load(seq_len_ptr + seq) - 1
-    begin, end = _visible_range(position + 1, position, position, WINDOW, CHUNK, CAUSAL)
+    last_seen = position
+    if HAS_COUNTS:
+        last_seen = tl.load(count_ptr + token) - 1
+    begin, end = _visible_range(position + 1, position, last_seen, WINDOW, CHUNK, CAUSAL)
     first_tile = begin // TILE
     tiles_each = tl.cdiv(tl.cdiv(end, TILE) - first_tile, SEGMENTS)
     first = first_tile + segment * tiles_each
@@ -405,7 +423,7 @@ def _split_kernel(
     # The sink enters once, at the end of the reduction; here a segment without keys is (0, -inf, 0).
     top, total = _start_sums(sink_ptr, head, row_ok, False, BLOCK_M)
     out, top, total = _attend(
-        query, position + row * 0, position + row * 0, None, 0, slope, top, total, first, last, begin, end,
+        query, position + row * 0, last_seen + row * 0, None, 0, slope, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
         WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M,
@@ -426,7 +444,9 @@ def _reduce_kernel(
     cu_seqlens_ptr,
     sink_ptr,
     out_ptr,
+    lse_ptr,
     HAS_SINK: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_BLOCK: tl.constexpr,
@@ -458,6 +478,8 @@ def _reduce_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=dim < HEAD_DIM,
     )
+    if HAS_LSE:
+        tl.store(lse_ptr + token * NUM_HEADS + head, log_sum(shift, total))
 
 
 # Both from compiling for capability 9.0: registers, spills and shared memory as ptxas reports them.
@@ -544,6 +566,8 @@ def paged_attention(
     kv_prefix_value: Tensor | None = None,
     logit_scale: Tensor | None = None,
     last_keys: Tensor | None = None,
+    key_counts: Tensor | None = None,
+    lse: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -555,16 +579,18 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
-    if logit_scale is not None:
-        raise ConfigError("triton kernels: paged_attention takes no logit_scale")
     check_mask(
         causal=causal,
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
         alibi_sqrt=alibi_sqrt,
+        logit_scale=logit_scale is not None,
         last_keys=last_keys is not None,
+        key_counts=key_counts is not None,
     )
+    if logit_scale is not None:
+        raise ConfigError("triton kernels: paged_attention takes no logit_scale")
     check_kv_prefix(
         query,
         kv_prefix_key,
@@ -576,6 +602,9 @@ def paged_attention(
     )
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
+    check_partial(key_counts, lse, num_tokens, num_heads, "paged_attention")
+    if lse is not None:
+        lse.fill_(-torch.inf)  # rows of no request, too
     # Zeros, not empty: rows that belong to no request (padding of a captured graph) stay 0.
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     num_seqs = seq_lens.shape[0]
@@ -603,6 +632,7 @@ def paged_attention(
         "HAS_SINK": sinks is not None,
         "HAS_SLOPES": alibi_slopes is not None,
         "SLOPE_ROOTS": alibi_sqrt,
+        "HAS_COUNTS": key_counts is not None,
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -617,7 +647,7 @@ def paged_attention(
     strides = (query.stride(), key_cache.stride(), value_cache.stride(), block_table.stride(0))
     numbers = (key_cache.shape[1], scale, soft_cap)
     if plan.split:
-        _run_split(sources, strides, numbers, constants, out)
+        _run_split(sources, key_counts, strides, numbers, constants, out, lse)
     else:
         grid = (num_tokens // plan.block_q + num_seqs, num_kv_heads)
         prefix = [None if x is None else x.contiguous() for x in (kv_prefix_key, kv_prefix_value)]
@@ -626,7 +656,9 @@ def paged_attention(
             *sources,
             *prefix,
             last_keys,
+            key_counts,
             out,
+            lse,
             *strides,
             (0, num_kv_heads * head_dim, head_dim, 1),
             size,
@@ -634,6 +666,7 @@ def paged_attention(
             *numbers,
             HAS_PREFIX=size > 0,
             HAS_LAST_KEYS=last_keys is not None,
+            HAS_LSE=lse is not None,
             BLOCK_Q=plan.block_q,
             **constants,
         )
@@ -642,10 +675,12 @@ def paged_attention(
 
 def _run_split(
     sources: tuple[Tensor | None, ...],
+    key_counts: Tensor | None,
     strides: tuple[object, ...],
     numbers: tuple[float, ...],
     constants: dict[str, int],
     out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     """The two launches of a split decode."""
     num_tokens, num_heads, head_dim = out.shape
@@ -658,7 +693,15 @@ def _run_split(
     part = top.new_empty((*top.shape, d_block))
     grid = (num_seqs, num_heads // constants["GROUP"], NUM_SEGMENTS)
     _split_kernel[grid](
-        *sources, part, top, total, *strides, *numbers, SEGMENTS=NUM_SEGMENTS, **constants
+        *sources,
+        key_counts,
+        part,
+        top,
+        total,
+        *strides,
+        *numbers,
+        SEGMENTS=NUM_SEGMENTS,
+        **constants,
     )
     _reduce_kernel[(num_seqs, num_heads)](
         part,
@@ -667,7 +710,9 @@ def _run_split(
         cu_seqlens_q,
         sinks,
         out,
+        lse,
         HAS_SINK=constants["HAS_SINK"],
+        HAS_LSE=lse is not None,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         D_BLOCK=d_block,

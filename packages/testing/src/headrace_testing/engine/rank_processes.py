@@ -5,20 +5,39 @@ Functions and arguments travel by pickle between a test and its own children; no
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from headrace_core import plugins
+from headrace_core.parallel import Communicator
 
+COMMUNICATORS = "headrace.communicators"
 HANG_SECONDS = 120
 """After so long without an answer a test fails."""
+
+
+def from_file(path: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """Call a function of a file: what a test's own module has cannot be pickled, ``partial(from_file, ...)``
+    can."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.get(spec.name)
+    if module is None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)  # before others see it: they may be threads
+        sys.modules[spec.name] = module
+    return getattr(module, name)(*arguments, **options)
 
 
 class RankFailed(Exception):
@@ -39,12 +58,15 @@ class RankProcesses:
     """Processes, each with the communicator of one rank; a context manager.
 
     Args:
-        name: of the communicator, an entry point of ``headrace.communicators``.
+        create: makes a rank's communicator: an entry point of ``headrace.communicators``, or a function
+            that can be pickled, called with ``(rank, world_size, rendezvous)``.
         world_size: number of processes.
         rendezvous: the address given to each.
     """
 
-    def __init__(self, name: str, world_size: int, rendezvous: str) -> None:
+    def __init__(
+        self, create: str | Callable[..., Communicator], world_size: int, rendezvous: str
+    ) -> None:
         # A server that has torch forks them: each import of it would take seconds.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["headrace_testing.engine.communicators"])
@@ -53,7 +75,7 @@ class RankProcesses:
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, name, rank, world_size, rendezvous), daemon=True
+                target=_serve, args=(there, create, rank, world_size, rendezvous), daemon=True
             )
             process.start()
             there.close()
@@ -124,7 +146,13 @@ class RankProcesses:
         self.close()
 
 
-def _serve(connection: Connection, name: str, rank: int, world_size: int, rendezvous: str) -> None:
+def _serve(
+    connection: Connection,
+    create: str | Callable[..., Communicator],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+) -> None:
     torch.set_num_threads(1)
     group = None
     call: tuple[Callable[..., Any], Sequence[Any]] | None = None
@@ -132,7 +160,8 @@ def _serve(connection: Connection, name: str, rank: int, world_size: int, rendez
     while True:
         try:
             if group is None:
-                group = plugins.load("headrace.communicators", name)(rank, world_size, rendezvous)
+                make = plugins.load(COMMUNICATORS, create) if isinstance(create, str) else create
+                group = make(rank, world_size, rendezvous)
                 reply = (None, None)
             else:
                 assert call is not None

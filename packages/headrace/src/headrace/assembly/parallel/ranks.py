@@ -6,6 +6,12 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from headrace.assembly.parallel.communicators import (
+    COMMUNICATORS,
+    check_device,
+    check_gpus,
+    communicator_name,
+)
 from headrace.assembly.parallel.context_parallel import check_context_parallel
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
@@ -26,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
-COMMUNICATORS = "headrace.communicators"
 
 
 class Ranks:
@@ -130,6 +135,16 @@ class Ranks:
         number, rank = divmod(self.rank, self._context_size)
         return self._join(context_group_name(number), rank, self._context_size)
 
+    def report(self) -> dict[str, str]:
+        """How this stage's ranks exchange tensors: ``communicator``, and ``all_reduce`` of one that chooses
+        by size."""
+        if self._place is None or not self.are_several:
+            return {}
+        found = {"communicator": self._place.communicator}
+        group = self._groups.get(tensor_group(self.stage))
+        describe = getattr(group, "describe", None)
+        return found if describe is None else {**found, "all_reduce": describe()}
+
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
         links, self._links = self._links, []
@@ -172,6 +187,13 @@ class Ranks:
             )
         start = self.rank_here * count
         return CpuThreads(count, whole.cores[start : start + count])
+
+    def use_device(self, device: str) -> None:
+        """Have this thread compute on the rank's own GPU: that of its number on this host."""
+        if device == "cuda" and self.are_several:
+            import torch
+
+            torch.cuda.set_device(self.rank_here)
 
     def memory_share(self, device: str) -> int:
         """Ranks that share this one's memory."""
@@ -222,16 +244,19 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
     parallel = config.parallel
     from headrace_models.stages.division import PARTITION, partition_of
 
+    check_device(parallel.communicator, platform.device)
     if parallel.num_ranks == 1:
         return
-    if platform.device != "cpu" or isinstance(platform, BringsWorker):
+    if platform.device not in ("cpu", "cuda") or isinstance(platform, BringsWorker):
         tensor = parallel.tensor_parallel_size > 1
         field = f"parallel.{'tensor' if tensor else 'pipeline'}_parallel_size"
         raise ConfigError(
             f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
-            "processes on a CPU for now",
+            "processes on a CPU, or on a GPU each",
             field=field,
         )
+    if platform.device == "cuda":
+        check_gpus(parallel)
     refused = _single_rank_settings(config)
     if parallel.pipeline_parallel_size > 1:
         refused += _single_stage_settings(config)
@@ -245,7 +270,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
     partition = os.environ.get(PARTITION)
     if partition is not None and parallel.pipeline_parallel_size > 1:
         partition_of(partition, parallel.pipeline_parallel_size)
-    communicator_name(config)
+    communicator_name(config, platform.device)
 
 
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
@@ -271,38 +296,6 @@ def _single_stage_settings(config: EngineConfig) -> tuple[tuple[str, object, str
         ("speculative.method", reads_layers and "eagle3",
          "it reads what comes out of layers in the middle, which are on several stages"),
     )  # fmt: skip
-
-
-def communicator_name(config: EngineConfig) -> str:
-    """The communicator of an engine's ranks, chosen if that was left open.
-
-    Raises:
-        ConfigError: it is of one rank.
-        PluginNotFound: it is not installed.
-    """
-    wanted = config.parallel.communicator
-    if wanted == "auto":
-        on_this_host = config.parallel.nnodes == 1 and config.parallel.executor != "ray"
-        wanted = "shm" if on_this_host and _shares_memory() else "gloo"
-        logger.info("communicator: auto -> %s", wanted)
-    if wanted == "single":
-        others = ", ".join(name for name in plugins.installed(COMMUNICATORS) if name != "single")
-        raise ConfigError(
-            f"parallel.communicator = 'single': it has one rank, and {config.parallel.describe_ranks()}; "
-            f"must be 'auto' or one of {others}",
-            field="parallel.communicator",
-        )
-    plugins.find(COMMUNICATORS, wanted)
-    return wanted
-
-
-def _shares_memory() -> bool:
-    """True if ranks of this host can exchange tensors through memory."""
-    try:
-        from headrace_distributed.shm import library
-    except ImportError:  # plugins.find says how to install what is missing
-        return False
-    return "shm" in plugins.installed(COMMUNICATORS) and library.available()
 
 
 def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:

@@ -1,0 +1,1 @@
+"""Communicators of ranks on NVIDIA GPUs: one GPU for each rank."""
