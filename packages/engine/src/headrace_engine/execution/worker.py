@@ -22,6 +22,7 @@ from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    DividesVocabulary,
     LaunchesPasses,
     StateLayer,
     SupportsPooling,
@@ -538,7 +539,7 @@ class ServingWorker:
                 with self._leader.alone():
                     runner.graph = record(runner.whole_step)
                 self._leader.lead_replays(runner.graph)
-            if self._draft_proposer is not None:
+            if self._draft_proposer is not None and not self._guesses_over_ranks():
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
             if self._adapters is not None:
@@ -548,6 +549,19 @@ class ServingWorker:
                     self._adapters.choose_none()
                 if self._leader is not None:
                     self._leader.lead_replays(runner.adapter_graph)
+
+    def _guesses_over_ranks(self) -> bool:
+        """True if the head that guesses needs other ranks in a pass, which is then not recorded: rank 0 alone
+        would replay it."""
+        model = self._loaded()
+        if self._head is None or self._leader is None or not isinstance(model, DividesVocabulary):
+            return False
+        shared = set(self._head.target_methods).intersection(model.vocabulary_passes)
+        if shared:
+            logger.info(
+                "passes of the head that guesses run eagerly: it shares the divided vocabulary"
+            )
+        return bool(shared)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""

@@ -22,6 +22,8 @@ class DraftHead(Protocol):
     """Guesses in a row that it can make; None: any number."""
     width: int
     """W."""
+    target_methods: Sequence[str]
+    """Methods of the model that it calls, of ``token_vectors`` and ``compute_logits``."""
     token_ids: Tensor | None
     """[Vh] int64; the model's ids of the head's vocabulary. None: it is the model's."""
 

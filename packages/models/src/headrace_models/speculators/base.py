@@ -36,6 +36,7 @@ class Head(Layer, ABC):
 
     streams: Sequence[int] = ()
     most: int | None = None
+    target_methods: Sequence[str] = ("token_vectors", "compute_logits")
     token_ids: Tensor | None = None
 
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:

@@ -112,8 +112,10 @@ class Eagle3Head(Head):
         draft_size = settings.integer("draft_vocab_size", self.vocab_size)
         self.head = Linear(context, "lm_head", size, [Part(draft_size)])
         self.embed: Embedding | None = None
+        self.target_methods = ("token_vectors",)
         if "embed_tokens.weight" in stored or size != target.hidden_size():
             self.embed = Embedding(context, "embed_tokens", self.vocab_size, size)
+            self.target_methods = ()
         self.token_map: TokenMap | None = None
         if "d2t" in stored or draft_size != self.vocab_size:
             self.token_map = TokenMap(context, draft_size)

@@ -52,6 +52,8 @@ class ResidualBlocks(Layer):
 class MedusaHead(Head):
     """See the module's docstring."""
 
+    target_methods = ()
+
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:
         super().__init__(context, target, stored)
         settings, size = self.settings, target.hidden_size()

@@ -58,6 +58,8 @@ class ScaledNorm(WeightLayer):
 class MLPSpeculatorHead(Head):
     """See the module's docstring."""
 
+    target_methods = ()
+
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:
         super().__init__(context, target, stored)
         settings = self.settings
