@@ -47,7 +47,7 @@ class FollowingWorker(ServingWorker):
         super().__init__(*args, **settings)
         self._has_inputs = has_inputs
         self._reads_states = reads_states
-        self._states: Tensor | None = None
+        self._hidden: Tensor | None = None
         """What the last pass ``forward`` returned, if logits may be made of it."""
         self._measuring = ExitStack()
         self._peak = Peak()
@@ -80,7 +80,7 @@ class FollowingWorker(ServingWorker):
         runs = self._experts if method == ARRANGE else self._loaded()
         result = getattr(runs, method)(*(self._prepared(arg) for arg in args))
         if method == "forward" and self._divides_head:
-            self._states = result
+            self._hidden = result
 
     @property
     def _divides_head(self) -> bool:
@@ -90,8 +90,8 @@ class FollowingWorker(ServingWorker):
 
     def _compute_logits(self, start: int, count: int) -> None:
         """Compute this rank's logits of rows of the last pass's hidden states."""
-        assert self._states is not None
-        self._loaded().compute_logits(self._states[start : start + count])
+        assert self._hidden is not None
+        self._loaded().compute_logits(self._hidden[start : start + count])
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
         """The exchanges of a step are the same whether it is replayed or not."""

@@ -171,8 +171,8 @@ class PassLeader:
 
 
 def _first_row(hidden: Tensor, states: Tensor) -> int | None:
-    """The row of states [R, H] at which hidden [S, H] begins, where that is S of its rows in their order; None:
-    it is other memory."""
+    """The row of states [R, H] at which hidden [S, H] begins, where that is S of its rows, in order; None: it
+    is other memory."""
     same = hidden.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
     if not same or hidden.stride() != states.stride() or hidden.shape[1:] != states.shape[1:]:
         return None

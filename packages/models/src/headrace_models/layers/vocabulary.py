@@ -142,6 +142,11 @@ class OwnRows(Layer):
         self.is_here = is_here.to(getattr(torch, context.dtype))[:, None]
         """[V, 1]; 1, or 0 where another rank has the row."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tables."""
+        return self.rows.nbytes + self.is_here.nbytes
+
     def __call__(self, ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
         """ids [T] int64 -> [T, H], the same on every rank.
 
