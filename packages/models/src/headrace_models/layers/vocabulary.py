@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
 """Rows that stay together where N does not divide V: kernels' tiles, and blocks of quantized weights."""
+_FEWEST_UNITS = 16
+"""Units of a rank's share, so that shares differ by a few per cent at most."""
 _MOST_IN_A_WORD = 16
 """Rows that quantized weights may have in one number of a tensor: of 2 bits in 32."""
 
@@ -66,7 +68,9 @@ def vocab_shards(vocab_size: int, group: Communicator) -> list[VocabShard]:
         return []
     share = -(-vocab_size // ranks)
     widths = [share] if vocab_size % ranks == 0 else []
-    widths += [-(-share // unit) * unit for unit in _UNITS]
+    # Of a small vocabulary large units would leave too little for the last rank.
+    units = sorted(_UNITS, key=lambda unit: unit * _FEWEST_UNITS > share)
+    widths += [-(-share // unit) * unit for unit in units]
     return [
         VocabShard(vocab_size, width, rank * width)
         for width in dict.fromkeys(widths)
