@@ -19,7 +19,7 @@ from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import CpuPlatform
 from headrace_models.layers.decoder import Decoder
-from headrace_models.layers.vocabulary import VocabShard, fitting_shard, vocab_shard, vocab_shards
+from headrace_models.layers.vocabulary import VocabShard, fitting_shard, vocab_shard
 from headrace_models.loading.absent_group import AbsentGroup
 from headrace_models.loading.loader import load_model
 from headrace_models.loading.sharded_state import save_sharded_state
