@@ -94,30 +94,34 @@ class FollowingWorker(ServingWorker):
         self._loaded().compute_logits(self._hidden[start : start + count])
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
-        """The exchanges of a step are the same whether it is replayed or not."""
+        """The exchanges of a step are the same whether it is replayed or not.
+
+        Args:
+            num_logits: rows of logits; None: the step ends with hidden states.
+        """
         runner = self._ready()
         adapters = self._following
         graph = runner.graph
         if adapters is not None and adapters.chosen:
             graph = None if adapters.slots.runs_eagerly else runner.adapter_graph
-        is_recorded = (batch.logits_rows is None) == self._gives_all_rows()
-        if graph is not None and is_recorded and graph.fits(batch, num_logits):
+        has_logits = self._divides_head and num_logits is not None
+        if graph is not None and has_logits == self._records_logits and graph.fits(batch, num_logits):
             graph.replay(batch, num_logits)
             return
         states = runner.model.forward(runner.with_metadata(batch))
-        if self._has_logits(batch) and num_logits != 0:
+        if has_logits and num_logits:
             runner.model.compute_logits(states[:num_logits])
 
-    def _has_logits(self, batch: ForwardBatch) -> bool:
-        """True if this rank computes logits in a recorded step of such batches."""
-        is_read = self._pooling is not None or batch.logits_rows is None
-        return self._divides_head and not is_read
+    @property
+    def _records_logits(self) -> bool:
+        """True if this rank computes logits in recorded steps, as rank 0 does."""
+        return self._divides_head and self._pooling is None and not self._reads_states
 
     def _recorded(self, batch: ForwardBatch) -> Tensor:
         """The step that is recorded (:data:`headrace_core.graph.Step`)."""
         runner = self._ready()
         states = runner.model.forward(runner.with_metadata(batch))
-        return runner.model.compute_logits(states) if self._has_logits(batch) else states
+        return runner.model.compute_logits(states) if self._records_logits else states
 
     def _prepared(self, arg: Any) -> Any:
         if not isinstance(arg, ForwardBatch) or self._runner is None:
