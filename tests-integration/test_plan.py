@@ -170,13 +170,19 @@ def test_an_engine_holds_and_exchanges_what_was_planned(
     [memory] = plan.memory
     assert plan.traffic is not None
     sums: list[int] = []
-    whole = SharedMemory.all_reduce
+    gathered: list[int] = []
+    whole, gather = SharedMemory.all_reduce, SharedMemory.all_gather
 
     def counted(self: SharedMemory, tensor: torch.Tensor) -> torch.Tensor:
         sums.append(tensor.nbytes)
         return whole(self, tensor)
 
+    def counted_logits(self: SharedMemory, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        gathered.append(2 * tensor.nbytes)
+        return gather(self, tensor, dim)
+
     monkeypatch.setattr(SharedMemory, "all_reduce", counted)
+    monkeypatch.setattr(SharedMemory, "all_gather", counted_logits)
     settings: dict[str, Any] = {
         "skip_tokenizer_init": True, "block_size": 16, "max_model_len": 128, "max_num_seqs": 3,
         "kv_cache_memory_bytes": memory.cache, "enforce_eager": True, "tensor_parallel_size": 2,
@@ -186,11 +192,13 @@ def test_an_engine_holds_and_exchanges_what_was_planned(
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with LLM(str(path), **settings) as llm:
         sums.clear()
+        gathered.clear()
         llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
         reports = llm.collective_rpc("report")
     # A step for the prompt's three tokens, and two for a token each.
     assert sum(sums) == plan.traffic.reduced * (3 + 1 + 1)
     assert len(sums) == 3 * plan.traffic.reductions
+    assert gathered == 3 * [plan.traffic.gathered]
     for report in reports:
         assert memory.cache - 16 * plan.cache_per_token < report["cache_bytes"] <= memory.cache
 
