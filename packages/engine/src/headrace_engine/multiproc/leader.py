@@ -176,7 +176,8 @@ def _first_row(hidden: Tensor, states: Tensor) -> int | None:
     same = hidden.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
     if not same or hidden.stride() != states.stride() or hidden.shape[1:] != states.shape[1:]:
         return None
-    row, column = divmod(hidden.storage_offset() - states.storage_offset(), states.stride(0))
+    distance = int(hidden.storage_offset()) - int(states.storage_offset())
+    row, column = divmod(distance, states.stride(0))
     is_within = column == 0 and 0 <= row <= states.shape[0] - hidden.shape[0]
     return row if is_within else None
 
