@@ -38,7 +38,7 @@ WIDE = {
     "shared_expert_intermediate_size": 128, "num_hidden_layers": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "mamba_d_head": 64, "mamba_d_state": 64,
     "layer_types": ["linear_attention", "full_attention"], "attn_layer_indices": [1],
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
 }  # fmt: skip
 """Sizes of which kernels pad little."""
 KINDS = ("llama", "llama3", "qwen3_moe", "deepseek_v3", "bamba")
@@ -155,7 +155,7 @@ def test_the_first_stage_has_what_is_no_layer(folder: Path) -> None:
     """A table that is the head too is there once, and read once a step."""
     models = planner(wide("llama3", folder)).models
     first, last = models.stages(Layout(pipeline=2))
-    table, norm = 4 * 320 * 256, 4 * 256
+    table, norm = 4 * 512 * 256, 4 * 256
     assert first.weights - last.weights == table + norm
     assert first.reads - last.reads == table + norm
 
@@ -210,9 +210,8 @@ def test_a_bound_is_bytes_over_bandwidths(folder: Path) -> None:
         2 * 2 * 1 * 64 * 4
     )  # keys and values in two layers, of one head of 64 numbers on this rank
     reads = stage.reads + 4 * 128 * token
-    sent = 4 * (
-        2 * 2 * 256 * 4
-    )  # 4 tokens, two sums in each of two layers; by a ring of 2 all of it
+    # 4 tokens: two sums in each of two layers and one of vectors, by a ring of 2 all of it; half of the logits.
+    sent = 4 * ((2 * 2 + 1) * 256 * 4 + 512 * 4 // 2)
     bound = planned.plan(Layout(2), DEVICES).bound
     assert bound is not None
     assert bound.exchange_seconds == pytest.approx(sent / 1e10)
