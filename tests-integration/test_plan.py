@@ -210,16 +210,16 @@ def test_a_bound_is_bytes_over_bandwidths(folder: Path) -> None:
         2 * 2 * 1 * 64 * 4
     )  # keys and values in two layers, of one head of 64 numbers on this rank
     reads = stage.reads + 4 * 128 * token
-    # 4 tokens: two sums in each of two layers and one of vectors, by a ring of 2 all of it; half of the logits.
+    # 4 tokens: two sums in each layer and one of vectors, by a ring of 2 all of it; and half of the logits.
     sent = 4 * ((2 * 2 + 1) * 256 * 4 + 512 * 4 // 2)
     bound = planned.plan(Layout(2), DEVICES).bound
     assert bound is not None
     assert bound.exchange_seconds == pytest.approx(sent / 1e10)
     assert bound.step_seconds == pytest.approx(reads / 1e11 + sent / 1e10)
     assert bound.tokens_per_second == pytest.approx(4 / bound.step_seconds)
-    table, head = 4 * 320 * 256, 4 * 320 * 256
+    table, head, places = 4 * 512 * 256, 4 * 512 * 256, (8 + 4) * 512
     whole = planned.models.of(1).parts
-    assert stage.reads == stage.weights - whole.tables - table
+    assert stage.reads == stage.weights - whole.tables - table // 2 - places
     assert whole.head.reads == head + 4 * 256
 
 
