@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import HeadraceError
 from headrace_models.layers.base import Layer, Part, Span, slot_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.linear import LinearMethod, LinearSpec
+    from headrace_core.linear import LinearMethod, LinearSpec, TensorSpec
     from headrace_core.model import BuildContext
     from headrace_core.ops import OpTable
     from headrace_core.parallel import Communicator
@@ -110,20 +110,25 @@ def _can_be_cut(
     if method.is_plain:
         return True
     stored = method.create(spec)
-    for key, tensor in method.create(own).items():
-        at = tensor.part_dim
-        if at is None or tensor.by_part:
-            continue
-        is_by_row = tensor.shape[at] * _MOST_IN_A_WORD >= shard.size
-        if not is_by_row and shard.width % _UNITS[0]:
-            return False  # a block of rows may be on two ranks
-        try:
-            slot = slot_of(tensor, [shard.part])
-        except UnsupportedModel:
-            return False
-        if slot.source_shape(0) != tuple(stored[key].shape):
-            return False
-    return True
+    try:
+        return all(
+            tensor.part_dim is None or tensor.by_part or _fits(shard, tensor, stored[key])
+            for key, tensor in method.create(own).items()
+        )
+    except HeadraceError:  # the method takes no such number of rows
+        return False
+
+
+def _fits(shard: VocabShard, tensor: TensorSpec, stored: TensorSpec) -> bool:
+    """True if a rank's piece can be cut out of one tensor.
+
+    Raises: UnsupportedModel: likewise not.
+    """
+    assert tensor.part_dim is not None
+    is_by_row = tensor.shape[tensor.part_dim] * _MOST_IN_A_WORD >= shard.size
+    if not is_by_row and shard.width % _UNITS[0]:
+        return False  # a block of rows may be on two ranks
+    return slot_of(tensor, [shard.part]).source_shape(0) == tuple(stored.shape)
 
 
 class OwnRows(Layer):
