@@ -455,7 +455,7 @@ class ServingWorker:
         if self._draft is not None:
             made = DraftModelProposer(self._draft, context)
         elif self._head is not None:
-            made = HeadProposer(self._head, context)
+            made = HeadProposer(self._head, context, self._led_methods(self._head))
         if made is not None:
             runner.requests.follow(made)
         self._draft_proposer = made
@@ -467,6 +467,13 @@ class ServingWorker:
                 takes_time=made is not None,
                 turns=self._state_turns(runner.requests),
             )
+
+    def _led_methods(self, head: DraftHead) -> frozenset[str]:
+        """Methods of a head that are the model's, and in which other ranks take part."""
+        model = self._loaded()
+        if self._leader is None or not isinstance(model, DividesVocabulary):
+            return frozenset()
+        return frozenset(head.target_methods).intersection(model.vocabulary_passes)
 
     def _state_turns(self, table: RequestTable) -> StateTurns | None:
         """Where states are while guesses are checked, if layers have any."""
@@ -539,7 +546,7 @@ class ServingWorker:
                 with self._leader.alone():
                     runner.graph = record(runner.whole_step)
                 self._leader.lead_replays(runner.graph)
-            if self._draft_proposer is not None and not self._guesses_over_ranks():
+            if self._draft_proposer is not None:
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
             if self._adapters is not None:
@@ -549,19 +556,6 @@ class ServingWorker:
                     self._adapters.choose_none()
                 if self._leader is not None:
                     self._leader.lead_replays(runner.adapter_graph)
-
-    def _guesses_over_ranks(self) -> bool:
-        """True if the head that guesses needs other ranks in a pass, which is then not recorded: rank 0 alone
-        would replay it."""
-        model = self._loaded()
-        if self._head is None or self._leader is None or not isinstance(model, DividesVocabulary):
-            return False
-        shared = set(self._head.target_methods).intersection(model.vocabulary_passes)
-        if shared:
-            logger.info(
-                "passes of the head that guesses run eagerly: it shares the divided vocabulary"
-            )
-        return bool(shared)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""

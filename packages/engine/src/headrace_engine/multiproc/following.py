@@ -105,7 +105,11 @@ class FollowingWorker(ServingWorker):
         if adapters is not None and adapters.chosen:
             graph = None if adapters.slots.runs_eagerly else runner.adapter_graph
         has_logits = self._divides_head and num_logits is not None
-        if graph is not None and has_logits == self._records_logits and graph.fits(batch, num_logits):
+        if (
+            graph is not None
+            and has_logits == self._records_logits
+            and graph.fits(batch, num_logits)
+        ):
             graph.replay(batch, num_logits)
             return
         states = runner.model.forward(runner.with_metadata(batch))

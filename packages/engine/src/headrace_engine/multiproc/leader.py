@@ -34,7 +34,7 @@ LOGITS_OF_ROWS = "compute_logits_of_rows"
 """The pass ``compute_logits`` of rows (the first, and how many) of what the last pass ``forward`` returned,
 which every rank has."""
 REPLAY = "replay"
-"""A pass that rank 0 replays: of a batch, and with so many rows of logits (None: it ends with hidden states)."""
+"""A pass that rank 0 replays: of a batch, with so many rows of logits (None: it ends with hidden states)."""
 
 
 class PassLeader:

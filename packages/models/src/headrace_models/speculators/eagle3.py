@@ -147,9 +147,14 @@ class Eagle3Head(Head):
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         return self.fc(torch.cat(list(streams), dim=-1))
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
-        ids = batch.input_ids
-        vectors = self.target.token_vectors(ids) if self.embed is None else self.embed(ids)
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        return super().token_vectors(ids) if self.embed is None else self.embed(ids)
+
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
+        if vectors is None:
+            vectors = self.token_vectors(batch.input_ids)
         normed = self.hidden_norm(states)
         x = self.attention(torch.cat([self.input_norm(vectors), normed], dim=-1), batch)
         residual = self.picked(batch, normed if self.normed_residual else states)

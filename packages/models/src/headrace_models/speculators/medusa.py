@@ -89,7 +89,9 @@ class MedusaHead(Head):
             return f"lm_heads.{head[1]}.weight"
         return name
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
         return self.picked(batch, states)
 
     def compute_logits(self, states: Tensor, depth: int) -> Tensor:

@@ -100,7 +100,9 @@ class MLPSpeculatorHead(Head):
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         return scaled(hidden) / math.sqrt(2) if self.scales_input else hidden.clone()
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
         x = of_step(self.proj, depth)(states)
         x = x + self.share * of_step(self.emb, depth)(batch.input_ids)
         return self.picked(batch, torch.nn.functional.gelu(of_step(self.ln, depth)(x)))
