@@ -28,6 +28,7 @@ from headrace_core.errors import ConfigError, HeadraceError, UnsupportedFeature,
 from headrace_core.speculation import ReadsStates, StepStates
 from headrace_engine.speculation.head import HeadProposer
 from headrace_testing.model.adapters import linear_modules, write_adapter
+from headrace_testing.sampling import todays
 
 pytestmark = pytest.mark.days(3)
 
@@ -118,6 +119,19 @@ def test_every_mode_gives_the_same_bits(llama, heads, method, mode):
     folder, _, alone = llama
     settings = config(method, heads[method][0])
     assert run(folder, speculative_config=settings, **MODES[mode]) == alone
+
+
+@pytest.mark.parametrize("method", todays(("eagle", "eagle3", "mlp_speculator", "medusa"), days=2))
+def test_guesses_over_two_ranks(llama, heads, method, asked):
+    """A head that uses the model's table or head uses what is divided."""
+    folder, model, alone = llama
+    head, guess = heads[method]
+    settings = {"tensor_parallel_size": 2, **MODES["no-prefix-cache"]}
+    found = run(folder, speculative_config=config(method, head), **settings)
+    assert [[t for t, _ in one] for one in found] == [[t for t, _ in one] for one in alone]
+    for one, other in zip(found, alone, strict=True):
+        assert [p for _, p in one] == pytest.approx([p for _, p in other], abs=1e-4)
+    check(model, guess, asked.found, 30)
 
 
 @pytest.mark.parametrize("mode", ["chunked", "preempted", "eager", "simple-loop"])

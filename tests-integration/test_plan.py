@@ -38,7 +38,7 @@ WIDE = {
     "shared_expert_intermediate_size": 128, "num_hidden_layers": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64, "mamba_d_head": 64, "mamba_d_state": 64,
     "layer_types": ["linear_attention", "full_attention"], "attn_layer_indices": [1],
-    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "vocab_size": 512,
 }  # fmt: skip
 """Sizes of which kernels pad little."""
 KINDS = ("llama", "llama3", "qwen3_moe", "deepseek_v3", "bamba")
@@ -155,7 +155,7 @@ def test_the_first_stage_has_what_is_no_layer(folder: Path) -> None:
     """A table that is the head too is there once, and read once a step."""
     models = planner(wide("llama3", folder)).models
     first, last = models.stages(Layout(pipeline=2))
-    table, norm = 4 * 320 * 256, 4 * 256
+    table, norm = 4 * 512 * 256, 4 * 256
     assert first.weights - last.weights == table + norm
     assert first.reads - last.reads == table + norm
 
@@ -170,13 +170,19 @@ def test_an_engine_holds_and_exchanges_what_was_planned(
     [memory] = plan.memory
     assert plan.traffic is not None
     sums: list[int] = []
-    whole = SharedMemory.all_reduce
+    gathered: list[int] = []
+    whole, gather = SharedMemory.all_reduce, SharedMemory.all_gather
 
     def counted(self: SharedMemory, tensor: torch.Tensor) -> torch.Tensor:
         sums.append(tensor.nbytes)
         return whole(self, tensor)
 
+    def counted_logits(self: SharedMemory, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        gathered.append(2 * tensor.nbytes)
+        return gather(self, tensor, dim)
+
     monkeypatch.setattr(SharedMemory, "all_reduce", counted)
+    monkeypatch.setattr(SharedMemory, "all_gather", counted_logits)
     settings: dict[str, Any] = {
         "skip_tokenizer_init": True, "block_size": 16, "max_model_len": 128, "max_num_seqs": 3,
         "kv_cache_memory_bytes": memory.cache, "enforce_eager": True, "tensor_parallel_size": 2,
@@ -186,11 +192,13 @@ def test_an_engine_holds_and_exchanges_what_was_planned(
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with LLM(str(path), **settings) as llm:
         sums.clear()
+        gathered.clear()
         llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
         reports = llm.collective_rpc("report")
     # A step for the prompt's three tokens, and two for a token each.
     assert sum(sums) == plan.traffic.reduced * (3 + 1 + 1)
     assert len(sums) == 3 * plan.traffic.reductions
+    assert gathered == 3 * [plan.traffic.gathered]
     for report in reports:
         assert memory.cache - 16 * plan.cache_per_token < report["cache_bytes"] <= memory.cache
 
@@ -202,17 +210,16 @@ def test_a_bound_is_bytes_over_bandwidths(folder: Path) -> None:
         2 * 2 * 1 * 64 * 4
     )  # keys and values in two layers, of one head of 64 numbers on this rank
     reads = stage.reads + 4 * 128 * token
-    sent = 4 * (
-        2 * 2 * 256 * 4
-    )  # 4 tokens, two sums in each of two layers; by a ring of 2 all of it
+    # 4 tokens: two sums in each layer and one of vectors, by a ring of 2 all of it; and half of the logits.
+    sent = 4 * ((2 * 2 + 1) * 256 * 4 + 512 * 4 // 2)
     bound = planned.plan(Layout(2), DEVICES).bound
     assert bound is not None
     assert bound.exchange_seconds == pytest.approx(sent / 1e10)
     assert bound.step_seconds == pytest.approx(reads / 1e11 + sent / 1e10)
     assert bound.tokens_per_second == pytest.approx(4 / bound.step_seconds)
-    table, head = 4 * 320 * 256, 4 * 320 * 256
+    table, head, places = 4 * 512 * 256, 4 * 512 * 256, (8 + 4) * 512
     whole = planned.models.of(1).parts
-    assert stage.reads == stage.weights - whole.tables - table
+    assert stage.reads == stage.weights - whole.tables - table // 2 - places
     assert whole.head.reads == head + 4 * 256
 
 

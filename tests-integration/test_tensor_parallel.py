@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from draft_heads import eagle3
-from families import save_model
+from families import FAMILIES, VOCAB_SIZE, save_model
 from modes import PROMPTS, SETTINGS
 from servers import alive, children_of
 from together import together
@@ -113,6 +113,24 @@ def test_prompt_logprobs(whole: LLM, divided: LLM) -> None:
         return [entry[token].logprob for token, entry in pairs]
 
     assert scores(divided) == pytest.approx(scores(whole), abs=1e-4)
+
+
+@pytest.mark.parametrize("communicator", ["auto", "gloo"])
+def test_a_vocabulary_that_ranks_do_not_divide(communicator: str, tmp_path: Path) -> None:
+    """The last rank has fewer tokens. Recorded with shared memory, eager over gloo."""
+    kind, sizes = FAMILIES["llama"]
+    odd = {**sizes, "vocab_size": VOCAB_SIZE + 3, "tie_word_embeddings": False}
+    save_model("llama", tmp_path, {"llama": (kind, odd)})
+    last = [[VOCAB_SIZE + 2, VOCAB_SIZE, VOCAB_SIZE + 1, 3], *PROMPTS[1:4]]
+    params = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        expected = said(llm, last, params)
+    with LLM(str(tmp_path), **DIVIDED, communicator=communicator) as llm:
+        found = said(llm, last, params)
+        assert said(llm, last, params) == found
+    agree(found, expected)
 
 
 def test_another_communicator_and_loop_give_the_same_bits(folder: Path, divided: LLM) -> None:

@@ -10,7 +10,7 @@ import pytest
 import test_vision_language as vision
 import torch
 from adapter_files import with_adapters
-from test_lora_peft import GPT_OSS, OWN, SIZES, reference, run
+from test_lora_peft import GPT_OSS, OWN, SIZES, add, reference, run
 from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
@@ -130,6 +130,28 @@ def test_experts_that_are_whole_on_a_rank_take_no_adapters(tmp_path: Path) -> No
 
     expected = work(SingleProcess())
     assert float((expected[0] - expected[1]).abs().max()) > 0.1
+    for ranks in run_ranks(2, work):
+        for found, wanted in zip(ranks, expected, strict=True):
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_tables_and_heads_that_are_divided(family: str, tmp_path: Path) -> None:
+    """Each has a weight of its own, or both are one; two ranks do not divide the 131 tokens."""
+    model = reference(family)
+    model.save_pretrained(tmp_path / "base")
+    targets = ["down_proj", "embed_tokens", "lm_head"]
+    add(model, tmp_path / "adapter", 0, r=8, target_modules=targets)
+
+    def work(communicator: Communicator) -> list[Tensor]:
+        own, slots = opened(tmp_path / "base", communicator)
+        slots.place(0, slots.read(str(tmp_path / "adapter")))
+        found = run(own, slots, [0, -1])
+        slots.choose(None)
+        return found
+
+    expected = work(SingleProcess())
+    assert float((expected[0] - expected[1]).abs().max()) > 0.01
     for ranks in run_ranks(2, work):
         for found, wanted in zip(ranks, expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)

@@ -236,6 +236,15 @@ class CausalLM(Protocol):
 
 
 @runtime_checkable
+class DividesVocabulary(Protocol):
+    """The model has tables of tokens whose rows are on several ranks."""
+
+    vocabulary_passes: Sequence[str]
+    """Names of methods in which ranks therefore exchange tensors, so that every rank must run them:
+    ``token_vectors`` (ids [T] int64 -> [T, H]), ``compute_logits``."""
+
+
+@runtime_checkable
 class IgnoresWeights(Protocol):
     """The model's checkpoints hold tensors that it does not use: heads of another task."""
 

@@ -22,6 +22,7 @@ from headrace_models.catalogue.multimodal import WRAPPERS, text_architecture
 from headrace_models.checkpoint.vocabulary import token_ids
 from headrace_models.layers.decoder import Decoder
 from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.vocabulary import vocab_shard
 from headrace_models.pooling.classifier import Classifier, HeadLinear
 from headrace_models.pooling.head_rows import HeadRows
 from headrace_models.pooling.pair_forms import PAIR_FORMS
@@ -101,7 +102,15 @@ class PoolingDecoder(Decoder):
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
-        return Embedding(context, f"{prefix}{self.embedding_name}", vocab, self.embedding_size())
+        # A classifier may be made of the table's rows, as of a head's.
+        reads_rows = self.is_tied() and context.pooling is not None and context.pooling.num_labels
+        return Embedding(
+            context,
+            f"{prefix}{self.embedding_name}",
+            vocab,
+            self.embedding_size(),
+            shard=None if reads_rows else vocab_shard(vocab, context.communicator),
+        )
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
         assert context.pooling is not None

@@ -21,9 +21,11 @@ from headrace_models.layers.embedding import (
 from headrace_models.layers.linear import Linear, TiedLinear
 from headrace_models.layers.moe.experts import Experts
 from headrace_models.layers.moe.router import Router
+from headrace_models.layers.vocabulary import OwnRows
 from headrace_models.stages.cut import why_whole
 from headrace_models.weight_bytes import kept_bytes, leaf_bytes
 
+_TABLES = (Embedding, PackedEmbedding, QuantizedEmbedding)
 HEAD = "head"
 """Last part of the path of what makes logits."""
 
@@ -51,6 +53,8 @@ class LayerParts:
     """Numbers that are summed over ranks for each token."""
     reductions: int = 0
     """Sums over ranks in a step."""
+    gathered: int = 0
+    """Numbers of a token's logits that ranks bring together."""
     caches: tuple[str, ...] = ()
     """Names of what it caches, as :meth:`~headrace_core.model.CausalLM.attention_layers` and
     ``state_layers`` have them."""
@@ -111,6 +115,7 @@ def layer_parts(model: CausalLM, dtype: str) -> ModelParts:
         if path.split(".")[-1] == HEAD and isinstance(piece, TiedLinear | QuantizedTableHead):
             part.reads += _table_bytes(pieces, dtype)
     front.reads = 0  # of a table a step reads its tokens' rows
+    head.gathered = _divided_logits([root, *(piece for _, piece in pieces)])
     hidden_size = _hidden_size([root, *(piece for _, piece in pieces)])
     reason = (
         why_whole(model) if isinstance(model, Decoder) else "it is not one of headrace's decoders"
@@ -156,6 +161,8 @@ def _add(part: LayerParts, piece: Layer, dtype: str, top_k: int) -> None:
     for size in _sums(piece):
         part.reduced += size
         part.reductions += 1
+    if isinstance(piece, OwnRows):
+        part.weights += piece.num_bytes
     if not isinstance(piece, WeightLayer):
         return
     size = leaf_bytes(piece, dtype)
@@ -171,6 +178,9 @@ def _sums(piece: Layer) -> Iterator[int]:
     if isinstance(piece, Linear):
         if piece.reduce:
             yield piece.spec.out_features
+    elif isinstance(piece, _TABLES):
+        if piece.own_rows is not None:
+            yield piece.spec.in_features if isinstance(piece, QuantizedEmbedding) else piece.size
     elif hasattr(piece, "communicator") and piece.communicator.world_size > 1:
         for _, child in piece.children():
             if isinstance(child, Experts):
@@ -186,7 +196,11 @@ def _hidden_size(pieces: list[Layer]) -> int:
     return next((piece.hidden_size() for piece in pieces if isinstance(piece, Decoder)), 0)
 
 
+def _divided_logits(pieces: list[Layer]) -> int:
+    shards = (piece.head_shard for piece in pieces if isinstance(piece, Decoder))
+    return next((shard.vocab_size for shard in shards if shard is not None), 0)
+
+
 def _table_bytes(pieces: list[tuple[str, Layer]], dtype: str) -> int:
-    kinds = (Embedding, PackedEmbedding, QuantizedEmbedding)
-    tables = (leaf_bytes(piece, dtype) for _, piece in pieces if isinstance(piece, kinds))
+    tables = (leaf_bytes(piece, dtype) for _, piece in pieces if isinstance(piece, _TABLES))
     return max(tables, default=0)

@@ -22,6 +22,7 @@ from headrace_core.lora import AdapterSlots
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    DividesVocabulary,
     LaunchesPasses,
     StateLayer,
     SupportsPooling,
@@ -473,7 +474,7 @@ class ServingWorker:
         if self._draft is not None:
             made = DraftModelProposer(self._draft, context)
         elif self._head is not None:
-            made = HeadProposer(self._head, context)
+            made = HeadProposer(self._head, context, self._led_methods(self._head))
         if made is not None:
             runner.requests.follow(made)
         self._draft_proposer = made
@@ -485,6 +486,13 @@ class ServingWorker:
                 takes_time=made is not None,
                 turns=self._state_turns(runner.requests),
             )
+
+    def _led_methods(self, head: DraftHead) -> frozenset[str]:
+        """Methods of a head that are the model's, and in which other ranks take part."""
+        model = self._loaded()
+        if self._leader is None or not isinstance(model, DividesVocabulary):
+            return frozenset()
+        return frozenset(head.target_methods).intersection(model.vocabulary_passes)
 
     def _state_turns(self, table: RequestTable) -> StateTurns | None:
         """Where states are while guesses are checked, if layers have any."""

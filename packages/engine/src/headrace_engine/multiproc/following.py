@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.lora import AdapterSlots
-from headrace_core.model import SupportsPooling
+from headrace_core.model import DividesVocabulary, SupportsPooling
 from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.capture import capture_steps
 from headrace_engine.execution.measure import Peak
@@ -22,19 +23,32 @@ from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
-from headrace_engine.multiproc.leader import ARRANGE, PASSES, REPLAY
+from headrace_engine.multiproc.leader import (
+    ARRANGE,
+    LOGITS,
+    LOGITS_OF_ROWS,
+    PASSES,
+    REPLAY,
+    VOCABULARY,
+)
 
 
 class FollowingWorker(ServingWorker):
     """Runs the passes that rank 0 runs. One thread only. Arguments as :class:`ServingWorker`'s.
 
     Args:
-        has_inputs: False: it is on a later stage, and runs nothing of what makes inputs.
+        has_inputs: False: it is on a later stage, and runs nothing of what makes inputs or logits.
+        reads_states: rank 0's steps give hidden states of all rows, which something reads that guesses.
     """
 
-    def __init__(self, *args: Any, has_inputs: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, *args: Any, has_inputs: bool = True, reads_states: bool = False, **settings: Any
+    ) -> None:
         super().__init__(*args, **settings)
         self._has_inputs = has_inputs
+        self._reads_states = reads_states
+        self._hidden: Tensor | None = None
+        """What the last pass ``forward`` returned, if logits may be made of it."""
         self._measuring = ExitStack()
         self._peak = Peak()
         self._following: FollowingAdapters | None = None
@@ -56,24 +70,62 @@ class FollowingWorker(ServingWorker):
             return
         if self._following is not None and self._following.follow(method, args):
             return
-        if method not in PASSES:
+        if method not in (*PASSES, *VOCABULARY, LOGITS_OF_ROWS):
             raise ModelError(f"{method!r} is not a pass of a model")
         if method not in ("forward", ARRANGE) and not self._has_inputs:
-            return  # of what makes inputs, which the first stage has
+            return  # of what makes inputs and logits, which the first stage has
+        if method == LOGITS_OF_ROWS:
+            self._compute_logits(*args)
+            return
         runs = self._experts if method == ARRANGE else self._loaded()
-        getattr(runs, method)(*(self._prepared(arg) for arg in args))
+        result = getattr(runs, method)(*(self._prepared(arg) for arg in args))
+        if method == "forward" and self._divides_head:
+            self._hidden = result
+
+    @property
+    def _divides_head(self) -> bool:
+        """True if this rank's head computes some of the logits."""
+        model = self._loaded()
+        return isinstance(model, DividesVocabulary) and LOGITS in model.vocabulary_passes
+
+    def _compute_logits(self, start: int, count: int) -> None:
+        """Compute this rank's logits of rows of the last pass's hidden states."""
+        assert self._hidden is not None
+        self._loaded().compute_logits(self._hidden[start : start + count])
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
-        """The exchanges of a step are the same whether it is replayed or not."""
+        """The exchanges of a step are the same whether it is replayed or not.
+
+        Args:
+            num_logits: rows of logits; None: the step ends with hidden states.
+        """
         runner = self._ready()
         adapters = self._following
         graph = runner.graph
         if adapters is not None and adapters.chosen:
             graph = None if adapters.slots.runs_eagerly else runner.adapter_graph
-        if graph is not None and graph.fits(batch, num_logits):
+        has_logits = self._divides_head and num_logits is not None
+        if (
+            graph is not None
+            and has_logits == self._records_logits
+            and graph.fits(batch, num_logits)
+        ):
             graph.replay(batch, num_logits)
-        else:
-            runner.model.forward(runner.with_metadata(batch))
+            return
+        states = runner.model.forward(runner.with_metadata(batch))
+        if has_logits and num_logits:
+            runner.model.compute_logits(states[:num_logits])
+
+    @property
+    def _records_logits(self) -> bool:
+        """True if this rank computes logits in recorded steps, as rank 0 does."""
+        return self._divides_head and self._pooling is None and not self._reads_states
+
+    def _recorded(self, batch: ForwardBatch) -> Tensor:
+        """The step that is recorded (:data:`headrace_core.graph.Step`)."""
+        runner = self._ready()
+        states = runner.model.forward(runner.with_metadata(batch))
+        return runner.model.compute_logits(states) if self._records_logits else states
 
     def _prepared(self, arg: Any) -> Any:
         if not isinstance(arg, ForwardBatch) or self._runner is None:
@@ -98,6 +150,12 @@ class FollowingWorker(ServingWorker):
         self._following = FollowingAdapters(self._make_adapters())
         return (self._following.slots,)
 
+    def _gives_all_rows(self) -> bool:
+        """True if rank 0's recorded steps give hidden states of all rows."""
+        if self._pooling is None:
+            return self._reads_states
+        return needs_all_rows(cast(SupportsPooling, self._loaded()), self._pooling)
+
     def begin_profile(self) -> None:
         """Measure from now until :meth:`profile`."""
         self._measuring.close()
@@ -119,12 +177,11 @@ class FollowingWorker(ServingWorker):
             record = partial(
                 capture_steps,
                 self._capture,
-                lambda batch: runner.model.forward(runner.with_metadata(batch)),
+                self._recorded,
                 max_num_seqs=self._max_num_seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
-                all_rows=self._pooling is not None
-                and needs_all_rows(cast(SupportsPooling, runner.model), self._pooling),
+                all_rows=self._gives_all_rows(),
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),

@@ -11,21 +11,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace_core.batch import ForwardBatch
 from headrace_core.graph import StepGraph
 from headrace_core.lora import AdapterSlots
-from headrace_core.model import LaunchesPasses
+from headrace_core.model import DividesVocabulary, LaunchesPasses
 from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
 PASSES = ("forward", "forward_streams", "embed_media", "encode", ARRANGE)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
+LOGITS = "compute_logits"
+VOCABULARY = ("token_vectors", LOGITS)
+"""Further ones of models whose vocabulary is divided."""
+LOGITS_OF_ROWS = "compute_logits_of_rows"
+"""The pass ``compute_logits`` of rows (the first, and how many) of what the last pass ``forward`` returned,
+which every rank has."""
 REPLAY = "replay"
-"""A pass that rank 0 replays: of a batch, and with so many rows of logits."""
+"""A pass that rank 0 replays: of a batch, with so many rows of logits (None: it ends with hidden states)."""
 
 
 class PassLeader:
@@ -50,13 +59,21 @@ class PassLeader:
         self._is_running = False
         self._failure: BaseException | None = None
         """What the first pass raised that raised."""
+        self._states: Tensor | None = None
+        """What the last pass ``forward`` returned, if every rank has it."""
 
     def lead(self, model: Any) -> None:
         """Have the passes of a model, or of its experts, run on every rank from now on."""
-        for name in PASSES:
+        divided = model.vocabulary_passes if isinstance(model, DividesVocabulary) else ()
+        ways: dict[str, Callable[..., Any]] = {}
+        if LOGITS in divided:
+            ways = {LOGITS: self._run_logits}
+            if not isinstance(model, LaunchesPasses):  # whose result rank 0 alone gets
+                ways["forward"] = self._run_forward
+        for name in (*PASSES, *divided):
             own = getattr(model, name, None)
             if own is not None:
-                setattr(model, name, partial(self._run, name, own))
+                setattr(model, name, partial(ways.get(name, partial(self._run, name)), own))
         if isinstance(model, LaunchesPasses):
             setattr(model, "launch", partial(self._launch, model.launch))  # noqa: B010 - as above
 
@@ -108,14 +125,41 @@ class PassLeader:
         begun.add_done_callback(tell)
         return told
 
-    def _run(self, name: str, own: Callable[..., Any], *args: Any) -> Any:
+    def _run_forward(self, own: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
+        """Run a pass whose hidden states logits may be made of."""
+        if self._is_running:
+            return own(batch)
+        self._states = None
+        states: Tensor = self._run("forward", own, batch)
+        self._states = states
+        return states
+
+    def _run_logits(self, own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Make logits of hidden states: of rows that every rank has, or of others, which are sent."""
+        start = None if self._states is None else _first_row(hidden, self._states)
+        sent = None if start is None else (LOGITS_OF_ROWS, (start, hidden.shape[0]))
+        logits: Tensor = self._run(LOGITS, own, hidden, sent=sent)
+        return logits
+
+    def _run(
+        self,
+        name: str,
+        own: Callable[..., Any],
+        *args: Any,
+        sent: tuple[str, tuple[Any, ...]] | None = None,
+    ) -> Any:
+        """Run a pass on every rank.
+
+        Args:
+            sent: what the others run in its place; None: the same.
+        """
         if self._is_running:  # a pass that is part of another one
             return own(*args)
         if self._failure is not None:  # a further pass would meet exchanges of the one that failed
             raise self._failure
         self._is_running = True
         try:
-            self._send(ModelPass(name, tuple(_sent(arg) for arg in args)))
+            self._send(ModelPass(*(sent or (name, tuple(_sent(arg) for arg in args)))))
             return own(*args)
         except BaseException as error:
             self._failure = self._broken(error)
@@ -124,6 +168,18 @@ class PassLeader:
             raise self._failure from error
         finally:
             self._is_running = False
+
+
+def _first_row(hidden: Tensor, states: Tensor) -> int | None:
+    """The row of states [R, H] at which hidden [S, H] begins, where that is S of its rows, in order; None: it
+    is other memory."""
+    same = hidden.untyped_storage().data_ptr() == states.untyped_storage().data_ptr()
+    if not same or hidden.stride() != states.stride() or hidden.shape[1:] != states.shape[1:]:
+        return None
+    distance = int(hidden.storage_offset()) - int(states.storage_offset())
+    row, column = divmod(distance, states.stride(0))
+    is_within = column == 0 and 0 <= row <= states.shape[0] - hidden.shape[0]
+    return row if is_within else None
 
 
 def _sent(arg: Any) -> Any:

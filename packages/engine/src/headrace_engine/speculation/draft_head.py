@@ -22,6 +22,8 @@ class DraftHead(Protocol):
     """Guesses in a row that it can make; None: any number."""
     width: int
     """W."""
+    target_methods: Sequence[str]
+    """Its own methods, of ``token_vectors`` and ``compute_logits``, that are the model's."""
     token_ids: Tensor | None
     """[Vh] int64; the model's ids of the head's vocabulary. None: it is the model's."""
 
@@ -43,10 +45,16 @@ class DraftHead(Protocol):
         wide as :meth:`forward` takes them before the first guess."""
         ...
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> vectors that :meth:`forward` reads of them, of a head with caches."""
+        ...
+
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
         """States [T, W] of tokens, each with the id that follows it in ``batch.input_ids`` -> [R, W], what
         stands for the states of the tokens behind. ``depth``: guesses that were made before; a head with
-        caches pays no heed to it."""
+        caches pays no heed to it. ``vectors``: :meth:`token_vectors` of the ids, if they were looked up."""
         ...
 
     def compute_logits(self, states: Tensor, depth: int) -> Tensor:

@@ -16,7 +16,7 @@ Letters: B requests that are guessed for, T rows of a pass, W width of the head,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -62,13 +62,14 @@ class HeadProposer(ReadsStates):
     Args:
         head: the head.
         context: of the worker.
+        led: methods of the head in which other ranks take part.
     """
 
-    def __init__(self, head: DraftHead, context: DraftContext) -> None:
+    def __init__(self, head: DraftHead, context: DraftContext, led: Collection[str] = ()) -> None:
         self.streams = head.streams
         self._head = head
         self._max_len = context.max_len
-        self._pass = HeadPass(head, context.with_metadata, context.table.vocab_size)
+        self._pass = HeadPass(head, context.with_metadata, context.table.vocab_size, led)
         self._caches = self._pass.has_caches
         self._view = HeadView(context.table)
         self._inputs = context.inputs(self._view)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.assembly.drafts.head import head_builder, is_within
+from headrace.assembly.drafts.head import has_head, head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.hosts.nodes import node_plan
 from headrace.assembly.logits_processors import named_processors
@@ -179,6 +179,7 @@ def worker_factory(
                 lambda slots=None: build(resolved, slots),
                 **of_rank,
                 has_inputs=ranks.stage == 0,
+                reads_states=has_head(config, info),
                 make_adapters=(lambda: adapter_slots(resolved, ops))
                 if config.lora.enable_lora
                 else None,

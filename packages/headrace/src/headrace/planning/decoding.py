@@ -26,8 +26,10 @@ class Traffic(NamedTuple):
     """Sums in a step."""
     reduced_per_layer: int
     """Of the layer with the most."""
+    gathered: int
+    """Logits that are brought together."""
     sent: int
-    """That each rank sends for these sums, by a ring: 2 (N - 1) / N of them."""
+    """That each rank sends by a ring: for sums 2 (N - 1) / N of them, for logits half of that."""
     handed_on: int
     """Hidden states between stages, and from the last to the first."""
 
@@ -53,12 +55,14 @@ def traffic_of(stages: Sequence[Stage], layout: Layout, hidden_bytes: int) -> Tr
         hidden_bytes: of a token's hidden state.
     """
     reduced, ranks = sum(stage.reduced for stage in stages), layout.tensor
+    gathered = sum(stage.gathered for stage in stages)
     layers = max(1, sum(stage.layers for stage in stages))
     return Traffic(
         reduced,
         sum(stage.reductions for stage in stages),
         -(-reduced // layers),
-        2 * (ranks - 1) * reduced // ranks,
+        gathered,
+        (ranks - 1) * (2 * reduced + gathered) // ranks,
         _borders(layout) * STREAMS_BETWEEN_STAGES * hidden_bytes,
     )
 
@@ -100,8 +104,9 @@ def _borders(layout: Layout) -> int:
 
 
 def _exchange(stage: Stage, layout: Layout, devices: Devices, tokens: int) -> float:
-    """Seconds of a stage's sums over ranks."""
+    """Seconds of a stage's sums over ranks, and of its logits, which every token of a step has."""
     if not devices.link or layout.tensor == 1:
         return 0.0
-    sent = 2 * (layout.tensor - 1) * stage.reduced * tokens / layout.tensor
-    return sent / devices.link + stage.reductions * devices.latency
+    sent = (layout.tensor - 1) * (2 * stage.reduced + stage.gathered) * tokens / layout.tensor
+    exchanges = stage.reductions + (stage.gathered > 0)
+    return sent / devices.link + exchanges * devices.latency

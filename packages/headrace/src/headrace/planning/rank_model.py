@@ -40,6 +40,8 @@ class Stage:
     """That is summed over the ranks for each token."""
     reductions: int
     """Sums over the ranks in a step."""
+    gathered: int
+    """Of a token's logits that ranks bring together."""
     specs: Mapping[str, CacheSpec]
     samples: bool
     """True if logits are made on it."""
@@ -152,6 +154,7 @@ class RankModels:
             experts=tuple(experts for part in layers for experts in part.experts),
             reduced=self.item_bytes * sum(part.reduced for part in inside),
             reductions=sum(part.reductions for part in inside),
+            gathered=self.item_bytes * sum(part.gathered for part in inside),
             specs={name: spec for name, spec in specs.items() if name in names},
             samples=is_first,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.errors import UnsupportedModel
 
@@ -75,6 +75,14 @@ class Shard:
 WHOLE = Shard()
 
 
+class Span(NamedTuple):
+    """A piece of an axis, whatever pieces the other ranks keep."""
+
+    start: int
+    whole: int
+    """Length of the axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One checkpoint tensor within a fused one, along its part dimension."""
@@ -84,6 +92,33 @@ class Part:
     shard: Shard = WHOLE
     units: int = 1
     """Indivisible things (heads) in the whole of it, all ranks together."""
+    span: Span | None = None
+    """Where the piece lies, of pieces that need not be equal (rows of a vocabulary); None: as ``shard``
+    says."""
+
+    @property
+    def start(self) -> int:
+        """Where this rank's piece begins in the whole."""
+        return self.shard.index * self.size if self.span is None else self.span.start
+
+    @property
+    def whole(self) -> int:
+        """Size of it in the checkpoint."""
+        return self.size * self.shard.count if self.span is None else self.span.whole
+
+    def scaled(self, extent: int, total: int) -> Part:
+        """The part of a tensor with ``extent`` entries for each ``total`` of the layer's outputs.
+
+        Raises: UnsupportedModel: they cannot be cut in that proportion.
+        """
+        span = self.span
+        sizes = (self.size,) if span is None else (self.size, span.start, span.whole)
+        if any(size * extent % total for size in sizes):
+            raise UnsupportedModel(
+                f"a tensor of {extent} rows for {total} outputs cannot be cut in proportion to {self}"
+            )
+        scaled = [size * extent // total for size in sizes]
+        return replace(self, size=scaled[0], span=None if span is None else Span(*scaled[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +157,7 @@ class Slot:
         """Shape of one part as the checkpoint holds it, before sharding."""
         shape = list(self.part_shape(part))
         if self.parts and self.part_dim is not None:
-            shape[self.part_dim] *= self.parts[part].shard.count
+            shape[self.part_dim] = self.parts[part].whole
         if self.in_dim is not None:
             shape[self.in_dim] *= self.in_shard.count
         return tuple(shape)
@@ -182,11 +217,8 @@ def slot_of(
     parts: tuple[Part, ...] = ()
     if spec.part_dim is not None:
         extent, total = spec.shape[spec.part_dim], sum(part.size for part in out_parts)
-        if not spec.by_part and any(part.size * extent % total for part in out_parts):
-            raise UnsupportedModel(
-                f"a tensor of {extent} rows cannot be cut in proportion to {list(out_parts)}"
-            )
-        parts = tuple(replace(part, size=part.size * extent // total) for part in out_parts)
+        if not spec.by_part:
+            parts = tuple(part.scaled(extent, total) for part in out_parts)
     elif len(out_parts) > 1:
         parts = tuple(out_parts)  # each fused module has one, and they must be equal
     if spec.by_part:

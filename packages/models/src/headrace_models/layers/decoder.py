@@ -31,11 +31,18 @@ from headrace_models.layers.linear import (
 )
 from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
 from headrace_models.layers.recurrent.state_layer import RecurrentLayer
+from headrace_models.layers.vocabulary import (
+    VocabShard,
+    fitting_shard,
+    gathered_logits,
+    vocab_shard,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.linear import LinearMethod
     from headrace_core.model import (
         AttentionLayer,
         BuildContext,
@@ -85,6 +92,8 @@ class Decoder(Layer, ABC):
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
+    head_shard: VocabShard | None = None
+    """Tokens whose logits this rank's head computes; None: all."""
     no_stages: str = ""
     """Why the layers cannot be on several stages, where it is not seen from the built model."""
     is_whole: bool = True
@@ -134,29 +143,50 @@ class Decoder(Layer, ABC):
         stored = replace(spec, name=f"{prefix}{self.embedding_name}", bias=False)
         method = context.quant.for_table(stored)
         if method is not None:
-            return QuantizedEmbedding(stored, method)
+            return _quantized_table(context, stored, method)
         shared = self.is_tied() and not quantizes_floats(context.quant.for_layer(spec), spec)
+        vocab = self.settings.integer("vocab_size")
         return (PackedEmbedding if shared else Embedding)(
             context,
             f"{prefix}{self.embedding_name}",
-            self.settings.integer("vocab_size"),
+            vocab,
             self.embedding_size(),
+            shard=vocab_shard(vocab, context.communicator),
         )
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
         """Make what stands behind the final norm: ``head``, from hidden states to logits."""
         spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear | QuantizedTableHead | ShortHead
+        if not self.is_tied() and not isinstance(table, PackedEmbedding):
+            self.head, self.head_shard = self.make_untied_head(context, spec)
+            return
+        shard = self.head_shard = table.shard
+        part = Part(spec.out_features) if shard is None else shard.part
+        own = replace(spec, out_parts=(part.size,))
         if isinstance(table, PackedEmbedding):
-            self.head = TiedLinear(context, spec, table.weight)
-        elif isinstance(table, QuantizedEmbedding) and self.is_tied():
-            self.head = QuantizedTableHead(spec, table.method, lambda: table.state)
-        elif isinstance(table, Embedding) and self.is_tied():
-            method = context.quant.for_layer(spec)
-            self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
+            self.head = TiedLinear(context, own, table.weight, part)
+        elif isinstance(table, QuantizedEmbedding):
+            self.head = QuantizedTableHead(own, table.method, lambda: table.state, part)
         else:
-            parts = [Part(spec.out_features)]
-            self.head = Linear(context, spec.name, spec.in_features, parts, bias=spec.bias)
+            method = context.quant.for_layer(own)
+            self.head = QuantizedTiedLinear(own, method, lambda: table.weight, part)
+
+    def make_untied_head(
+        self, context: BuildContext, spec: LinearSpec
+    ) -> tuple[Linear, VocabShard | None]:
+        """A head with a weight of its own, and the tokens of it that this rank has (None: all).
+
+        Whole if its tensors can be divided in no way (blocks of quantized weights).
+        """
+        shard = fitting_shard(spec, context.communicator, context.quant.for_layer)
+        part = Part(spec.out_features) if shard is None else shard.part
+        made = self.head_class()(context, spec.name, spec.in_features, [part], bias=spec.bias)
+        return made, shard
+
+    def head_class(self) -> type[Linear]:
+        """Class of a head with a weight of its own."""
+        return Linear
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
@@ -230,6 +260,12 @@ class Decoder(Layer, ABC):
         found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
         return {layer.name: layer for layer in found}
 
+    @property
+    def vocabulary_passes(self) -> Sequence[str]:
+        """See :class:`headrace_core.model.DividesVocabulary`."""
+        divided = {"token_vectors": self.embed.shard, "compute_logits": self.head_shard}
+        return [name for name, shard in divided.items() if shard is not None]
+
     def prepare_batch(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with what all layers need of it besides, made once for a pass."""
         return batch
@@ -297,8 +333,20 @@ class Decoder(Layer, ABC):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
         logits = self.head(hidden)
+        if self.head_shard is not None:
+            context = self.context
+            logits = gathered_logits(logits, self.head_shard, context.ops, context.communicator)
         if self.logits_scale != 1.0:
             logits = self.context.ops.scale(logits, self.logits_scale)
         if self.logits_cap is None:
             return logits
         return self.context.ops.to_float32(logits, soft_cap=self.logits_cap)
+
+
+def _quantized_table(
+    context: BuildContext, spec: LinearSpec, method: LinearMethod
+) -> QuantizedEmbedding:
+    """A table that stays quantized; whole if its tensors can be divided in no way."""
+    shard = fitting_shard(spec, context.communicator, lambda own: method)
+    own = spec if shard is None else replace(spec, out_parts=(shard.size,))
+    return QuantizedEmbedding(context, own, method, shard)

@@ -10,6 +10,7 @@ from headrace_models.layers.base import Slot, WeightLayer
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.encoder import Embeddings
 from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.vocabulary import vocab_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +82,8 @@ class TextEmbeddings(Embeddings):
     ) -> None:
         word, position, segment, norm = names
         self.ops = context.ops
-        self.words = Embedding(context, word, vocab_size, size)
+        shard = vocab_shard(vocab_size, context.communicator)
+        self.words = Embedding(context, word, vocab_size, size, shard=shard)
         rows = Embedding(context, position, num_positions, size)
         segments = Embedding(context, segment, num_segments, size) if num_segments else None
         self.segments = segments if num_segments > 1 else None

@@ -258,21 +258,26 @@ class TiedLinear(WeightLayer):
 
     Args:
         packed: gives the other layer's weight once that is loaded.
+        part: the outputs that this rank has.
     """
 
     low_rank: LinearPlace | None = None
     """See :class:`Linear`."""
 
     def __init__(
-        self, context: BuildContext, spec: LinearSpec, packed: Callable[[], PackedLinear]
+        self,
+        context: BuildContext,
+        spec: LinearSpec,
+        packed: Callable[[], PackedLinear],
+        part: Part,
     ) -> None:
-        self.name, self.spec = spec.name, spec
+        self.name, self.spec, self.part = spec.name, spec, part
         self.ops = context.ops
         self.packed = packed
         self.bias: Tensor | None = None
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"bias": Slot((self.spec.out_features,))} if self.spec.bias else {}
+        return {"bias": Slot((self.part.size,), parts=(self.part,))} if self.spec.bias else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.bias = tensors.get("bias")
@@ -289,23 +294,26 @@ class QuantizedTiedLinear(WeightLayer):
     Args:
         method: makes integers of floating weights (:func:`quantizes_floats`).
         weight: gives the other layer's weight once that is loaded.
+        part: the outputs that this rank has.
     """
 
     low_rank: LinearPlace | None = None
     """See :class:`Linear`."""
 
     def __init__(
-        self, spec: LinearSpec, method: LinearMethod, weight: Callable[[], Tensor]
+        self, spec: LinearSpec, method: LinearMethod, weight: Callable[[], Tensor], part: Part
     ) -> None:
         self.name = spec.name
-        self.spec, self.method, self.weight = spec, method, weight
+        self.spec, self.method, self.weight, self.part = spec, method, weight, part
         self.state: Any = None
         self.bias: Tensor | None = None
 
     def slots(self) -> Mapping[str, Slot]:
         """A bias that need not be there, for a leaf with one that must be could come before the other
         layer."""
-        return {"bias": Slot((self.spec.out_features,), required=False)} if self.spec.bias else {}
+        if not self.spec.bias:
+            return {}
+        return {"bias": Slot((self.part.size,), parts=(self.part,), required=False)}
 
     def replaced_slots(self) -> Mapping[str, int]:
         kept = self.method.kept_bytes(self.spec)

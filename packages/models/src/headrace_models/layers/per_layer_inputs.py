@@ -14,6 +14,7 @@ from headrace_models.layers.base import Layer, Part
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import RMSNorm
+from headrace_models.layers.vocabulary import vocab_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,8 @@ class PerLayerInputs(Layer):
         self.ops, self.size = context.ops, size
         width, beyond = num_layers * size, None if num_rows >= vocab_size else 0
         name = f"{prefix}embed_tokens_per_layer"
-        self.table = Embedding(context, name, num_rows, width, beyond=beyond)
+        shard = vocab_shard(num_rows, context.communicator)
+        self.table = Embedding(context, name, num_rows, width, beyond=beyond, shard=shard)
         self.table_scale = float(torch.tensor(size**0.5, dtype=getattr(torch, context.dtype)))
         name = f"{prefix}per_layer_model_projection"
         self.projection = Linear(context, name, hidden_size, [Part(width)])

@@ -43,6 +43,7 @@ def fill_slots(
     faults: list[str] = []
     for name, tensor, file in tensors:
         leaf, key = places.get(name, ("", ""))
+        tensor = _own_rows(slots[leaf][key], tensor) if leaf else tensor
         fault = _fault(slots[leaf][key], context, tensor) if leaf else "belongs to no layer"
         if name in seen:
             fault = "comes twice"
@@ -64,6 +65,16 @@ def fill_slots(
     # What is left waits for optional tensors only, or for another leaf's.
     for leaf in sorted(waiting, key=lambda each: not slots[each]):
         leaves[leaf].load(waiting[leaf])
+
+
+def _own_rows(slot: Slot, tensor: Tensor) -> Tensor:
+    """This rank's rows of a vocabulary, out of all of them: in older states each rank has all."""
+    part = slot.parts[0] if len(slot.parts) == 1 else None
+    if part is None or part.span is None or slot.part_dim is None:
+        return tensor
+    if tuple(tensor.shape) != slot.source_shape(0):
+        return tensor
+    return tensor.narrow(slot.part_dim, part.start, part.size)
 
 
 def _fault(slot: Slot, context: BuildContext, tensor: Tensor) -> str:

@@ -178,7 +178,7 @@ def stored_shape(slot: Slot, parts: Sequence[int], rule: WeightRule) -> tuple[in
     shape = list(slot.source_shape(parts[0]))
     if slot.parts and slot.part_dim is not None:
         stored = (slot.parts[part] for part in parts)
-        shape[slot.part_dim] = sum(part.size * part.shard.count for part in stored)
+        shape[slot.part_dim] = sum(part.whole for part in stored)
     if is_transposed(slot, rule) and len(shape) == 2:
         shape.reverse()
     return tuple(shape)

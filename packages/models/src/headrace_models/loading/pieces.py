@@ -27,7 +27,7 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     if not slot.parts or slot.part_dim is None:
         return tensor
     stored = parts_of(slot, rule)
-    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    sizes = {p: slot.parts[p].whole for p in stored}
     groups = rule.groups
     if rule.interleaved:
         groups = sizes[part]
@@ -46,8 +46,8 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
     """This rank's piece of one part."""
     if slot.parts and slot.part_dim is not None:
-        size, shard = slot.parts[part].size, slot.parts[part].shard
-        tensor = tensor.narrow(slot.part_dim, shard.index * size, size)
+        own = slot.parts[part]
+        tensor = tensor.narrow(slot.part_dim, own.start, own.size)
     if slot.in_dim is not None:
         size = slot.shape[slot.in_dim]
         tensor = tensor.narrow(slot.in_dim, slot.in_shard.index * size, size)

@@ -67,9 +67,8 @@ def find_places(
     places: dict[str, Place] = {}
     reasons = {"": getattr(model, "no_adapters", "")}
     by_root = {"layers": tokens, TABLE: tokens, HEAD: logits}
-    whole = replace(
-        memory, fully_sharded=False
-    )  # one rank alone computes logits: no exchange there
+    # Rows of logits are few, and of a whole head one rank alone computes them: no exchange there.
+    whole = replace(memory, fully_sharded=False)
     towers = tuple(getattr(model, "media_parts", ()))
     refused: dict[str, str] = {}
     for path, layer in walk(model):
@@ -132,8 +131,7 @@ def _plain(layer: PlainLinear, memory: Memory, rows: RowSlots) -> Place:
 def _tied(
     layer: TiedLinear | QuantizedTiedLinear | QuantizedTableHead, memory: Memory, rows: RowSlots
 ) -> Place:
-    spec = layer.spec
-    return _whole(layer.name, memory, rows, (spec.out_features, spec.in_features))
+    return LinearPlace(memory, layer.name, rows, layer.spec.in_features, (layer.part,))
 
 
 def _short_head(layer: ShortHead, memory: Memory, rows: RowSlots) -> Place:
@@ -163,8 +161,8 @@ def _table(layer: Embedding | PackedEmbedding, memory: Memory, rows: RowSlots) -
 
 
 def _quantized_table(layer: QuantizedEmbedding, memory: Memory, rows: RowSlots) -> Place:
-    spec = layer.spec
-    return TablePlace(memory, layer.name, rows, (spec.out_features, spec.in_features), None)
+    shape = (layer.num_rows, layer.spec.in_features)
+    return TablePlace(memory, layer.name, rows, shape, None)
 
 
 def _heads(layer: HeadProjections, memory: Memory, rows: RowSlots) -> Place:

@@ -36,6 +36,7 @@ class Head(Layer, ABC):
 
     streams: Sequence[int] = ()
     most: int | None = None
+    target_methods: Sequence[str] = ("token_vectors", "compute_logits")
     token_ids: Tensor | None = None
 
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:
@@ -92,8 +93,13 @@ class Head(Layer, ABC):
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         return hidden.clone()
 
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        return self.target.token_vectors(ids)
+
     @abstractmethod
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor: ...
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor: ...
 
     def picked(self, batch: ForwardBatch, x: Tensor) -> Tensor:
         """The rows of ``batch.logits_rows`` of x [T, W]."""

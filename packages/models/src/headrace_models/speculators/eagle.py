@@ -71,8 +71,11 @@ class EagleHead(Head):
             return f"layers.0.{name.removeprefix('transformer.')}"
         return name.replace("fusion_fc.", "fc.")
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
-        vectors = self.target.token_vectors(batch.input_ids)
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
+        if vectors is None:
+            vectors = self.token_vectors(batch.input_ids)
         x: Tensor = self.fc(torch.cat([vectors, states], dim=-1))
         residual: Tensor | None = None
         for layer in self.layers:

@@ -112,8 +112,10 @@ class Eagle3Head(Head):
         draft_size = settings.integer("draft_vocab_size", self.vocab_size)
         self.head = Linear(context, "lm_head", size, [Part(draft_size)])
         self.embed: Embedding | None = None
+        self.target_methods = ("token_vectors",)
         if "embed_tokens.weight" in stored or size != target.hidden_size():
             self.embed = Embedding(context, "embed_tokens", self.vocab_size, size)
+            self.target_methods = ()
         self.token_map: TokenMap | None = None
         if "d2t" in stored or draft_size != self.vocab_size:
             self.token_map = TokenMap(context, draft_size)
@@ -145,9 +147,14 @@ class Eagle3Head(Head):
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         return self.fc(torch.cat(list(streams), dim=-1))
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
-        ids = batch.input_ids
-        vectors = self.target.token_vectors(ids) if self.embed is None else self.embed(ids)
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        return super().token_vectors(ids) if self.embed is None else self.embed(ids)
+
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
+        if vectors is None:
+            vectors = self.token_vectors(batch.input_ids)
         normed = self.hidden_norm(states)
         x = self.attention(torch.cat([self.input_norm(vectors), normed], dim=-1), batch)
         residual = self.picked(batch, normed if self.normed_residual else states)

@@ -52,6 +52,8 @@ class ResidualBlocks(Layer):
 class MedusaHead(Head):
     """See the module's docstring."""
 
+    target_methods = ()
+
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:
         super().__init__(context, target, stored)
         settings, size = self.settings, target.hidden_size()
@@ -87,7 +89,9 @@ class MedusaHead(Head):
             return f"lm_heads.{head[1]}.weight"
         return name
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
         return self.picked(batch, states)
 
     def compute_logits(self, states: Tensor, depth: int) -> Tensor:

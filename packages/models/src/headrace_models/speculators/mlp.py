@@ -58,6 +58,8 @@ class ScaledNorm(WeightLayer):
 class MLPSpeculatorHead(Head):
     """See the module's docstring."""
 
+    target_methods = ()
+
     def __init__(self, context: BuildContext, target: Decoder, stored: Collection[str]) -> None:
         super().__init__(context, target, stored)
         settings = self.settings
@@ -98,7 +100,9 @@ class MLPSpeculatorHead(Head):
     def project(self, hidden: Tensor, streams: Sequence[Tensor]) -> Tensor:
         return scaled(hidden) / math.sqrt(2) if self.scales_input else hidden.clone()
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
         x = of_step(self.proj, depth)(states)
         x = x + self.share * of_step(self.emb, depth)(batch.input_ids)
         return self.picked(batch, torch.nn.functional.gelu(of_step(self.ln, depth)(x)))

@@ -140,9 +140,12 @@ class MTPHead(Head):
             rf"{own}\.(embed_tokens|shared_head\.head)\..*": "the model's own are shared",
         }
 
-    def forward(self, batch: ForwardBatch, states: Tensor, depth: int) -> Tensor:
-        vectors = self.token_norm(self.target.token_vectors(batch.input_ids))
-        pair = [vectors, self.state_norm(states)]
+    def forward(
+        self, batch: ForwardBatch, states: Tensor, depth: int, vectors: Tensor | None = None
+    ) -> Tensor:
+        if vectors is None:
+            vectors = self.token_vectors(batch.input_ids)
+        pair = [self.token_norm(vectors), self.state_norm(states)]
         x = self.join(torch.cat(pair[::-1] if self.state_first else pair, dim=-1))
         out, residual = self.block(x, None, batch)
         if residual is not None:

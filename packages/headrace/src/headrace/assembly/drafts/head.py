@@ -100,6 +100,11 @@ def _find(config: EngineConfig, info: ModelInfo) -> HeadInfo | None:
     return found
 
 
+def has_head(config: EngineConfig, info: ModelInfo) -> bool:
+    """True if a head guesses by the model's hidden states. Reads JSON only."""
+    return _find(config, info) is not None
+
+
 def is_within(config: EngineConfig) -> bool:
     """True if what guesses is layers of the model's own checkpoint."""
     return config.speculative.method in WITHIN

@@ -13,7 +13,6 @@ import torch
 from headrace_core.model import WeightRule
 from headrace_models.layers.attention.alibi import alibi_slopes
 from headrace_models.layers.attention.self_attention import SelfAttention
-from headrace_models.layers.base import Part
 from headrace_models.layers.decoders.renamed_llama import Names, RenamedLlama
 from headrace_models.layers.linear import Linear
 
@@ -56,9 +55,6 @@ class BaichuanForCausalLM(RenamedLlama):
         slopes = alibi_slopes(self.settings.integer("num_attention_heads"))
         return self.attention(context, name, rotary=None, alibi_slopes=slopes)
 
-    def make_head(self, context: BuildContext, prefix: str) -> None:
-        if self.settings.integer("vocab_size") != VOCABULARY_OF_2 or self.is_tied():
-            return super().make_head(context, prefix)
-        spec = self.head_spec(prefix)
-        parts = [Part(spec.out_features)]
-        self.head = NormalisedLinear(context, spec.name, spec.in_features, parts)
+    def head_class(self) -> type[Linear]:
+        is_second = self.settings.integer("vocab_size") == VOCABULARY_OF_2
+        return NormalisedLinear if is_second else Linear

@@ -18,6 +18,7 @@ from headrace_models.layers.decoders.llama import LlamaDecoder
 from headrace_models.layers.decoders.pieces import image_tokens
 from headrace_models.layers.decoders.unheard_tokens import ShortHead
 from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.vocabulary import vocab_shard
 from headrace_models.loading.rules.llama import HEAD_NORM_RULES, RULES
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class ChameleonTextForCausalLM(LlamaDecoder):
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         name = f"{prefix}{self.embedding_name}"
-        return Embedding(context, name, self.settings.integer("vocab_size"), self.hidden_size())
+        vocab = self.settings.integer("vocab_size")
+        shard = vocab_shard(vocab, context.communicator)
+        return Embedding(context, name, vocab, self.hidden_size(), shard=shard)
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
         self.settings.refuse("tie_word_embeddings", False)

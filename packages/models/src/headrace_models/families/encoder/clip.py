@@ -19,6 +19,7 @@ from headrace_models.layers.linear import Linear
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.positions import LearnedPositions
 from headrace_models.layers.vision.mlp import vision_mlp
+from headrace_models.layers.vocabulary import vocab_shard
 from headrace_models.pooling.heads import EmbeddingHead
 from headrace_models.pooling.pooler import TaskPooler
 
@@ -60,7 +61,8 @@ class CLIPTextModelWithProjection(GPTDecoder):
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
-        return Embedding(context, f"{prefix}{self.embedding_name}", vocab, self.hidden_size())
+        name, shard = f"{prefix}{self.embedding_name}", vocab_shard(vocab, context.communicator)
+        return Embedding(context, name, vocab, self.hidden_size(), shard=shard)
 
     def make_positions(self, context: BuildContext, prefix: str) -> LearnedPositions:
         return self.learned_positions(context, prefix, default=77)

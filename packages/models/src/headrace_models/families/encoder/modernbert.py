@@ -24,6 +24,7 @@ from headrace_models.layers.encoder import Embeddings, Encoder
 from headrace_models.layers.mlp import GatedMLP
 from headrace_models.layers.norm import LayerNorm, NoNorm
 from headrace_models.layers.rotary import rotary_table
+from headrace_models.layers.vocabulary import vocab_shard
 from headrace_models.loading.mapping import ALL_PARTS
 from headrace_models.pooling.activations import elementwise
 from headrace_models.pooling.classifier import OUT_RULE, Classifier, HeadLinear
@@ -62,7 +63,8 @@ class NormedEmbeddings(Embeddings):
     def __init__(
         self, context: BuildContext, name: str, vocab_size: int, size: int, norm: LayerNorm
     ) -> None:
-        self.words = Embedding(context, name, vocab_size, size)
+        shard = vocab_shard(vocab_size, context.communicator)
+        self.words = Embedding(context, name, vocab_size, size, shard=shard)
         self.norm = norm
 
     def __call__(self, batch: ForwardBatch) -> Tensor:

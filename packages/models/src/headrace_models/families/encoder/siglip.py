@@ -22,6 +22,7 @@ from headrace_models.layers.linear import Linear
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.positions import LearnedPositions
 from headrace_models.layers.vision.blocks import Segments, block_rules, pre_norm_block
+from headrace_models.layers.vocabulary import vocab_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,9 @@ class FilledTexts(Embeddings):
     ) -> None:
         vocab, self.length, hidden = sizes
         self.ops, self.filler = context.ops, filler
-        self.words = Embedding(context, f"{prefix}embeddings.token_embedding", vocab, hidden)
+        name = f"{prefix}embeddings.token_embedding"
+        shard = vocab_shard(vocab, context.communicator)
+        self.words = Embedding(context, name, vocab, hidden, shard=shard)
         name = f"{prefix}embeddings.position_embedding"
         self.positions = LearnedPositions(context, name, self.length, hidden)
 

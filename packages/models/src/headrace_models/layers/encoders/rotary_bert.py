@@ -17,6 +17,7 @@ from headrace_models.layers.encoder import Embeddings, EncoderBlock, PostNormBlo
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.rotary import rotary_table
+from headrace_models.layers.vocabulary import vocab_shard
 from headrace_models.loading.mapping import ALL_PARTS
 from headrace_models.loading.rules.bert import UNUSED_HEADS
 
@@ -62,7 +63,8 @@ class SegmentEmbeddings(Embeddings):
         eps: float,
     ) -> None:
         word, segment, norm = names
-        self.words = Embedding(context, word, vocab_size, size)
+        shard = vocab_shard(vocab_size, context.communicator)
+        self.words = Embedding(context, word, vocab_size, size, shard=shard)
         self.segments = Embedding(context, segment, num_segments, size) if num_segments else None
         self.only = (
             OnlySegment(self.words, self.segments)
