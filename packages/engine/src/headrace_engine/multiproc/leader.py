@@ -70,6 +70,11 @@ class PassLeader:
         """Slots of rank 0's model that tell the other ranks what they are told."""
         return LedAdapters(slots, self._tell, self._call)
 
+    def call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        """Call a method of the other ranks' workers, which they run after the passes until now; results by
+        rank from 1."""
+        return self._call(method, args)
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """While this lasts, passes are rank 0's only: they are recorded, and exchange nothing."""

@@ -32,6 +32,7 @@ from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
 from headrace.assembly.transfer.encoder import transfer_maker
+from headrace.assembly.transfer.kv import block_divider
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core import plugins
 from headrace_core.attention import (
@@ -179,6 +180,8 @@ def worker_factory(
                 make_adapters=(lambda: adapter_slots(resolved, ops))
                 if config.lora.enable_lora
                 else None,
+                connector=connector,
+                divide_blocks=block_divider(config, ranks.rank),
             )
         return worker_class(
             lambda slots=None: build(resolved, slots),
@@ -199,6 +202,7 @@ def worker_factory(
             rebuild_model=rebuild,
             make_transfer=transfer_maker(resolved),
             connector=connector,
+            divide_blocks=block_divider(config, ranks.rank),
             slices=slices,
             encoder_share=config.scheduler.encoder_share,
             speculative=config.speculative,

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from headrace.assembly.parallel.context_parallel import check_context_parallel
+from headrace.assembly.transfer.kv import check_ranks_transfer, kv_connector
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
 from headrace_core.graph import RecordsCalls
@@ -242,6 +243,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
                 field=field,
             )
     check_context_parallel(config)
+    check_ranks_transfer(config)
     partition = os.environ.get(PARTITION)
     if partition is not None and parallel.pipeline_parallel_size > 1:
         partition_of(partition, parallel.pipeline_parallel_size)
@@ -256,8 +258,6 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
          "its methods would run on one rank only"),
-        ("cache.kv_transfer_config", config.cache.kv_transfer_config,
-         "blocks of divided layers do not travel yet"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
     )  # fmt: skip
@@ -320,6 +320,8 @@ def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:
     from headrace_engine.startup import StartupTimeline
 
     leave_to_another(*RESOLUTION)
-    make = worker_factory(resolve_engine(config), StartupTimeline(), place=place)
+    resolved = resolve_engine(config)
+    connector = kv_connector(resolved.config, place.rank)
+    make = worker_factory(resolved, StartupTimeline(), place=place, connector=connector)
     worker: FollowingWorker = make()  # type: ignore[assignment] # as its rank is not 0
     return worker
