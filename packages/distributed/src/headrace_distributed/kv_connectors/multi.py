@@ -111,9 +111,9 @@ def _part(where: str, stated: object, settings: Mapping[str, Any]) -> _Part:
     """Raises: ConfigError: the settings of one connector are wrong."""
     if not isinstance(stated, Mapping):
         raise wrong(where, stated, "an object")
-    for name in OF_ENGINE:
-        if name in stated:
-            raise wrong(f"{where}.{name}", stated[name], "left out")
+    for fact in OF_ENGINE:
+        if fact in stated:
+            raise wrong(f"{where}.{fact}", stated[fact], "left out")
     own = {"kv_connector_extra_config": {}, **stated}
     for inherited in (*OF_ENGINE, "engine_id", "kv_load_failure_policy"):
         if inherited in settings:

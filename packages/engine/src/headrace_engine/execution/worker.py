@@ -630,7 +630,7 @@ class ServingWorker:
         }
 
     def _kv_layout(self) -> str:
-        """How blocks lie in memory: equal texts, equal bytes of equal content, also of other numbers of ranks;
+        """How blocks lie in memory: equal texts, equal bytes of equal content, whatever the number of ranks;
         "" without blocks."""
         if self._cache is None or not self._layers:  # an engine that sleeps has no layers
             return ""

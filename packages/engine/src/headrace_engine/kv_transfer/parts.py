@@ -24,7 +24,7 @@ PARTS = "kv_head_parts"
 class GroupParts(NamedTuple):
     """Parts of the blocks of one cache group, and those of one rank."""
 
-    count: int = 1
+    total: int = 1
     """Of a whole block."""
     first: int = 0
     """The first one that the rank has."""
@@ -33,10 +33,10 @@ class GroupParts(NamedTuple):
 
     def keys(self, key: bytes) -> list[bytes]:
         """Keys of the rank's parts of a block."""
-        if self.count == 1:
+        if self.total == 1:
             return [key]
         own = range(self.first, self.first + self.here)
-        return [sha256(key + f"part {one} of {self.count}".encode()).digest() for one in own]
+        return [sha256(key + f"part {one} of {self.total}".encode()).digest() for one in own]
 
 
 def parts_of_groups(
@@ -79,7 +79,7 @@ def whole_spec(spec: Any, parts: GroupParts) -> Any:
     """A cache specification with the heads of all ranks, so that it is equal on any number of them."""
     if not isinstance(spec, KVCacheSpec) or isinstance(spec, MLASpec):
         return spec
-    heads = spec.num_kv_heads * parts.count // parts.here
+    heads = spec.num_kv_heads * parts.total // parts.here
     return replace(spec, num_kv_heads=heads)
 
 

@@ -37,8 +37,7 @@ _KNOWN: Mapping[str, _Check] = {
     ),
     "kv_head_parts": (
         lambda value: type(value) is int and 1 <= value <= 1024,
-        "the number of parts that the heads of a block are divided into, 1 to 1024; each part is saved and "
-        "sought by itself",
+        "parts of the heads of a block, 1 to 1024: each is saved and sought by itself",
     ),
     "engine_id": (_is_text, "a text, which the log shows, and by which other engines know this one"),
     "kv_ip": (_is_text, "the address at which this engine gives its blocks away"),

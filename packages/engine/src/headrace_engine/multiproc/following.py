@@ -27,7 +27,7 @@ from headrace_engine.kv_transfer.rank_blocks import RankBlocks
 from headrace_engine.kv_transfer.worker import BlockMover
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
-from headrace_engine.multiproc.leader import ARRANGE, PASSES, REPLAY
+from headrace_engine.multiproc.leader import EXPERTS, PASSES, REPLAY
 
 
 class FollowingWorker(ServingWorker):
@@ -64,9 +64,9 @@ class FollowingWorker(ServingWorker):
             return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", ARRANGE) and not self._has_inputs:
+        if method not in ("forward", *EXPERTS) and not self._has_inputs:
             return  # of what makes inputs, which the first stage has
-        runs = self._experts if method == ARRANGE else self._loaded()
+        runs = self._experts if method in EXPERTS else self._loaded()
         getattr(runs, method)(*(self._prepared(arg) for arg in args))
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:

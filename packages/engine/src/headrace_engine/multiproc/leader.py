@@ -22,7 +22,10 @@ from headrace_engine.multiproc.messages import ModelPass
 
 ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
-PASSES = ("forward", "forward_streams", "embed_media", "encode", ARRANGE)
+BEGIN_MOVE, END_MOVE = "begin_move", "end_move"
+"""Likewise, in which they begin to come to other ranks, and take their places there."""
+EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE)
+PASSES = ("forward", "forward_streams", "embed_media", "encode", *EXPERTS)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 REPLAY = "replay"
 """A pass that rank 0 replays: of a batch, and with so many rows of logits."""

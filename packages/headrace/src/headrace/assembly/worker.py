@@ -124,6 +124,11 @@ def worker_factory(
         slices = None if ranks.are_several else encoder_slices(resolved)
         experts = divided_experts(config.parallel, ranks, tokens)
 
+        def leave() -> None:
+            if experts is not None:
+                experts.close()
+            ranks.leave()
+
         def build(
             model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
         ) -> CausalLM:
@@ -162,7 +167,7 @@ def worker_factory(
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
-            "leave_group": ranks.leave,
+            "leave_group": leave,
             "capture": None
             if config.multimodal.only_encodes
             else Capture(

@@ -147,8 +147,8 @@ class Fetcher:
         if not self._warned_of_parts:
             self._warned_of_parts = True
             logger.warning(
-                "KV transfer: %s has no block that this engine asked for: it divides blocks into %d parts, this "
-                "engine into %d; set kv_head_parts of both to the same",
+                "KV transfer: %s has no block that this engine asked for: it divides blocks into %d parts, "
+                "and this engine into %d: set kv_head_parts of both to the same",
                 place, parts, self._parts,
             )  # fmt: skip
 

@@ -1,9 +1,10 @@
 """What engines say to each other about blocks: small binary messages of known length.
 
-``HELLO`` (client): name of the way that bytes take. ``WELCOME``: the server's engine id,
-its place among the engine's ranks, and what the way needs to know of its memory. ``GET``: keys, each with the bytes that its block has. The answer is, for the way
-``tcp``, a ``BLOCK`` or ``MISSING`` for each, in order; for others one ``LOCATED``, after which the client
-reads the server's memory itself and says ``DONE``. ``REFUSED``: why not, before the connection ends.
+``HELLO`` (client): name of the way that bytes take. ``WELCOME``: the server's engine id, its place among the
+engine's ranks, and what the way needs to know of its memory. ``GET``: keys, each with the bytes that its
+block has. The answer is, for the way ``tcp``, a ``BLOCK`` or ``MISSING`` for each, in order; for others one
+``LOCATED``, after which the client reads the server's memory itself and says ``DONE``. ``REFUSED``: why not,
+before the connection ends.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
 from headrace_engine.multiproc.config import ParallelConfig
+from headrace_engine.multiproc.expert_settings import eplb_settings
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
 COMMUNICATORS = "headrace.communicators"
+EXPERT_GROUP = "eplb"
+"""Name of the group of all ranks in which experts move beside steps."""
 
 
 class Ranks:
@@ -131,6 +134,10 @@ class Ranks:
         number, rank = divmod(self.rank, self._context_size)
         return self._join(context_group_name(number), rank, self._context_size)
 
+    def expert_group(self) -> Communicator:
+        """The ranks once more, for exchanges of experts beside steps; joined when first asked for."""
+        return self._join(EXPERT_GROUP, self.rank, self.world_size)
+
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
         links, self._links = self._links, []
@@ -210,7 +217,13 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         for lane in range(tensor_size)
         for start in range(num_stages if lane == 0 else num_stages - 1)
     ]
-    return (*tensor, *map(context_group_name, context), *(links if num_stages > 1 else ()))
+    moving = parallel.enable_eplb and eplb_settings(parallel.eplb_config).use_async
+    return (
+        *tensor,
+        *map(context_group_name, context),
+        *(links if num_stages > 1 else ()),
+        *((EXPERT_GROUP,) if moving else ()),
+    )
 
 
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
