@@ -288,7 +288,7 @@ def _ended(asking: socket.socket) -> bool:
     [
         b"GET / HTTP/1.1\r\n" + b"\r\n" * 40,
         b"HRKV\x02" + bytes(64),
-        b"HRKV\x02" + bytes(64),
+        b"HRKV\x01" + bytes(64),
         b"\x80\x04" + bytes(100),
     ],
 )
