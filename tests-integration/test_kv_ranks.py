@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from families import VOCAB_SIZE, save_model
 from modes import SETTINGS
+from ports import free_ports
 from servers import children_of
 
 from headrace import LLM, SamplingParams
@@ -58,16 +58,6 @@ def transfer(connector: str, role: str = "kv_both", **own: Any) -> dict[str, Any
 
 def files(folder: Path, **own: Any) -> dict[str, Any]:
     return transfer("file", shared_storage_path=str(folder), **own)
-
-
-def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports that nobody has now."""
-    for first in range(21000, 32000, 7):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no ports are free")
 
 
 def peers(role: str, **own: Any) -> dict[str, Any]:
