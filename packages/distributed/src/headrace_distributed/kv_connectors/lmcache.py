@@ -83,7 +83,7 @@ class LMCacheConnector(KVConnector):
             return False
         try:
             data = found.tensor.view(-1).view(torch.uint8)
-            good = data.numel() == DIGEST_BYTES + into.nbytes
+            good: bool = data.numel() == DIGEST_BYTES + into.nbytes
             if good:
                 content = memoryview(data.numpy())
                 into[:] = content[DIGEST_BYTES:]
