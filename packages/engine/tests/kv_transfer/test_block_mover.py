@@ -156,3 +156,16 @@ def test_ranks_save_nothing_of_steps_that_failed() -> None:
     assert not other.told, "of the epoch that failed"
     rank.mover.run(step(1, saved=[KVMove(0, 1, KEY)]), result)
     assert other.told == [("save_blocks", ([(0, 1, KEY)],))]
+
+
+def test_a_rank_that_cannot_save_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[Future[Any]] = []
+
+    def call(method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        answers.append(Future())
+        return answers[-1:]
+
+    rank = Rank(Memory(), 0, 2, 2, others=call)
+    rank.mover.run(step(saved=[KVMove(0, 1, KEY)]), result)
+    answers[0].set_exception(ValueError("no such folder"))
+    assert "a block could not be saved: no such folder" in caplog.text

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, EngineDead
 from headrace_core.kv import KVCacheConfig, KVConnector, MLASpec
 from headrace_core.model import AttentionLayer
 from headrace_core.step import StepResult
@@ -76,7 +76,8 @@ class BlockMover:
         if any(part.not_computed for part in result.requests.values()):
             self._failed_epoch = moves.epoch  # others may have computed from blocks without content
         elif not any(part.error for part in result.requests.values()):
-            self._tell(SAVE, _plain(self._valid(moves.saved, moves)))
+            for answer in self._tell(SAVE, _plain(self._valid(moves.saved, moves))):
+                answer.add_done_callback(self._note)  # nobody waits for it
             self.after(moves)
         result.failed_loads = list(failed)
         return result
@@ -118,6 +119,11 @@ class BlockMover:
         """Have the other ranks do what this one does."""
         return self._others(method, moves) if self._others is not None and any(moves) else []
 
+    def _note(self, answer: Future[Any]) -> None:
+        error = answer.exception()
+        if error is not None and not isinstance(error, EngineDead):  # which says so itself
+            self._warn("saved", error)
+
     def _load(self, move: KVMove) -> bool:
         staged = torch.empty(self._sizes[move.group], dtype=torch.uint8)
         for part, key in enumerate(self._parts[move.group].keys(move.key)):
@@ -134,7 +140,7 @@ class BlockMover:
                 start += block.numel()
         return True
 
-    def _warn(self, what: str, error: OSError) -> None:
+    def _warn(self, what: str, error: BaseException) -> None:
         """Log the first failure; a full disk has one for each block."""
         level = logging.DEBUG if self._warned else logging.WARNING
         logger.log(level, "KV transfer: a block could not be %s: %s", what, error)
