@@ -14,7 +14,10 @@ from test_p2p import closing, fetch, made, save
 
 from headrace_core.errors import ConfigError
 from headrace_distributed.kv_connectors.offload import OffloadConnector
+from headrace_distributed.kv_connectors.p2p import fetcher
+from headrace_distributed.kv_connectors.p2p.channel import ChannelError
 from headrace_distributed.kv_connectors.p2p.connector import P2PConnector
+from headrace_distributed.kv_connectors.p2p.messages import Welcome, pack_welcome, unpack_welcome
 from headrace_distributed.kv_connectors.p2p.ranks import RankLayout
 from headrace_testing.engine.kv_connectors import content_of, key_of, load
 
@@ -124,6 +127,41 @@ def test_an_address_of_another_rank_is_refused(caplog: pytest.LogCaptureFixture)
         save(first, 1)
         assert fetch(taker, wrong, 1) == []
         assert "rank 1 of 2 is there, not rank 0" in caplog.text
+
+
+def test_an_engine_that_comes_back_with_other_ranks_is_asked_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fetcher, "REST_SECONDS", 0.0)
+    port = free_ports(2)
+    address = f"127.0.0.1:{port}"
+    with closing(rank(1, 2, "kv_consumer", peers=[address])) as taker:
+        with (
+            closing(rank(0, 2, "kv_producer", port)),
+            closing(rank(1, 2, "kv_producer", port)) as second,
+        ):
+            save(second, 1)
+            assert fetch(taker, {}, 1) == [1]
+        with closing(rank(0, 1, "kv_producer", port)) as alone:
+            save(alone, 2)
+            assert fetch(taker, {}, 2) == [], "it was asked where rank 1 was"
+            assert fetch(taker, {}, 2) == [2]
+            where = {**alone.address(), "tp_size": 2}
+            named = rank(1, 2, "kv_consumer")
+            with closing(named):
+                assert fetch(named, where, 2) == []
+            assert "it has 1 ranks, not tp_size = 2" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (0, 0), (0, 65)])
+def test_impossible_ranks_are_refused(layout: tuple[int, int]) -> None:
+    packed = pack_welcome(Welcome("a", RankLayout(*layout), b"memory"))
+    with pytest.raises(ChannelError, match=r"a welcome of rank"):
+        unpack_welcome(packed)
+    with pytest.raises(ChannelError, match="cut off"):
+        unpack_welcome(packed[:8])
+    good = Welcome("a", RankLayout(1, 2, 16, 4), b"memory")
+    assert unpack_welcome(pack_welcome(good)) == good
 
 
 def test_ranks_need_neighbouring_ports() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace_distributed.kv_connectors.p2p.channel import ChannelError
-from headrace_distributed.kv_connectors.p2p.ranks import LAYOUT_BYTES, RankLayout
+from headrace_distributed.kv_connectors.p2p.ranks import LAYOUT_BYTES, MAX_RANKS, RankLayout
 from headrace_distributed.kv_connectors.p2p.store import DIGEST_BYTES
 
 HELLO, WELCOME, REFUSED, GET, BLOCK, MISSING, LOCATED, DONE = range(1, 9)
@@ -84,10 +84,12 @@ def pack_welcome(welcome: Welcome) -> bytes:
 
 
 def unpack_welcome(payload: bytes) -> Welcome:
-    """Raises: ChannelError: it was cut off."""
+    """Raises: ChannelError: it was cut off, or says impossible things."""
     size = payload[0] + 1 if payload else 1
     end = size + LAYOUT_BYTES
     if len(payload) < end:
         raise ChannelError("a welcome was cut off")
-    name = payload[1:size].decode("utf-8", "replace")
-    return Welcome(name, RankLayout.unpack(payload[size:end]), payload[end:])
+    name, layout = payload[1:size].decode("utf-8", "replace"), RankLayout.unpack(payload[size:end])
+    if not layout.rank < layout.num_ranks <= MAX_RANKS:
+        raise ChannelError(f"a welcome of rank {layout.rank} of {layout.num_ranks}")
+    return Welcome(name, layout, payload[end:])

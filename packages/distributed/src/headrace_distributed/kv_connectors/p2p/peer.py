@@ -34,7 +34,7 @@ class Engine(NamedTuple):
     engine_id: str | None = None
     """None: any."""
     num_ranks: int | None = None
-    """None: it is asked."""
+    """Ranks that it should have; None: any."""
 
 
 class PeerConnection:
@@ -171,16 +171,17 @@ class Peers:
         """Addresses of the engine's ranks that may have what this one wants.
 
         Raises:
-            OSError: the engine cannot be asked how many it has.
+            OSError: the engine cannot be asked how many it has, or has others than it should.
         """
-        address = engine.address
-        num_ranks = engine.num_ranks
-        if num_ranks is None and address not in self._known:
+        address, stated = engine.address, engine.num_ranks
+        known = self._known.get(address)
+        if known is None or stated not in (None, known.num_ranks):
             connection = self._connect(engine, address, deadline)
             self._idle.setdefault(address, []).append(connection)
-        if num_ranks is None:
-            num_ranks = self._known[address].num_ranks
-        ports = (address.port + rank for rank in self._layout.ranks_to_ask(num_ranks))
+            known = connection.layout
+        if stated not in (None, known.num_ranks):
+            raise ChannelError(f"it has {known.num_ranks} ranks, not tp_size = {stated}")
+        ports = (address.port + rank for rank in self._layout.ranks_to_ask(known.num_ranks))
         return [Address(address.host, port) for port in ports]
 
     def layout_at(self, address: Address) -> RankLayout | None:
@@ -216,8 +217,12 @@ class Peers:
                 # It may have been closed while it was idle.
                 connection.close()
                 wanted = [one for one in wanted if not store.contains(one.key)]
-        connection = self._connect(engine, address, deadline)
-        return self._fetch(connection, address, wanted, store, deadline)
+        try:
+            connection = self._connect(engine, address, deadline)
+            return self._fetch(connection, address, wanted, store, deadline)
+        except OSError:
+            self._known.pop(engine.address, None)  # it may come back with other ranks
+            raise
 
     def close(self) -> None:
         """Close idle connections."""
@@ -244,7 +249,6 @@ class Peers:
             )
         rank, there = address.port - engine.address.port, connection.layout
         if there.rank != rank:
-            self._known.pop(engine.address, None)
             raise ChannelError(
                 f"rank {there.rank} of {there.num_ranks} is there, not rank {rank}: kv_port is that of rank 0"
             )

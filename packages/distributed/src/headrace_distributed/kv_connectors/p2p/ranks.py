@@ -17,6 +17,7 @@ from headrace_distributed.kv_connectors.extra import FIELD
 
 _LAYOUT = struct.Struct("<HHIH")
 LAYOUT_BYTES = _LAYOUT.size
+MAX_RANKS = 64
 
 
 class RankLayout(NamedTuple):
