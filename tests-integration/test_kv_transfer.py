@@ -335,8 +335,6 @@ def test_refused_models_and_settings(llama: Path, tmp_path: Path) -> None:
         LLM(str(bamba), **SETTINGS, **memory())
     with pytest.raises(ConfigError, match=r"enable_prefix_caching = False: must be left on"):
         LLM(str(llama), **SETTINGS, enable_prefix_caching=False, **memory())
-    with pytest.raises(ConfigError, match=r"kv_transfer_config = .*tensor_parallel_size"):
-        LLM(str(llama), **SETTINGS, tensor_parallel_size=2, **memory())
 
 
 def test_decoding_behind_prompts_that_nobody_computed(llama: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from ports import free_ports
 from servers import PATIENCE, RunningServer, running, serving
 
 from headrace_testing.waiting import wait_until
@@ -95,6 +96,30 @@ def test_one_server_prefills_and_another_decodes(
         assert last.metric("kv_offload_loaded_blocks_total") > 0
         assert last.metric("kv_offload_failed_blocks_total") == 0
         assert first.metric("generation_tokens_total") == 2 * len(TEXTS)
+
+
+def test_two_ranks_prefill_and_one_decodes() -> None:
+    """The server that decodes reads its halves of the heads from both ranks of the other."""
+    flags = ("--dtype", "float32", "--enable-prompt-tokens-details", "--kv-transfer-config")
+
+    def stated(role: str, port: int) -> str:
+        own = {"kv_connector": "p2p", "kv_role": role, "kv_port": port, "kv_head_parts": 2}
+        return json.dumps({**own, "kv_buffer_size": 64 << 20})
+
+    with ExitStack() as stack:
+        first = stack.enter_context(
+            serving(*flags, stated("kv_producer", free_ports(2)), "-tp", "2")
+        )
+        last = stack.enter_context(serving(*flags, stated("kv_consumer", 0)))
+        words = ("--prefill", first.url, "--decode", last.url, "--health-interval", "0.2")
+        router = stack.enter_context(running("route", *words))
+        for text in TEXTS:
+            answer = complete(router, text)
+            alone = complete(last, text, cache_salt="nobody has this")
+            assert answer["choices"][0]["text"] == alone["choices"][0]["text"]
+            details = answer["usage"]["prompt_tokens_details"]
+            assert answer["usage"]["prompt_tokens"] - details["cached_tokens"] <= 16
+        assert last.metric("kv_offload_failed_blocks_total") == 0
 
 
 def test_a_server_that_prefills_may_die(plain: RunningServer) -> None:

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from headrace.assembly.parallel.ranks import Ranks, group_names
+from headrace.assembly.transfer.kv import check_ranks_transfer, kv_connector
 from headrace_core.errors import ConfigError
+from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig
 from headrace_engine.cores import CpuThreads
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.places import RankPlace
+from headrace_engine.speculation.config import SpeculativeConfig
 
 
 def test_ranks_share_threads_and_cores_in_order() -> None:
@@ -46,3 +53,64 @@ def test_groups_of_stages_of_ranks() -> None:
     of = [Ranks(RankPlace(rank, 4, stages=2)) for rank in range(4)]
     assert [ranks.stage for ranks in of] == [0, 0, 1, 1]
     assert [ranks.tensor_size for ranks in of] == [2] * 4
+
+
+def test_experts_that_move_beside_steps_have_a_group_of_their_own() -> None:
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        eplb_config={"use_async": True},
+    )
+    assert group_names(parallel) == ("tp:0", "eplb")
+
+
+TRANSFER = CacheConfig(
+    kv_transfer_config={
+        "kv_connector": "file", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "blocks"},
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parallel", "speculative", "text"),
+    [
+        ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size above 1"),
+        ({"decode_context_parallel_size": 2}, {}, "decode_context_parallel_size above 1"),
+        ({"nnodes": 2}, {}, "nnodes above 1"),
+        ({"distributed_executor_backend": "ray"}, {}, "distributed_executor_backend 'ray'"),
+        ({}, {"method": "eagle", "model": "head"}, "speculative_config of a model or heads"),
+    ],
+)
+def test_what_does_not_go_with_connectors_of_ranks(
+    parallel: dict[str, Any], speculative: dict[str, Any], text: str
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model="m"),
+        cache=TRANSFER,
+        parallel=ParallelConfig(tensor_parallel_size=2, **parallel),
+        speculative=SpeculativeConfig(num_speculative_tokens=2, **speculative)
+        if speculative
+        else SpeculativeConfig(),
+    )
+    with pytest.raises(ConfigError, match=rf"must be left out with {text}") as caught:
+        check_ranks_transfer(config)
+    assert caught.value.field == "cache.kv_transfer_config"
+
+
+def test_connectors_of_ranks_know_their_place(tmp_path: Path) -> None:
+    stated = {"shared_storage_path": str(tmp_path)}
+    cache = replace(
+        TRANSFER,
+        block_size=16,
+        kv_transfer_config={**TRANSFER.kv_transfer_config, "kv_connector_extra_config": stated},
+    )
+    config = EngineConfig(
+        model=ModelConfig(model="m"), cache=cache, parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    made = kv_connector(config, 1)
+    assert made is not None
+    own = ("rank", "num_ranks", "block_size")
+    assert [made.settings[name] for name in own] == [1, 2, 16]
+    made.close()

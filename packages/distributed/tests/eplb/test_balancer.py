@@ -20,6 +20,8 @@ class Experts:
         self.now = [[0, 1], [2, 3]]
         self.step = [1, 1, 1, 1]
         self.moves: list[Any] = []
+        self.coming: list[list[int]] | None = None
+        self.has_received = False
 
     def places(self) -> list[list[list[int]]]:
         return [self.now]
@@ -30,6 +32,17 @@ class Experts:
     def arrange_experts(self, arranged: list[list[list[int]]]) -> None:
         self.moves.append(arranged)
         [self.now] = arranged
+
+    def begin_move(self, mixture: int, places: list[list[int]]) -> None:
+        assert mixture == 0
+        assert self.coming is None, "one move at a time"
+        self.coming, self.has_received = places, False
+
+    def end_move(self) -> None:
+        assert self.coming is not None
+        assert self.has_received
+        self.moves.append([self.coming])
+        self.now, self.coming = self.coming, None
 
 
 class Recorded(EPLBPolicy):
@@ -97,3 +110,36 @@ def test_balancedness_is_logged_for_each_step(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         balancer.after_step()
     assert "average of ranks 4.0, busiest rank 6.0, balancedness 0.667" in caplog.text
+
+
+def test_weights_that_come_beside_steps_are_put_in_place_once_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    experts = Experts()
+    experts.step = [40, 30, 20, 10]
+    balancer = ExpertBalancer(
+        experts, DefaultPolicy, window_size=4, step_interval=4, use_async=True
+    )
+    with caplog.at_level(logging.INFO):
+        for _ in range(9):  # longer than an interval: no other move begins
+            balancer.after_step()
+            assert experts.now == [[0, 1], [2, 3]]
+            assert experts.coming == [[0, 3], [2, 1]]
+        assert not caplog.records
+        experts.has_received = True
+        balancer.after_step()
+    assert experts.now == [[0, 3], [2, 1]]
+    assert balancer.num_moves == 1
+    assert "balancedness of the last steps' tokens 1.000, was 0.714" in caplog.text
+
+
+def test_experts_that_are_where_they_should_be_are_not_sent() -> None:
+    experts = Experts()
+    experts.now = [[0, 3], [2, 1]]
+    experts.step = [40, 30, 20, 10]
+    balancer = ExpertBalancer(
+        experts, DefaultPolicy, window_size=4, step_interval=4, use_async=True
+    )
+    balancer.after_step()
+    assert experts.coming is None
+    assert balancer.num_moves == 1

@@ -173,7 +173,7 @@ def test_who_only_echoes_is_not_believed(
     def pretend(listening: socket.socket) -> None:
         connection, _ = listening.accept()
         with connection:
-            connection.sendall(b"HRKV\x01" + bytes(32))
+            connection.sendall(b"HRKV\x02" + bytes(32))
             proof = connection.recv(69, socket.MSG_WAITALL)[-32:]
             connection.sendall(proof)
             connection.recv(1)
@@ -272,7 +272,7 @@ def test_late_blocks_of_one_request_do_not_hold_another_up() -> None:
 def _greet(port: int) -> socket.socket:
     asking = socket.create_connection(("127.0.0.1", port), 10)
     asking.settimeout(10)
-    assert asking.recv(37, socket.MSG_WAITALL).startswith(b"HRKV\x01")
+    assert asking.recv(37, socket.MSG_WAITALL).startswith(b"HRKV\x02")
     return asking
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from test_p2p import KEYS, closing, fetch, save
+from test_ranks import free_ports
 
 from headrace_core.errors import ConfigError
 from headrace_distributed.kv_connectors.p2p.connector import P2PConnector
@@ -47,6 +48,20 @@ def test_blocks_are_read_from_another_engine(kind: str) -> None:
         save(giver, *range(300))
         assert fetch(taker, giver.address(), *range(250)) == list(range(250))
         assert fetch(taker, giver.address(), 280, 299, 7, 8) == [280, 299, 7, 8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_reads_the_memory_of_two(kind: str) -> None:
+    of_both = {"num_ranks": 2, "engine_id": "two", "kv_port": free_ports(2)}
+    with (
+        closing(made(kind, "kv_producer", rank=0, **of_both)) as first,
+        closing(made(kind, "kv_producer", rank=1, **of_both)) as second,
+        closing(made(kind, "kv_consumer", kv_head_parts=2)) as taker,
+    ):
+        save(first, *range(0, 280, 2))
+        save(second, *range(1, 280, 2))
+        every = list(range(280))
+        assert fetch(taker, first.address(), *every) == every
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -216,7 +216,8 @@ class EngineCore:
             from headrace_engine.kv.events import BlockEventLog
             from headrace_engine.kv.factory import make_manager
             from headrace_engine.kv.spare_states import without_spares
-            from headrace_engine.kv_transfer.scheduler import KVTransfer, check_layers
+            from headrace_engine.kv_transfer.making import make_transfer
+            from headrace_engine.kv_transfer.scheduler import check_layers
             from headrace_engine.scheduler.adapter_slots import SlotPlanner
         with timeline.phase("start workers"):
             executor.start()
@@ -257,11 +258,9 @@ class EngineCore:
             if adapters is not None:
                 settings["adapters"] = SlotPlanner(config.lora.max_loras, adapters)
             if connector is not None:
-                [report] = executor.call("report")
-                settings["transfer"] = KVTransfer(
-                    connector, config.cache.kv_transfer_config, f"{model}:{report['kv_layout']}",
-                    plan.config, manager,
-                )  # fmt: skip
+                settings["transfer"] = make_transfer(
+                    connector, config, model, executor, plan.config, manager
+                )
             scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
                 config.scheduler,
                 manager,

@@ -38,7 +38,7 @@ def test_what_is_taken(given: Any, role: str) -> None:
         ({"remote_host": "x" * 300}, "kv_both", r"remote_host = .*: must be a host"),
         ({"remote_host": "x"}, "kv_both", r"remote_port = None: must be given with remote_host"),
         ({"remote_block_ids": [1]}, "kv_both", r"remote_block_ids = \[1\]: must be null: blocks are"),
-        ({"tp_size": 2}, "kv_both", r"tp_size = 2: must be 1"),
+        ({"tp_size": 0}, "kv_both", r"tp_size = 0: must be 1 to 64, its ranks"),
         ({"colour": 1}, "kv_both", r"colour = 1: must be left out: fields are do_remote_decode"),
         ({**FOUND, "do_remote_decode": True}, "kv_both", r"do_remote_prefill = True: must be false bes"),
         (FOUND, "kv_producer", r"do_remote_prefill = True: .* its kv_role is kv_producer"),

@@ -15,8 +15,9 @@ ON: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 def test_defaults_and_what_is_stated() -> None:
     assert eplb_settings({}) == EPLBSettings()
-    stated = {"window_size": 5, "log_balancedness": True, "use_async": False}
-    assert eplb_settings(stated) == EPLBSettings(window_size=5, log_balancedness=True)
+    stated = {"window_size": 5, "log_balancedness": True, "use_async": True}
+    wanted = EPLBSettings(window_size=5, log_balancedness=True, use_async=True)
+    assert eplb_settings(stated) == wanted
     assert ParallelConfig(**ON, enable_eplb=True, eplb_config=stated).eplb_config == stated
 
 
@@ -43,7 +44,7 @@ def test_refused_settings(settings: dict[str, Any], field: str) -> None:
     ("name", "value"),
     [
         ("window_size", 0), ("window_size", 2.5), ("step_interval", True), ("step_interval", "9"),
-        ("num_redundant_experts", -1), ("log_balancedness", 1), ("policy", 3), ("use_async", True),
+        ("num_redundant_experts", -1), ("log_balancedness", 1), ("policy", 3), ("use_async", 1),
         ("window", 5),
     ],
 )  # fmt: skip

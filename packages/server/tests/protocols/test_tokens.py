@@ -89,7 +89,7 @@ async def test_sampling_params_arrive(connect: Any) -> None:
         ({"token_ids": ["a"]}, "token_ids[0]"),
         ({"token_ids": [2**31]}, "token_ids[0]"),
         ({"features": {"image": "x"}}, "features"),
-        ({"kv_transfer_params": {"tp_size": 2}}, "kv_transfer_params.tp_size"),
+        ({"kv_transfer_params": {"tp_size": 65}}, "kv_transfer_params.tp_size"),
         ({"stream_options": {}}, "stream_options"),
         ({"priority": 1}, "priority"),
         ({"sampling_params": {"stop": "x"}}, "sampling_params.stop"),

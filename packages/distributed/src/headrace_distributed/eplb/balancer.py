@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +37,19 @@ class DividedExperts(Protocol):
         """Move experts, on all ranks; by mixture, rank and slot."""
         ...
 
+    def begin_move(self, mixture: int, places: list[list[int]]) -> None:
+        """Have the weights of one mixture's experts come to all ranks, beside the steps."""
+        ...
+
+    @property
+    def has_received(self) -> bool:
+        """True if they have come, or that failed."""
+        ...
+
+    def end_move(self) -> None:
+        """Let tokens find them, on all ranks, from the next step on. Raises what the exchange raised."""
+        ...
+
 
 class ExpertBalancer:
     """Counts tokens of experts, and moves experts at intervals. Rank 0's only; one thread.
@@ -44,6 +58,8 @@ class ExpertBalancer:
         window_size: steps that count.
         step_interval: steps between moves.
         log_balancedness: log for each step the tokens of an average rank over those of the busiest.
+        use_async: weights come beside the steps, one mixture after the other, and a step's end puts them in
+            place; else a step's end waits for all of them.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class ExpertBalancer:
         window_size: int,
         step_interval: int,
         log_balancedness: bool = False,
+        use_async: bool = False,
     ) -> None:
         self.experts, self.policy = experts, policy
         self.step_interval, self.log_balancedness = step_interval, log_balancedness
@@ -63,6 +80,12 @@ class ExpertBalancer:
         self._window: Tensor | None = None
         self._at = 0
         self.num_moves = 0
+        self._use_async = use_async
+        self._coming: deque[tuple[int, list[list[int]]]] = deque()
+        """Mixtures whose experts are on their way, or will be, and their new places."""
+        self._loads: Tensor | None = None
+        """By which they were arranged."""
+        self._before = (0.0, 0.0)
 
     def begin(self) -> None:
         """Forget what was counted until now (dummy steps)."""
@@ -82,7 +105,9 @@ class ExpertBalancer:
                 average, most, average / most if most else 1.0,
             )  # fmt: skip
         self.passed += 1
-        if self.passed >= self.step_interval:
+        if self._coming:
+            self._go_on()
+        elif self.passed >= self.step_interval:
             self.passed = 0
             self._rearrange(self._window.sum(0))
 
@@ -116,10 +141,36 @@ class ExpertBalancer:
             ]
             for own, old in zip(found.physical_to_logical.tolist(), places, strict=True)
         ]
-        before = self.of_ranks(loads)
-        self.experts.arrange_experts(arranged)
+        self._before, self._loads = self.of_ranks(loads), loads
+        if not self._use_async:
+            self.experts.arrange_experts(arranged)
+            self._tell()
+            return
+        self._coming.extend(
+            (index, new)
+            for index, (new, old) in enumerate(zip(arranged, places, strict=True))
+            if new != [list(slots) for slots in old]
+        )
+        self._begin()
+
+    def _go_on(self) -> None:
+        """Put one mixture's experts in place, if they have come."""
+        if self.experts.has_received:
+            self.experts.end_move()
+            self._coming.popleft()
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._coming:
+            self.experts.begin_move(*self._coming[0])
+        else:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Experts have moved, or are where they should be."""
+        assert self._loads is not None
+        before, after = self._before, self.of_ranks(self._loads)
         self.num_moves += 1
-        after = self.of_ranks(loads)
         logger.info(
             "experts moved: balancedness of the last steps' tokens %.3f, was %.3f",
             *(average / most if most else 1.0 for average, most in (after, before)),

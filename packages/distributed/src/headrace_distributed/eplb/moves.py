@@ -5,7 +5,7 @@ All ranks derive the same order of exchanges from the same two arrangements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,12 +53,25 @@ def move_experts(
 ) -> None:
     """Exchange weights, so that this rank's slots hold the experts of the new arrangement.
 
+    Arguments as :func:`receive_experts`'s; the slots are written in place.
+    """
+    put_experts(slots, receive_experts(old, new, slots, group))
+
+
+def receive_experts(
+    old: Places, new: Places, slots: Sequence[Sequence[Tensor]], group: Communicator
+) -> dict[int, Tensor]:
+    """Exchange weights with the other ranks; the slots are read only.
+
     Every rank must call it with the same arrangements. Needs memory for the experts that this rank gets, of
     one mixture.
 
     Args:
         slots: weights of the expert in each of this rank's slots: contiguous tensors, of shapes and dtypes
-            that are the same for all experts and ranks. They are written in place.
+            that are the same for all experts and ranks.
+
+    Returns:
+        Bytes of the weights by the slot that is to hold them; slots that stay are not among them.
     """
     rank = group.rank
     wanted = {e for e, before in zip(new[rank], old[rank], strict=True) if e != before}
@@ -74,9 +87,14 @@ def move_experts(
         data = group.broadcast(data, source)
         if rank in targets:
             arrived[expert] = data
-    for slot, (before, after) in enumerate(zip(old[rank], new[rank], strict=True)):
-        if before != after:
-            _write(slots[slot], arrived[after])
+    pairs = enumerate(zip(old[rank], new[rank], strict=True))
+    return {slot: arrived[after] for slot, (before, after) in pairs if before != after}
+
+
+def put_experts(slots: Sequence[Sequence[Tensor]], arrived: Mapping[int, Tensor]) -> None:
+    """Overwrite slots with what :func:`receive_experts` gave."""
+    for slot, data in arrived.items():
+        _write(slots[slot], data)
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,8 @@ from headrace_distributed.kv_connectors.extra import EXTRA, extra_of, wrong
 
 GROUP = "headrace.kv_connectors"
 CONNECTORS = "connectors"
+OF_ENGINE = ("rank", "num_ranks", "block_size", "kv_head_parts")
+"""Settings that all have, and of which they state none."""
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
@@ -109,8 +111,11 @@ def _part(where: str, stated: object, settings: Mapping[str, Any]) -> _Part:
     """Raises: ConfigError: the settings of one connector are wrong."""
     if not isinstance(stated, Mapping):
         raise wrong(where, stated, "an object")
+    for fact in OF_ENGINE:
+        if fact in stated:
+            raise wrong(f"{where}.{fact}", stated[fact], "left out")
     own = {"kv_connector_extra_config": {}, **stated}
-    for inherited in ("engine_id", "kv_load_failure_policy"):
+    for inherited in (*OF_ENGINE, "engine_id", "kv_load_failure_policy"):
         if inherited in settings:
             own.setdefault(inherited, settings[inherited])
     policy = settings.get("kv_load_failure_policy")

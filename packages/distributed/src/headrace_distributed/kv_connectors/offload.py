@@ -18,7 +18,8 @@ MEMORY, DISK, DISK_BYTES = "cpu_bytes_to_use", "disk_path", "disk_bytes_to_use"
 class OffloadConnector(KVConnector):
     """Blocks are kept in memory of at most ``cpu_bytes_to_use`` bytes; those that were used longest ago leave
     it. With ``disk_path``, all are written to a folder of at most ``disk_bytes_to_use`` bytes, too, which the
-    next start finds: then blocks are taken as they become full, as a pool is lost at the end.
+    next start finds: then blocks are taken as they become full, as a pool is lost at the end. Each rank of an
+    engine has its share of the bytes, and a folder of its own in that folder.
 
     Raises:
         ConfigError: a size is missing or wrong, or the folder cannot be used.
@@ -27,10 +28,11 @@ class OffloadConnector(KVConnector):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
         extra = extra_of(settings, MEMORY, DISK, DISK_BYTES)
+        rank, num_ranks = settings.get("rank", 0), settings.get("num_ranks", 1)
         max_bytes = number_of_bytes(extra, MEMORY)
         if max_bytes is None:
             raise wrong(MEMORY, None, "bytes of memory for blocks")
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes // num_ranks
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -41,7 +43,9 @@ class OffloadConnector(KVConnector):
             raise wrong(missing, None, f"given with {given}")
         self.saves_full_blocks = root is not None
         if root is not None:
-            self._folder = BlockFolder(root, disk_bytes)
+            own = root if num_ranks == 1 else root / f"rank-{rank}-of-{num_ranks}"
+            own.mkdir(exist_ok=True, mode=0o700)
+            self._folder = BlockFolder(own, None if disk_bytes is None else disk_bytes // num_ranks)
             self._writer = BackgroundWriter(self._folder)
 
     def contains(self, key: bytes) -> bool:

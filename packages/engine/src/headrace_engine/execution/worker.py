@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -71,6 +72,7 @@ from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
 from headrace_engine.kv_transfer.moves import MOVES
+from headrace_engine.kv_transfer.parts import GroupParts, parts_of_groups, whole_spec
 from headrace_engine.kv_transfer.worker import BlockMover, splits_of_groups
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.lora.store import AdapterStore
@@ -113,6 +115,14 @@ class LeadsPasses(Protocol):
     def alone(self) -> AbstractContextManager[None]:
         """None, while this lasts."""
         ...
+
+    def call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        """Call a method of the other ranks' workers, after the passes until now; results by rank from 1."""
+        ...
+
+
+DividesBlocks = Callable[[Mapping[str, AttentionLayer], KVCacheConfig], Sequence[GroupParts]]
+"""Says for layers of a rank and their cache which parts of blocks it has, by cache group."""
 
 
 class WatchesSteps(Protocol):
@@ -159,6 +169,7 @@ class ServingWorker:
         pooling: what the model pools, which it must support then; None: it generates.
         make_transfer: makes the worker's end of a disaggregated encoder; None: there is none.
         connector: has blocks that are outside the cache, and gets some; None: there are none.
+        divide_blocks: says which parts of blocks this rank has.
         slices: where towers pause; None: nothing is embedded beside steps.
         encoder_share: seconds of that for each second of steps.
         speculative: who guesses tokens that steps check besides; None: nobody.
@@ -206,6 +217,7 @@ class ServingWorker:
         pooling: PoolingInfo | None = None,
         make_transfer: Callable[[], EncoderTransfer] | None = None,
         connector: KVConnector | None = None,
+        divide_blocks: DividesBlocks = parts_of_groups,
         slices: EncoderSlices | None = None,
         encoder_share: float = 0.0,
         speculative: SpeculativeConfig | None = None,
@@ -254,8 +266,9 @@ class ServingWorker:
         self._max_media_vectors = max_media_vectors
         self._pooling = pooling
         self._make_transfer = make_transfer
-        self._connector = connector
+        self._connector, self._divide_blocks = connector, divide_blocks
         self._mover: BlockMover | None = None
+        self._parts: Sequence[GroupParts] = ()
         self._slices = slices
         self._encoder_share = encoder_share
         self._build_draft = build_draft
@@ -459,8 +472,14 @@ class ServingWorker:
         )
         self._runner.launching = self._launching
         if self._connector is not None:
+            self._parts = self._divide_blocks(self._layers, config)
             self._mover = BlockMover(
-                self._connector, self._buffers, config, splits_of_groups(self._layers, config)
+                self._connector,
+                self._buffers,
+                config,
+                splits_of_groups(self._layers, config, self._parts),
+                self._parts,
+                None if self._leader is None else self._leader.call,
             )
         self._guess(self._runner)
 
@@ -634,16 +653,22 @@ class ServingWorker:
             "kv_layout": self._kv_layout(),
             "batch_invariant": self._batch_invariant,
             **({} if self._report_group is None else self._report_group()),
+            **({"kv_parts": [tuple(own) for own in self._parts]} if self._parts else {}),
             **self._media_report(),
         }
 
     def _kv_layout(self) -> str:
-        """How blocks lie in memory: equal texts, equal bytes of equal content; "" without blocks."""
+        """How blocks lie in memory: equal texts, equal bytes of equal content, whatever the number of ranks;
+        "" without blocks."""
         if self._cache is None or not self._layers:  # an engine that sleeps has no layers
             return ""
         backends = group_backends(self._layers, self._cache)
         orders = [one and (one.name, tuple(one.cache_stride_order())) for one in backends]
-        specs = [(group.layer_names, group.spec) for group in self._cache.groups]
+        parts = self._parts or [GroupParts()] * len(self._cache.groups)
+        specs = [
+            (group.layer_names, whole_spec(group.spec, own))
+            for group, own in zip(self._cache.groups, parts)
+        ]
         return repr((orders, specs, self._vnni_packed, self._kernels, self._device.type))
 
     def _media_report(self) -> dict[str, int]:
@@ -698,7 +723,7 @@ class ServingWorker:
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
         self._model = self._runner = self._cache = self._head = None
-        self._mover = None
+        self._mover, self._parts = None, ()
         self._buffers = []
         self._memory.forget()
 

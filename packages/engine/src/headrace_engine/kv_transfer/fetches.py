@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from headrace_core.kv import KVConnector
+from headrace_engine.kv_transfer.rank_blocks import Blocks
 
-Blocks = Mapping[bytes, int]
-"""Key -> bytes of a block."""
+
+class FetchesBlocks(Protocol):
+    """Brings blocks near."""
+
+    def fetch(self, request_id: str, blocks: Blocks, params: Mapping[str, Any]) -> bool:
+        """True: ask again, they are on their way."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Nothing need be fetched for a request any more."""
+        ...
 
 
 class BlockFetches:
     """The fetches of one engine. Used from the scheduler's thread.
 
     Args:
-        connector: fetches.
+        connector: fetches, on all ranks.
     """
 
-    def __init__(self, connector: KVConnector) -> None:
+    def __init__(self, connector: FetchesBlocks) -> None:
         self._connector = connector
         self._under_way: dict[str, Blocks] = {}
         """By request: what is on its way."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headrace_core.kv import KVCacheConfig
+
 MOVES = "kv_moves"
 """Key of a step's :class:`KVMoves` in ``ScheduledStep.connector_metadata``."""
 
@@ -28,3 +30,8 @@ class KVMoves(NamedTuple):
     """Before the model runs."""
     saved: list[KVMove]
     """Once it has run: they are full then."""
+
+
+def block_sizes(config: KVCacheConfig) -> list[int]:
+    """By cache group: bytes of a block, over all of its layers, on one rank."""
+    return [len(group.layer_names) * config.page_bytes(group.pool) for group in config.groups]

@@ -26,7 +26,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, str) and 0 < len(value) <= MAX_TEXT, "an engine_id",
     ),
     "remote_block_ids": (lambda value: False, "null: blocks are found by their content"),
-    "tp_size": (lambda value: type(value) is int and value == 1, "1"),
+    "tp_size": (lambda value: type(value) is int and 1 <= value <= 64, "1 to 64, its ranks"),
 }  # fmt: skip
 """Field -> check of a value, and the text of what is accepted. Null is as if it were left out."""
 

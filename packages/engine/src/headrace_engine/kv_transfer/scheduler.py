@@ -28,16 +28,16 @@ from headrace_core.kv import (
     NULL_BLOCK,
     CrossAttentionSpec,
     KVCacheConfig,
-    KVConnector,
     RecurrentSpec,
 )
 from headrace_core.request import CoreRequest
 from headrace_engine.kv.contract import CachedBlock, KVCacheManager
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.kv_transfer.fetches import BlockFetches
-from headrace_engine.kv_transfer.moves import MOVES, KVMove, KVMoves
+from headrace_engine.kv_transfer.moves import MOVES, KVMove, KVMoves, block_sizes
 from headrace_engine.kv_transfer.params import DECODE, PREFILL, transfer_params
 from headrace_engine.kv_transfer.settings import CONSUMER, FAIL, FIELD, PRODUCER
+from headrace_engine.kv_transfer.whole_blocks import WholeBlocks
 from headrace_engine.scheduler.request import SchedulerRequest
 
 MAX_LOADED_BYTES = 64 << 20
@@ -61,12 +61,14 @@ class KVTransfer:
     """One engine's. Used from the scheduler's thread.
 
     Args:
-        connector: the store.
+        blocks: the store, whole blocks of all ranks.
         settings: ``cache.kv_transfer_config``, checked.
         model: names the model, its weights and how its cache is laid out: equal for two engines only if
             they compute the same bytes.
         config: the cache.
         kv: its manager, which has no blocks in use.
+        saves_full_blocks: see :class:`~headrace_core.kv.KVConnector`.
+        num_ranks: ranks that have a part of each block, as large as this one's.
 
     Raises:
         ConfigError: the manager or the model's layers cannot do this.
@@ -74,11 +76,14 @@ class KVTransfer:
 
     def __init__(
         self,
-        connector: KVConnector,
+        blocks: WholeBlocks,
         settings: Mapping[str, Any],
         model: str,
         config: KVCacheConfig,
         kv: KVCacheManager,
+        *,
+        saves_full_blocks: bool = True,
+        num_ranks: int = 1,
     ) -> None:
         check_layers(config)
         if not isinstance(kv, PagedKVCacheManager) or not kv.enable_prefix_caching:
@@ -87,15 +92,14 @@ class KVTransfer:
                 "blocks are found as cached ones are",
                 field="cache.enable_prefix_caching",
             )
-        self._connector = connector
+        self._blocks = blocks
         self._kv = kv
         self._loads = settings["kv_role"] != PRODUCER
         self._saves = settings["kv_role"] != CONSUMER
         self._fails = settings["kv_load_failure_policy"] == FAIL
         self._model = model
-        self._block_bytes = [
-            len(group.layer_names) * config.page_bytes(group.pool) for group in config.groups
-        ]
+        self._block_bytes = [size * num_ranks for size in block_sizes(config)]
+        self._most_loaded = MAX_LOADED_BYTES * num_ranks
         self._waiting: dict[str, _Load] = {}
         """By request: what it waits for."""
         self._queue: deque[tuple[_Load, KVMove]] = deque()
@@ -110,7 +114,7 @@ class KVTransfer:
         cache may give the blocks up again before they run."""
         self._counted: set[str] = set()
         """Requests that were counted since."""
-        self._fetches = BlockFetches(connector)
+        self._fetches = BlockFetches(blocks)
         self._offered: set[str] = set()
         """Requests in the queue whose cached blocks were offered to the connector, for another engine."""
         self.failed_requests: dict[str, int] = {}
@@ -120,7 +124,7 @@ class KVTransfer:
             saved_bytes=0, queried_tokens=0,
         )  # fmt: skip
         if self._saves:
-            if connector.saves_full_blocks:
+            if saves_full_blocks:
                 kv.notes_blocks = True
             else:
                 for pool in kv.pools:
@@ -153,7 +157,7 @@ class KVTransfer:
             return False
         if self._fetch(state, params):
             return True
-        num_tokens, entries = self._kv.match_beyond(state, self._is_elsewhere)
+        num_tokens, entries = self._kv.match_beyond(state, self._is_elsewhere(request_id))
         if request_id not in self._counted:
             self._counted.add(request_id)
             self.counters["queried_tokens"] += state.num_tokens - num_cached_tokens
@@ -185,6 +189,7 @@ class KVTransfer:
         self._counted.discard(request_id)
         self._offered.discard(request_id)
         self._fetches.forget(request_id)
+        self._blocks.left(request_id)
         self._waiting.pop(request_id, None)
         self.failed_requests.pop(request_id, None)
 
@@ -193,11 +198,11 @@ class KVTransfer:
         asked for them."""
         if not transfer_params(request.params.extra_args).get(DECODE):
             return None
-        return {PREFILL: True, DECODE: False, **self._connector.address()}
+        return {PREFILL: True, DECODE: False, **self._blocks.address()}
 
     def metadata(self, step_id: int) -> dict[str, Any]:
         """The moves of a step that has been filled, for :attr:`ScheduledStep.connector_metadata`."""
-        loads, room = [], MAX_LOADED_BYTES
+        loads, room = [], self._most_loaded
         while self._queue and room > 0:
             load, move = self._queue.popleft()
             loads.append((load, move))
@@ -266,16 +271,17 @@ class KVTransfer:
         return bool(missing and self._fails)
 
     def _away(self, state: SchedulerRequest) -> dict[bytes, int]:
-        """Blocks of a request's longest prefix that are neither in the pools, nor on their way there, nor at
-        the connector."""
+        """Blocks of a request's longest prefix, with their groups, that are neither in the pools, nor on
+        their way there, nor at the connector as far as is known."""
         _, entries = self._kv.match_beyond(state, lambda group, digest: True)
-        keys = {
-            self._key(b.group, b.digest): self._block_bytes[b.group]
-            for b in entries
-            if b.block_id == NULL_BLOCK
+        groups = {
+            self._key(b.group, b.digest): b.group for b in entries if b.block_id == NULL_BLOCK
         }
-        away = keys.keys() - self._coming
-        return {k: n for k, n in keys.items() if k in away and not self._connector.contains(k)}
+        return {
+            key: group
+            for key, group in groups.items()
+            if key not in self._coming and not self._blocks.contains(key, group, state.request_id)
+        }
 
     def _offer_again(self, state: SchedulerRequest) -> None:
         """Save the blocks of a prompt that are cached here and that the connector has given up since."""
@@ -283,7 +289,10 @@ class KVTransfer:
             return
         self._offered.add(state.request_id)
         _, entries = self._kv.match_beyond(state, lambda group, digest: False)
-        self._kv.filled += [b for b in entries if not self._is_elsewhere(b.group, b.digest)]
+        # Nobody asks the other ranks whether they still have theirs: who has one keeps it.
+        is_kept = self._is_elsewhere(state.request_id)
+        again = self._blocks.are_divided
+        self._kv.filled += [b for b in entries if again or not is_kept(b.group, b.digest)]
 
     def _drop_noted(self) -> None:
         self._kv.filled.clear()
@@ -306,8 +315,11 @@ class KVTransfer:
 
         return is_good
 
-    def _is_elsewhere(self, group: int, digest: bytes) -> bool:
-        return self._connector.contains(self._key(group, digest))
+    def _is_elsewhere(self, request_id: str) -> Callable[[int, bytes], bool]:
+        def is_there(group: int, digest: bytes) -> bool:
+            return self._blocks.contains(self._key(group, digest), group, request_id)
+
+        return is_there
 
     def _key(self, group: int, digest: bytes) -> bytes:
         return sha256(f"{self._model}:{group}:".encode() + digest).digest()

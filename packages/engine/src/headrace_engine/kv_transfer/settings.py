@@ -35,6 +35,10 @@ _KNOWN: Mapping[str, _Check] = {
         lambda value: value in (RECOMPUTE, FAIL),
         f"{RECOMPUTE} (a block that cannot be loaded is computed) or {FAIL} (its request ends with an error)",
     ),
+    "kv_head_parts": (
+        lambda value: type(value) is int and 1 <= value <= 1024,
+        "parts of the heads of a block, 1 to 1024: each is saved and sought by itself",
+    ),
     "engine_id": (_is_text, "a text, which the log shows, and by which other engines know this one"),
     "kv_ip": (_is_text, "the address at which this engine gives its blocks away"),
     "kv_port": (lambda value: type(value) is int and 0 <= value < 65536, "a port, 0 to 65535"),

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, EngineDead
 from headrace_core.kv import KVCacheConfig, KVConnector, MLASpec
 from headrace_core.model import AttentionLayer
 from headrace_core.step import StepResult
 from headrace_engine.execution.cache import Buffers
-from headrace_engine.kv_transfer.moves import KVMove, KVMoves
+from headrace_engine.kv_transfer.calls import LOAD, SAVE
+from headrace_engine.kv_transfer.moves import KVMove, KVMoves, block_sizes
+from headrace_engine.kv_transfer.parts import PARTS, GroupParts
 from headrace_engine.kv_transfer.settings import FIELD
 
 logger = logging.getLogger(__name__)
 
 
 class BlockMover:
-    """Moves whole blocks, as bytes in the order in which they lie.
+    """Moves parts of blocks, as bytes in the order in which they lie.
 
     Args:
         connector: where to, and from.
@@ -28,6 +32,9 @@ class BlockMover:
         config: the cache.
         splits: by group: True if its backend has all keys of a tensor before all values, so that a block
             lies in two places; False: a block is one piece.
+        parts: by group, those of this rank.
+        others: calls a method of the other ranks' workers, in the order of the passes; results by rank from
+            1. None: there are none, or this rank follows.
     """
 
     def __init__(
@@ -35,35 +42,44 @@ class BlockMover:
         connector: KVConnector,
         buffers: Buffers,
         config: KVCacheConfig,
-        splits: list[bool],
+        splits: Sequence[bool],
+        parts: Sequence[GroupParts],
+        others: Callable[[str, Sequence[Any]], list[Future[Any]]] | None = None,
     ) -> None:
-        self._connector = connector
+        self._connector, self._parts, self._others = connector, parts, others
         self._views = [
             [
-                _by_block(buffer, config.pools[group.pool], splits=split)
+                _by_part(buffer, config.pools[group.pool], splits=split, parts=own.here)
                 for buffer in buffers[group.pool][: len(group.layer_names)]
             ]
-            for group, split in zip(config.groups, splits)
+            for group, split, own in zip(config.groups, splits, parts)
         ]
-        self._sizes = [
-            len(group.layer_names) * config.page_bytes(group.pool) for group in config.groups
-        ]
+        sizes = zip(block_sizes(config), parts)
+        self._sizes = [size // own.here for size, own in sizes]
+        """By group: bytes of a part."""
         self._warned = False
         self._failed_epoch = -1
 
     def run(self, moves: KVMoves, execute: Callable[[], StepResult]) -> StepResult:
-        """Execute a step with its moves."""
+        """Execute a step with its moves, on all ranks. What one rank could not load counts as not loaded."""
         try:
-            failed = self.before(moves)
+            begun = self._tell(
+                LOAD, _plain(self._valid(moves.saved_first, moves)), _plain(moves.loaded)
+            )
+            failed = dict.fromkeys(self.before(moves))
             result = execute()
+            for answer in begun:
+                failed.update(dict.fromkeys(answer.result()))
         except BaseException:
             self._failed_epoch = moves.epoch
             raise
         if any(part.not_computed for part in result.requests.values()):
             self._failed_epoch = moves.epoch  # others may have computed from blocks without content
         elif not any(part.error for part in result.requests.values()):
+            for answer in self._tell(SAVE, _plain(self._valid(moves.saved, moves))):
+                answer.add_done_callback(self._note)  # nobody waits for it
             self.after(moves)
-        result.failed_loads = failed
+        result.failed_loads = list(failed)
         return result
 
     def before(self, moves: KVMoves) -> list[bytes]:
@@ -72,54 +88,76 @@ class BlockMover:
         Returns:
             Keys of blocks that could not be loaded; their memory holds anything.
         """
-        self._save(moves.saved_first, moves.epoch)
-        return [move.key for move in moves.loaded if not self._load(move)]
+        self.save(self._valid(moves.saved_first, moves))
+        return self.load(moves.loaded)
 
     def after(self, moves: KVMoves) -> None:
         """What follows a step's model: saves."""
-        self._save(moves.saved, moves.epoch)
+        self.save(self._valid(moves.saved, moves))
+
+    def load(self, moves: Sequence[KVMove]) -> list[bytes]:
+        """Load this rank's parts; keys of blocks for which that failed."""
+        return [move.key for move in moves if not self._load(move)]
+
+    def save(self, moves: Sequence[KVMove]) -> None:
+        """Save this rank's parts."""
+        for move in moves:
+            for part, key in enumerate(self._parts[move.group].keys(move.key)):
+                views = self._views[move.group]
+                pieces = [view[:, move.block_id, :, part].reshape(-1) for view in views]
+                content = torch.cat(pieces).cpu()
+                try:
+                    self._connector.save(key, memoryview(content.numpy().data))
+                except OSError as error:
+                    self._warn("saved", error)
+
+    def _valid(self, moves: Sequence[KVMove], step: KVMoves) -> Sequence[KVMove]:
+        """Blocks that may be saved."""
+        return () if step.epoch <= self._failed_epoch else moves
+
+    def _tell(self, method: str, *moves: Sequence[tuple[int, int, bytes]]) -> list[Future[Any]]:
+        """Have the other ranks do what this one does."""
+        return self._others(method, moves) if self._others is not None and any(moves) else []
+
+    def _note(self, answer: Future[Any]) -> None:
+        error = answer.exception()
+        if error is not None and not isinstance(error, EngineDead):  # which says so itself
+            self._warn("saved", error)
 
     def _load(self, move: KVMove) -> bool:
         staged = torch.empty(self._sizes[move.group], dtype=torch.uint8)
-        try:
-            if not self._connector.load(move.key, memoryview(staged.numpy().data)):
+        for part, key in enumerate(self._parts[move.group].keys(move.key)):
+            try:
+                if not self._connector.load(key, memoryview(staged.numpy().data)):
+                    return False
+            except OSError as error:
+                self._warn("loaded", error)
                 return False
-        except OSError as error:
-            self._warn("loaded", error)
-            return False
-        start = 0
-        for view in self._views[move.group]:
-            block = view[:, move.block_id]
-            block.copy_(staged[start : start + block.numel()].view(block.shape))
-            start += block.numel()
+            start = 0
+            for view in self._views[move.group]:
+                block = view[:, move.block_id, :, part]
+                block.copy_(staged[start : start + block.numel()].view(block.shape))
+                start += block.numel()
         return True
 
-    def _save(self, moves: list[KVMove], epoch: int) -> None:
-        if epoch <= self._failed_epoch:
-            return
-        for move in moves:
-            pieces = [view[:, move.block_id].reshape(-1) for view in self._views[move.group]]
-            content = torch.cat(pieces).cpu()
-            try:
-                self._connector.save(move.key, memoryview(content.numpy().data))
-            except OSError as error:
-                self._warn("saved", error)
-
-    def _warn(self, what: str, error: OSError) -> None:
+    def _warn(self, what: str, error: BaseException) -> None:
         """Log the first failure; a full disk has one for each block."""
         level = logging.DEBUG if self._warned else logging.WARNING
         logger.log(level, "KV transfer: a block could not be %s: %s", what, error)
         self._warned = True
 
 
-def splits_of_groups(layers: Mapping[str, AttentionLayer], config: KVCacheConfig) -> list[bool]:
+def splits_of_groups(
+    layers: Mapping[str, AttentionLayer], config: KVCacheConfig, parts: Sequence[GroupParts]
+) -> list[bool]:
     """By group: True if keys of all blocks of a tensor lie before all values.
 
     Raises:
-        ConfigError: a backend cuts blocks into more pieces.
+        ConfigError: a backend cuts blocks into more pieces; or a rank has several parts of a block, and a
+            head's keys are not together.
     """
     splits = []
-    for group in config.groups:
+    for group, own in zip(config.groups, parts):
         backend = layers[group.layer_names[0]].backend
         order = tuple(backend.cache_stride_order())
         is_whole = order[0] == (0 if isinstance(group.spec, MLASpec) else 1)
@@ -129,10 +167,23 @@ def splits_of_groups(layers: Mapping[str, AttentionLayer], config: KVCacheConfig
                 f"out in several pieces (its order is {order})",
                 field=FIELD,
             )
+        if own.here > 1 and order[2:] != (3, 2, 4):
+            raise ConfigError(
+                f"{FIELD}.{PARTS}: must be left out with the attention backend {backend.name!r}, which does "
+                f"not keep a head's keys together (its order is {order})",
+                field=f"{FIELD}.{PARTS}",
+            )
         splits.append(not is_whole)
     return splits
 
 
-def _by_block(buffer: Tensor, num_blocks: int, *, splits: bool) -> Tensor:
-    """[pieces, N, bytes] of a tensor of blocks."""
-    return buffer.view(2 if splits else 1, num_blocks, -1)
+def _by_part(buffer: Tensor, num_blocks: int, *, splits: bool, parts: int) -> Tensor:
+    """[pieces, N, keys and values, parts, bytes] of a tensor of blocks; in a block that is one part, keys and
+    values are not told apart."""
+    kinds = 2 if parts > 1 and not splits else 1
+    return buffer.view(2 if splits else 1, num_blocks, kinds, parts, -1)
+
+
+def _plain(moves: Sequence[KVMove]) -> list[tuple[int, int, bytes]]:
+    """Moves as they are sent."""
+    return [(move.group, move.block_id, move.key) for move in moves]

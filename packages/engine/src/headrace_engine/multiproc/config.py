@@ -93,8 +93,8 @@ class ParallelConfig:
     )  # fmt: skip
     eplb_config: Mapping[str, Any] = option(
         {}, "JSON: settings of enable_eplb: window_size (steps that are counted, 1000), step_interval (steps "
-        "between moves, 3000), num_redundant_experts (further copies, 0), log_balancedness (false), policy "
-        "(default).",
+        "between moves, 3000), num_redundant_experts (further copies, 0), log_balancedness (false), "
+        "use_async (false: a step's end waits for the weights), policy (default).",
     )  # fmt: skip
 
     @property

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -117,6 +117,15 @@ class MultiProcExecutor(UniProcExecutor):
                 f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1"
             )
         return super().call_beside(method, *args)
+
+    def ask_others(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        """Call a method of each other rank's worker that is made to run beside passes; results by rank from
+        1. Any thread.
+
+        Raises:
+            EngineDead: a rank has ended.
+        """
+        return [] if self._others is None else self._others.call(method, args)
 
     def shutdown(self) -> None:
         """As :meth:`UniProcExecutor.shutdown`; then end the other ranks' processes."""

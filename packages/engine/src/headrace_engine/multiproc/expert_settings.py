@@ -31,6 +31,9 @@ class EPLBSettings:
     """Copies of experts that each mixture has beside its experts."""
     log_balancedness: bool = False
     """Log after each step how evenly ranks were used."""
+    use_async: bool = False
+    """Weights of experts come beside the steps, and take their places at a step's end. Costs memory for the
+    experts that a rank gets of one mixture, and computing time of the steps beside it."""
     policy: str = "default"
     """Entry of ``headrace.eplb_policies``."""
 
@@ -83,10 +86,6 @@ def eplb_settings(stated: Mapping[str, Any]) -> EPLBSettings:
     fields = EPLBSettings.__dataclass_fields__
     for name, value in stated.items():
         where = f"{_EPLB}.{name}"
-        require(name != "use_async" or value is False, where, value,
-               "false, or left out: experts move between two steps, not beside them")  # fmt: skip
-        if name == "use_async":
-            continue
         require(name in fields, where, value, f"left out: fields are {', '.join(fields)}")
         kind = type(getattr(EPLBSettings, name))
         least = 0 if name == "num_redundant_experts" else 1
@@ -97,4 +96,4 @@ def eplb_settings(stated: Mapping[str, Any]) -> EPLBSettings:
             str: "a name",
         }
         require(good, where, value, accepted[kind])
-    return EPLBSettings(**{name: value for name, value in stated.items() if name in fields})
+    return EPLBSettings(**stated)

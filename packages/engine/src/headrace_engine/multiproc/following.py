@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
+from headrace_core.kv import KVCacheConfig
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import DividesVocabulary, SupportsPooling
 from headrace_engine.execution.cache import cross_groups
@@ -21,10 +22,14 @@ from headrace_engine.execution.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups
+from headrace_engine.kv_transfer.finding import BlockFinder
+from headrace_engine.kv_transfer.moves import KVMove, block_sizes
+from headrace_engine.kv_transfer.rank_blocks import RankBlocks
+from headrace_engine.kv_transfer.worker import BlockMover
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
 from headrace_engine.multiproc.leader import (
-    ARRANGE,
+    EXPERTS,
     LOGITS,
     LOGITS_OF_ROWS,
     PASSES,
@@ -52,6 +57,7 @@ class FollowingWorker(ServingWorker):
         self._measuring = ExitStack()
         self._peak = Peak()
         self._following: FollowingAdapters | None = None
+        self._finder: BlockFinder | None = None
 
     @torch.inference_mode()
     def run_pass(self, method: str, args: Sequence[Any]) -> None:
@@ -72,12 +78,12 @@ class FollowingWorker(ServingWorker):
             return
         if method not in (*PASSES, *VOCABULARY, LOGITS_OF_ROWS):
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", ARRANGE) and not self._has_inputs:
+        if method not in ("forward", *EXPERTS) and not self._has_inputs:
             return  # of what makes inputs and logits, which the first stage has
         if method == LOGITS_OF_ROWS:
             self._compute_logits(*args)
             return
-        runs = self._experts if method == ARRANGE else self._loaded()
+        runs = self._experts if method in EXPERTS else self._loaded()
         result = getattr(runs, method)(*(self._prepared(arg) for arg in args))
         if method == "forward" and self._divides_head:
             self._hidden = result
@@ -131,6 +137,45 @@ class FollowingWorker(ServingWorker):
         if not isinstance(arg, ForwardBatch) or self._runner is None:
             return arg  # without a cache nothing is prepared
         return self._runner.with_metadata(arg)
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """See :meth:`ServingWorker.allocate_cache`."""
+        super().allocate_cache(config)
+        if self._connector is not None and self._cache is not None:
+            own = RankBlocks(self._connector, self._parts, block_sizes(self._cache))
+            self._finder = BlockFinder(own)
+
+    def load_blocks(
+        self,
+        saved_first: Sequence[tuple[int, int, bytes]],
+        loaded: Sequence[tuple[int, int, bytes]],
+    ) -> list[bytes]:
+        """This rank's parts of what a step begins with; keys of blocks that could not be loaded."""
+        mover = self._moving()
+        mover.save([KVMove(*move) for move in saved_first])
+        return mover.load([KVMove(*move) for move in loaded])
+
+    def save_blocks(self, saved: Sequence[tuple[int, int, bytes]]) -> None:
+        """This rank's parts of blocks that a step has filled."""
+        self._moving().save([KVMove(*move) for move in saved])
+
+    def find_blocks(
+        self, request_id: str, blocks: Mapping[bytes, int], params: Mapping[str, Any]
+    ) -> list[bytes] | None:
+        """See :meth:`BlockFinder.find`. One thread, beside the passes."""
+        if self._finder is None:
+            raise ModelError("there is no connector: allocate_cache() has not been called")
+        return self._finder.find(request_id, blocks, params)
+
+    def forget_blocks(self, request_id: str) -> None:
+        """See :meth:`BlockFinder.forget`. The same thread."""
+        if self._finder is not None:
+            self._finder.forget(request_id)
+
+    def _moving(self) -> BlockMover:
+        if self._mover is None:
+            raise ModelError("there is no connector: allocate_cache() has not been called")
+        return self._mover
 
     def read_adapter(self, number: int, path: str, dropped: Sequence[int]) -> str:
         """See :meth:`~headrace_engine.multiproc.adapters.FollowingAdapters.read`. Any thread."""

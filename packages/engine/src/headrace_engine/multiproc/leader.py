@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
-PASSES = ("forward", "forward_streams", "embed_media", "encode", ARRANGE)
+BEGIN_MOVE, END_MOVE = "begin_move", "end_move"
+"""Likewise, in which they begin to come to other ranks, and take their places there."""
+EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE)
+PASSES = ("forward", "forward_streams", "embed_media", "encode", *EXPERTS)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 LOGITS = "compute_logits"
 VOCABULARY = ("token_vectors", LOGITS)
@@ -86,6 +89,11 @@ class PassLeader:
     def lead_adapters(self, slots: AdapterSlots) -> AdapterSlots:
         """Slots of rank 0's model that tell the other ranks what they are told."""
         return LedAdapters(slots, self._tell, self._call)
+
+    def call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        """Call a method of the other ranks' workers, which they run after the passes until now; results by
+        rank from 1."""
+        return self._call(method, args)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

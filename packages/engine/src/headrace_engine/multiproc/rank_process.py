@@ -5,7 +5,7 @@ which says over it what the rank is, and whose end ends the rank, too.
 
 The main thread builds the worker and does what rank 0 says, in its order. Another one reads what rank 0 says,
 so that its end, however it comes, is seen at once and is the end of this process, too. Adapters are read in
-further ones.
+further ones, and blocks outside the cache are looked for in one of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 
 from headrace_core.context import MODEL
 from headrace_engine.clients.wire import as_data
+from headrace_engine.kv_transfer.calls import FIND, FORGET, LOAD, SAVE
 from headrace_engine.log_lines import JsonLines, LineFormatter, ThreadedHandler
 from headrace_engine.lora.store import READ_THREADS
 from headrace_engine.multiproc import frames
@@ -47,8 +48,13 @@ CALLS = (
     "load", "kv_specs", "begin_profile", "profile", "allocate_cache", "warm_up", "report", "close",
 )  # fmt: skip
 """Methods of a worker that rank 0 may call."""
+MOVES = (LOAD, SAVE)
+"""Likewise, for its own worker only."""
 BESIDE = (READ,)
 """Likewise, in threads of their own beside the passes."""
+FINDS = (FIND, FORGET)
+"""Likewise, in one thread of their own."""
+_ALL = CALLS + MOVES + BESIDE + FINDS
 EXIT_ORPHANED = 70
 """Exit status of a process whose rank 0 has gone."""
 STARTED = 0
@@ -147,12 +153,16 @@ def follow(make: Callable[[], Any], replies: Replies, messages: queue.SimpleQueu
     """
     worker = make()
     replies.send(Answer(STARTED, os.getpid()))
-    readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")  # starts them when needed
+    # Both start threads when they are needed.
+    readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")
+    finder = ThreadPoolExecutor(1, "headrace-kv-finder")
     while not isinstance(message := messages.get(), Stop):
         if isinstance(message, ModelPass):
             worker.run_pass(message.method, message.args)
         elif isinstance(message, WorkerCall) and message.method in BESIDE:
             readers.submit(_reply, replies, worker, message)
+        elif isinstance(message, WorkerCall) and message.method in FINDS:
+            finder.submit(_reply, replies, worker, message)
         elif isinstance(message, WorkerCall):
             _reply(replies, worker, message)
         else:
@@ -166,8 +176,8 @@ def _reply(replies: Replies, worker: Any, call: WorkerCall) -> None:
 
 def _answer(worker: Any, call: WorkerCall) -> Answer | Raised:
     try:
-        if call.method not in CALLS + BESIDE:
-            raise ValueError(f"{call.method!r}: must be one of {CALLS + BESIDE}")
+        if call.method not in _ALL:
+            raise ValueError(f"{call.method!r}: must be one of {_ALL}")
         return Answer(call.call_id, getattr(worker, call.method)(*call.args))
     except Exception as error:
         return Raised.of(call.call_id, as_data(error))

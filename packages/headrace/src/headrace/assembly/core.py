@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
-from headrace.assembly.transfer.kv import kv_connector, model_name
+from headrace.assembly.transfer.kv import kv_connector, model_name, with_engine_id
 from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, ranked_workers
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import plugins
@@ -51,6 +51,7 @@ def build_resolved_core(
         nodes: processes that have the other ranks, if somebody else starts them.
     """
     failpoints.warn()
+    resolved = with_engine_id(resolved)
     brings_worker = isinstance(resolved.platform, BringsWorker)
     if not brings_worker:
         with timeline.phase("import torch"):

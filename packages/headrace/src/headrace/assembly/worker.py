@@ -33,6 +33,7 @@ from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
 from headrace.assembly.start_costs import kept_costs
 from headrace.assembly.transfer.encoder import transfer_maker
+from headrace.assembly.transfer.kv import block_divider
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core import plugins
 from headrace_core.attention import (
@@ -125,6 +126,11 @@ def worker_factory(
         slices = None if ranks.are_several else encoder_slices(resolved)
         experts = divided_experts(config.parallel, ranks, tokens)
 
+        def leave() -> None:
+            if experts is not None:
+                experts.close()
+            ranks.leave()
+
         def build(
             model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
         ) -> CausalLM:
@@ -163,7 +169,7 @@ def worker_factory(
             "pooling": info.pooling,
             "rank": ranks.rank,
             "memory_share": ranks.memory_share(platform.device),
-            "leave_group": ranks.leave,
+            "leave_group": leave,
             "report_group": ranks.report,
             "capture": None
             if config.multimodal.only_encodes
@@ -183,6 +189,8 @@ def worker_factory(
                 make_adapters=(lambda: adapter_slots(resolved, ops))
                 if config.lora.enable_lora
                 else None,
+                connector=connector,
+                divide_blocks=block_divider(config, ranks.rank),
             )
         return worker_class(
             lambda slots=None: build(resolved, slots),
@@ -203,6 +211,7 @@ def worker_factory(
             rebuild_model=rebuild,
             make_transfer=transfer_maker(resolved),
             connector=connector,
+            divide_blocks=block_divider(config, ranks.rank),
             slices=slices,
             encoder_share=config.scheduler.encoder_share,
             speculative=config.speculative,

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-MAGIC, VERSION = b"HRKV", 1
+MAGIC, VERSION = b"HRKV", 2
 NONCE_BYTES = PROOF_BYTES = 32
 TAG_BYTES = 16
 _HEAD = struct.Struct("<BI")

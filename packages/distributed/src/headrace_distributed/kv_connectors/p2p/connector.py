@@ -10,7 +10,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.kv import KVConnector
 from headrace_distributed.kv_connectors.extra import FIELD
 from headrace_distributed.kv_connectors.p2p.fetcher import Fetcher
-from headrace_distributed.kv_connectors.p2p.peer import Address, Peers
+from headrace_distributed.kv_connectors.p2p.peer import Address, Engine, Peers
 from headrace_distributed.kv_connectors.p2p.server import BlockServer
 from headrace_distributed.kv_connectors.p2p.settings import PeerSettings, peer_settings
 from headrace_distributed.kv_connectors.p2p.store import BlockStore
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class P2PConnector(KVConnector):
     """Blocks are kept in memory as they become full, and given to engines that ask at ``kv_ip``:``kv_port``;
     a request whose ``kv_transfer_params`` name such an engine waits while its blocks come. A ``kv_producer``
-    only gives, a ``kv_consumer`` only takes.
+    only gives, a ``kv_consumer`` only takes. Each rank has one, with the parts of blocks that it has
+    (:mod:`headrace_distributed.kv_connectors.p2p.ranks`).
 
     Subclasses take another way for the bytes (:meth:`remote_memory`).
 
@@ -43,8 +44,10 @@ class P2PConnector(KVConnector):
         if role != "kv_consumer":
             self._server = self._listen()
         if role != "kv_producer":
-            peers = Peers(own.secret, self._memory)
-            self._fetcher = Fetcher(self._store, peers, own.num_workers, own.fetch_timeout)
+            peers = Peers(own.secret, self._memory, own.layout)
+            self._fetcher = Fetcher(
+                self._store, peers, own.num_workers, own.fetch_timeout, own.layout.head_parts
+            )
 
     def remote_memory(self, own: PeerSettings) -> RemoteMemory | None:
         """The way of the bytes, with :attr:`_store`'s arena; None: the control connection."""
@@ -64,7 +67,7 @@ class P2PConnector(KVConnector):
     ) -> bool:
         if self._fetcher is None:
             return False
-        places, engine_id = self._own.peers, None
+        engines = tuple(map(Engine, self._own.peers))
         if "remote_host" in params:
             named = Address(params["remote_host"], params["remote_port"])
             if not self._own.allows(named):
@@ -73,8 +76,8 @@ class P2PConnector(KVConnector):
                     request_id, named, f"{FIELD}.kv_connector_extra_config",
                 )  # fmt: skip
                 return False
-            places, engine_id = (named,), params.get("remote_engine_id")
-        return bool(places) and self._fetcher.fetch(request_id, blocks, places, engine_id)
+            engines = (Engine(named, params.get("remote_engine_id"), params.get("tp_size")),)
+        return bool(engines) and self._fetcher.fetch(request_id, blocks, engines)
 
     def forget(self, request_id: str) -> None:
         if self._fetcher is not None:
@@ -83,10 +86,12 @@ class P2PConnector(KVConnector):
     def address(self) -> Mapping[str, Any]:
         if self._server is None:
             return {}
+        layout = self._own.layout
         return {
             "remote_host": self._own.advertised_host,
-            "remote_port": self._server.port,
+            "remote_port": self._server.port - layout.rank,
             "remote_engine_id": self._own.engine_id,
+            **({"tp_size": layout.num_ranks} if layout.num_ranks > 1 else {}),
         }
 
     def close(self) -> None:
@@ -102,7 +107,9 @@ class P2PConnector(KVConnector):
     def _listen(self) -> BlockServer:
         own = self._own
         try:
-            server = BlockServer(own.address, self._store, own.secret, own.engine_id, self._memory)
+            server = BlockServer(
+                own.address, self._store, own.secret, own.engine_id, own.layout, self._memory
+            )
         except OSError as error:
             raise ConfigError(
                 f"{FIELD}.kv_port = {own.address.port}: must be free at {own.address.host}: "

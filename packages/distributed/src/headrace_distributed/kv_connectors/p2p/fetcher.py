@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace_distributed.kv_connectors.p2p.messages import Wanted
-from headrace_distributed.kv_connectors.p2p.peer import Address, Peers
+from headrace_distributed.kv_connectors.p2p.peer import Address, Engine, Peers
 from headrace_distributed.kv_connectors.p2p.store import BlockStore, NoRoom
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,7 @@ MAX_WAITING = 1024
 class _Fetch:
     """One request's."""
 
-    places: Sequence[Address]
-    engine_id: str | None
+    engines: Sequence[Engine]
     wanted: list[Wanted]
     deadline: float
     done: threading.Event = field(default_factory=threading.Event)
@@ -40,10 +39,19 @@ class Fetcher:
         peers: where from.
         num_threads: fetches at the same time.
         seconds: that a request waits for its blocks at most.
+        head_parts: parts of this engine's blocks.
     """
 
-    def __init__(self, store: BlockStore, peers: Peers, num_threads: int, seconds: float) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        peers: Peers,
+        num_threads: int,
+        seconds: float,
+        head_parts: int = 1,
+    ) -> None:
         self._store, self._peers, self._seconds = store, peers, seconds
+        self._parts, self._warned_of_parts = head_parts, False
         self._fetches: dict[str, _Fetch] = {}
         """By request. Used by the engine's own thread alone."""
         self._queue: queue.Queue[_Fetch | None] = queue.Queue(MAX_WAITING)
@@ -60,14 +68,13 @@ class Fetcher:
         self,
         request_id: str,
         blocks: Mapping[bytes, int],
-        places: Sequence[Address],
-        engine_id: str | None,
+        engines: Sequence[Engine],
     ) -> bool:
         """Begin a request's fetch, or look after it: True while it goes on."""
         fetch = self._fetches.get(request_id)
         if fetch is None:
             wanted = [Wanted(*item) for item in blocks.items()]
-            fetch = _Fetch(places, engine_id, wanted, time.monotonic() + self._seconds)
+            fetch = _Fetch(engines, wanted, time.monotonic() + self._seconds)
             try:
                 self._queue.put_nowait(fetch)
             except queue.Full:
@@ -106,15 +113,14 @@ class Fetcher:
                 fetch.done.set()
 
     def _fetch(self, fetch: _Fetch) -> None:
-        for place in fetch.places:
-            left = [one for one in fetch.wanted if not self._store.contains(one.key)]
-            now = time.monotonic()
-            if not left or now >= fetch.deadline:
+        for engine in fetch.engines:
+            place, now = engine.address, time.monotonic()
+            if not self._left(fetch) or now >= fetch.deadline:
                 return
             if self._rests.get(place, 0.0) > now:
                 continue
             try:
-                self._peers.fetch(place, fetch.engine_id, left, self._store, fetch.deadline)
+                self._fetch_from(engine, fetch)
                 self._warned.discard(place)
             except NoRoom as error:
                 logger.warning("KV transfer: blocks of a prompt were left out: %s", error)
@@ -124,3 +130,27 @@ class Fetcher:
                 level = logging.DEBUG if place in self._warned else logging.WARNING
                 self._warned.add(place)
                 logger.log(level, "KV transfer: no blocks from %s: %s", place, error)
+
+    def _fetch_from(self, engine: Engine, fetch: _Fetch) -> None:
+        """Ask the engine's ranks, one after the other, for what is still missing."""
+        came, there = 0, None
+        for address in self._peers.ranks(engine, fetch.deadline):
+            left = self._left(fetch)
+            if not left:
+                return
+            came += self._peers.fetch(engine, address, left, self._store, fetch.deadline)
+            there = self._peers.layout_at(address)
+        if not came and there is not None and there.head_parts != self._parts:
+            self._warn_of_parts(engine.address, there.head_parts)
+
+    def _warn_of_parts(self, place: Address, parts: int) -> None:
+        if not self._warned_of_parts:
+            self._warned_of_parts = True
+            logger.warning(
+                "KV transfer: %s has no block that this engine asked for: it divides blocks into %d parts, "
+                "and this engine into %d: set kv_head_parts of both to the same",
+                place, parts, self._parts,
+            )  # fmt: skip
+
+    def _left(self, fetch: _Fetch) -> list[Wanted]:
+        return [one for one in fetch.wanted if not self._store.contains(one.key)]

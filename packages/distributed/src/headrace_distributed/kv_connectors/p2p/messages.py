@@ -1,9 +1,10 @@
 """What engines say to each other about blocks: small binary messages of known length.
 
-``HELLO`` (client): name of the way that bytes take. ``WELCOME``: the server's engine id, and what the way
-needs to know of its memory. ``GET``: keys, each with the bytes that its block has. The answer is, for the way
-``tcp``, a ``BLOCK`` or ``MISSING`` for each, in order; for others one ``LOCATED``, after which the client
-reads the server's memory itself and says ``DONE``. ``REFUSED``: why not, before the connection ends.
+``HELLO`` (client): name of the way that bytes take. ``WELCOME``: the server's engine id, its place among the
+engine's ranks, and what the way needs to know of its memory. ``GET``: keys, each with the bytes that its
+block has. The answer is, for the way ``tcp``, a ``BLOCK`` or ``MISSING`` for each, in order; for others one
+``LOCATED``, after which the client reads the server's memory itself and says ``DONE``. ``REFUSED``: why not,
+before the connection ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace_distributed.kv_connectors.p2p.channel import ChannelError
+from headrace_distributed.kv_connectors.p2p.ranks import LAYOUT_BYTES, MAX_RANKS, RankLayout
 from headrace_distributed.kv_connectors.p2p.store import DIGEST_BYTES
 
 HELLO, WELCOME, REFUSED, GET, BLOCK, MISSING, LOCATED, DONE = range(1, 9)
@@ -23,7 +25,7 @@ MAX_NAME, MAX_DESCRIPTION = 256, 1 << 20
 _WANTED = struct.Struct(f"<{KEY_BYTES}sQ")
 _LOCATED = struct.Struct(f"<Q{DIGEST_BYTES}s")
 MAX_GET = MAX_KEYS * _WANTED.size
-MAX_WELCOME = 1 + MAX_NAME + MAX_DESCRIPTION
+MAX_WELCOME = 1 + MAX_NAME + LAYOUT_BYTES + MAX_DESCRIPTION
 
 
 class Wanted(NamedTuple):
@@ -67,14 +69,27 @@ def located_bytes(count: int) -> int:
     return count * _LOCATED.size
 
 
-def pack_welcome(engine_id: str, description: bytes) -> bytes:
-    name = engine_id.encode()
-    return bytes([len(name)]) + name + description
+class Welcome(NamedTuple):
+    """Who answers."""
+
+    engine_id: str
+    layout: RankLayout
+    description: bytes
+    """Of its memory; see :meth:`RemoteMemory.describe`."""
 
 
-def unpack_welcome(payload: bytes) -> tuple[str, bytes]:
-    """Raises: ChannelError: it has no name."""
+def pack_welcome(welcome: Welcome) -> bytes:
+    name = welcome.engine_id.encode()
+    return bytes([len(name)]) + name + welcome.layout.pack() + welcome.description
+
+
+def unpack_welcome(payload: bytes) -> Welcome:
+    """Raises: ChannelError: it was cut off, or says impossible things."""
     size = payload[0] + 1 if payload else 1
-    if len(payload) < size:
+    end = size + LAYOUT_BYTES
+    if len(payload) < end:
         raise ChannelError("a welcome was cut off")
-    return payload[1:size].decode("utf-8", "replace"), payload[size:]
+    name, layout = payload[1:size].decode("utf-8", "replace"), RankLayout.unpack(payload[size:end])
+    if not layout.rank < layout.num_ranks <= MAX_RANKS:
+        raise ChannelError(f"a welcome of rank {layout.rank} of {layout.num_ranks}")
+    return Welcome(name, layout, payload[end:])

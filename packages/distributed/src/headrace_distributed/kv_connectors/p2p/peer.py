@@ -11,6 +11,7 @@ from typing import NamedTuple
 from headrace_distributed.kv_connectors.p2p import messages
 from headrace_distributed.kv_connectors.p2p.channel import ChannelError, open_as_client
 from headrace_distributed.kv_connectors.p2p.messages import Wanted
+from headrace_distributed.kv_connectors.p2p.ranks import RankLayout
 from headrace_distributed.kv_connectors.p2p.store import BlockStore, NoRoom, Slot, digest_of
 from headrace_distributed.kv_connectors.p2p.ways import TCP, Piece, RemoteMemory, StillWriting
 
@@ -23,6 +24,17 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Engine(NamedTuple):
+    """Another engine, as a request or the settings name it."""
+
+    address: Address
+    """Of its rank 0; the others have the next ports."""
+    engine_id: str | None = None
+    """None: any."""
+    num_ranks: int | None = None
+    """Ranks that it should have; None: any."""
 
 
 class PeerConnection:
@@ -53,7 +65,8 @@ class PeerConnection:
             payload = self._channel.receive_bytes(length, messages.MAX_WELCOME, deadline)
             if kind != messages.WELCOME:
                 raise ChannelError(payload[:256].decode("utf-8", "replace"))
-            self.engine_id, self._description = messages.unpack_welcome(payload)
+            welcome = messages.unpack_welcome(payload)
+            self.engine_id, self.layout, self._description = welcome
         except BaseException:
             connection.close()
             raise
@@ -71,7 +84,7 @@ class PeerConnection:
             fetch = self._receive if self._memory is None else self._read
             came = fetch(part, store, deadline)
             found += came
-            if came < len(part):
+            if not came:
                 break  # a prefix ends with its first missing block
         return found
 
@@ -137,21 +150,48 @@ class PeerConnection:
 
 
 class Peers:
-    """Connections to other engines, kept for the next request. Thread-safe.
+    """Connections to ranks of other engines, kept for the next request. Thread-safe.
 
     Args:
         secret: that all know.
         memory: the way of the bytes; None: the connection.
+        layout: of this rank.
     """
 
-    def __init__(self, secret: bytes, memory: RemoteMemory | None) -> None:
+    def __init__(
+        self, secret: bytes, memory: RemoteMemory | None, layout: RankLayout | None = None
+    ) -> None:
         self._secret, self._memory = secret, memory
+        self._layout = layout or RankLayout()
         self._idle: dict[Address, list[PeerConnection]] = {}
+        self._known: dict[Address, RankLayout] = {}
+        """By address: what was last said there."""
+
+    def ranks(self, engine: Engine, deadline: float) -> list[Address]:
+        """Addresses of the engine's ranks that may have what this one wants.
+
+        Raises:
+            OSError: the engine cannot be asked how many it has, or has others than it should.
+        """
+        address, stated = engine.address, engine.num_ranks
+        known = self._known.get(address)
+        if known is None or stated not in (None, known.num_ranks):
+            connection = self._connect(engine, address, deadline)
+            self._idle.setdefault(address, []).append(connection)
+            known = connection.layout
+        if stated not in (None, known.num_ranks):
+            raise ChannelError(f"it has {known.num_ranks} ranks, not tp_size = {stated}")
+        ports = (address.port + rank for rank in self._layout.ranks_to_ask(known.num_ranks))
+        return [Address(address.host, port) for port in ports]
+
+    def layout_at(self, address: Address) -> RankLayout | None:
+        """What was last said there; None: nothing."""
+        return self._known.get(address)
 
     def fetch(
         self,
+        engine: Engine,
         address: Address,
-        engine_id: str | None,
         wanted: Sequence[Wanted],
         store: BlockStore,
         deadline: float,
@@ -159,7 +199,8 @@ class Peers:
         """Bring blocks into a store; the number of those that came.
 
         Args:
-            engine_id: of the engine that should be there; None: any.
+            engine: that should be there.
+            address: of one of its ranks.
 
         Raises:
             OSError: it failed.
@@ -170,12 +211,18 @@ class Peers:
             connection = None
         if connection is not None:
             try:
-                return self._fetch(connection, address, engine_id, wanted, store, deadline)
+                self._check(connection, engine, address)
+                return self._fetch(connection, address, wanted, store, deadline)
             except OSError:
                 # It may have been closed while it was idle.
+                connection.close()
                 wanted = [one for one in wanted if not store.contains(one.key)]
-        connection = PeerConnection(address, self._secret, self._memory, deadline)
-        return self._fetch(connection, address, engine_id, wanted, store, deadline)
+        try:
+            connection = self._connect(engine, address, deadline)
+            return self._fetch(connection, address, wanted, store, deadline)
+        except OSError:
+            self._known.pop(engine.address, None)  # it may come back with other ranks
+            raise
 
     def close(self) -> None:
         """Close idle connections."""
@@ -184,20 +231,40 @@ class Peers:
                 with contextlib.suppress(IndexError):
                     connections.pop().close()
 
+    def _connect(self, engine: Engine, address: Address, deadline: float) -> PeerConnection:
+        connection = PeerConnection(address, self._secret, self._memory, deadline)
+        try:
+            self._known[address] = connection.layout
+            self._check(connection, engine, address)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check(self, connection: PeerConnection, engine: Engine, address: Address) -> None:
+        """Raises: ChannelError: somebody else is there, or has blocks that are of no use here."""
+        if engine.engine_id not in (None, connection.engine_id):
+            raise ChannelError(
+                f"the engine there is {connection.engine_id!r}, not {engine.engine_id!r}"
+            )
+        rank, there = address.port - engine.address.port, connection.layout
+        if there.rank != rank:
+            raise ChannelError(
+                f"rank {there.rank} of {there.num_ranks} is there, not rank {rank}: kv_port is that of rank 0"
+            )
+        refusal = self._layout.refusal(there)
+        if refusal:
+            raise ChannelError(refusal)
+
     def _fetch(
         self,
         connection: PeerConnection,
         address: Address,
-        engine_id: str | None,
         wanted: Sequence[Wanted],
         store: BlockStore,
         deadline: float,
     ) -> int:
         try:
-            if engine_id not in (None, connection.engine_id):
-                raise ChannelError(
-                    f"the engine there is {connection.engine_id!r}, not {engine_id!r}"
-                )
             found = connection.fetch(wanted, store, deadline)
         except BaseException:
             connection.close()

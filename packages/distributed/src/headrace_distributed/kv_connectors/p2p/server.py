@@ -13,7 +13,8 @@ from typing import Any
 
 from headrace_distributed.kv_connectors.p2p import messages
 from headrace_distributed.kv_connectors.p2p.channel import Channel, ChannelError, open_as_server
-from headrace_distributed.kv_connectors.p2p.messages import Located, Wanted
+from headrace_distributed.kv_connectors.p2p.messages import Located, Wanted, Welcome
+from headrace_distributed.kv_connectors.p2p.ranks import RankLayout
 from headrace_distributed.kv_connectors.p2p.store import BlockStore
 from headrace_distributed.kv_connectors.p2p.ways import TCP, RemoteMemory
 
@@ -34,6 +35,7 @@ class BlockServer:
         store: what it gives away.
         secret: that askers must know; b"": none.
         engine_id: its name.
+        layout: its place among its engine's ranks.
         memory: the way of the bytes; None: the connection.
 
     Raises:
@@ -46,12 +48,13 @@ class BlockServer:
         store: BlockStore,
         secret: bytes,
         engine_id: str,
+        layout: RankLayout,
         memory: RemoteMemory | None,
     ) -> None:
         self._store, self._secret, self._memory = store, secret, memory
         self._way = TCP if memory is None else memory.name
         described = b"" if memory is None else memory.describe()
-        self._welcome = messages.pack_welcome(engine_id, described)
+        self._welcome = messages.pack_welcome(Welcome(engine_id, layout, described))
         self._server = _Server(address, self)
         self._warned = False
         serve = partial(self._server.serve_forever, poll_interval=0.05)

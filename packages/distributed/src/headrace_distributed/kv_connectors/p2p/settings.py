@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from headrace_core.errors import ConfigError
 from headrace_distributed.kv_connectors.extra import FIELD, extra_of, wrong
 from headrace_distributed.kv_connectors.p2p.peer import Address
+from headrace_distributed.kv_connectors.p2p.ranks import RankLayout, rank_port
 
 HOST, PORT, BUFFER = "127.0.0.1", 14579, 10**9
 PEERS, SECRET, ADVERTISED = "peers", "secret_file", "advertised_host"
@@ -24,17 +25,20 @@ class PeerSettings(NamedTuple):
     """See ``docs/kv-transfer.md``."""
 
     address: Address
-    """Where this engine gives blocks away."""
+    """Where this rank gives blocks away."""
     advertised_host: str
     """Under which others reach it."""
     engine_id: str
     buffer_bytes: int
+    """This rank's share."""
     secret: bytes
     peers: tuple[Address, ...]
     """Engines that are asked, and whose address a request may name; (): a request may name loopback."""
     keep_seconds: float
     fetch_timeout: float
     num_workers: int
+    layout: RankLayout
+    """This rank's place in the engine."""
 
     def allows(self, address: Address) -> bool:
         """True if a request may name an engine."""
@@ -70,16 +74,18 @@ def peer_settings(settings: Mapping[str, Any], *more: str) -> PeerSettings:
     if len(engine_id.encode()) > 255:
         raise ConfigError(f"{FIELD}.engine_id = {engine_id!r:.100}: must be at most 255 bytes",
                           field=f"{FIELD}.engine_id")  # fmt: skip
+    layout = RankLayout.of(settings)
     return PeerSettings(
-        address=Address(host, settings.get("kv_port", PORT)),
+        address=Address(host, rank_port(settings.get("kv_port", PORT), layout)),
         advertised_host=advertised,
         engine_id=engine_id,
-        buffer_bytes=int(settings.get("kv_buffer_size", BUFFER)),
+        buffer_bytes=max(1, int(settings.get("kv_buffer_size", BUFFER)) // layout.num_ranks),
         secret=secret,
         peers=peers,
         keep_seconds=_seconds(extra, KEEP, 480.0),
         fetch_timeout=_seconds(extra, WAIT, 10.0),
         num_workers=workers,
+        layout=layout,
     )
 
 

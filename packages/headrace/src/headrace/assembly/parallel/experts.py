@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from headrace.assembly.parallel.ranks import Ranks
     from headrace_core.model import ModelInfo
+    from headrace_distributed.eplb.background import BackgroundExchange
     from headrace_distributed.eplb.balancer import ExpertBalancer
     from headrace_distributed.eplb.moves import Places
     from headrace_engine.config import EngineConfig
@@ -75,6 +76,14 @@ def check_mixtures(division: ExpertDivision, architecture: str) -> None:
         )
 
 
+class _Move(NamedTuple):
+    """Experts of one mixture on their way."""
+
+    mixture: int
+    places: list[list[int]]
+    exchange: BackgroundExchange
+
+
 class DividedMixtures:
     """A model's mixtures whose experts ranks have whole, on one rank.
 
@@ -87,6 +96,7 @@ class DividedMixtures:
         self, division: ExpertDivision, ranks: Ranks, settings: EPLBSettings | None = None
     ) -> None:
         self.division, self._ranks, self._settings = division, ranks, settings
+        self._moving: _Move | None = None
 
     def check_found(self, architecture: str) -> None:
         """See :func:`check_mixtures`."""
@@ -103,6 +113,8 @@ class DividedMixtures:
         from headrace_distributed.eplb.moves import are_alike
         from headrace_models.layers.moe.moving import slot_weights
 
+        if self._settings.use_async:
+            self._ranks.expert_group()  # in which all meet while they load
         for mixture in self.division.mixtures:
             weights = slot_weights(mixture)
             if weights is None or not are_alike(weights, self._ranks.communicator()):
@@ -143,6 +155,54 @@ class DividedMixtures:
             move_experts(placement.places, places, weights, self._ranks.communicator())
             placement.put(places)
 
+    def begin_move(self, index: int, places: list[list[int]]) -> None:
+        """Begin to receive the weights of one mixture's experts, beside the passes that follow. Every rank
+        must call it between the same two passes.
+
+        Args:
+            index: of the mixture.
+            places: where its experts will be, by rank and slot.
+        """
+        from headrace_distributed.eplb.background import BackgroundExchange
+        from headrace_distributed.eplb.moves import receive_experts
+        from headrace_models.layers.moe.moving import slot_weights
+
+        mixture = self.division.mixtures[index]
+        placement, weights = mixture.placement, slot_weights(mixture)
+        assert placement is not None
+        assert weights is not None  # as settle() saw
+        group, old = self._ranks.expert_group(), placement.places
+        self._moving = _Move(
+            index, places,
+            BackgroundExchange(lambda: receive_experts(old, places, weights, group), group),
+        )  # fmt: skip
+
+    @property
+    def has_received(self) -> bool:
+        """True if the weights have come to all ranks, or that failed."""
+        return self._moving is not None and self._moving.exchange.has_ended
+
+    def end_move(self) -> None:
+        """Put received weights in place. Every rank must call it between the same two passes."""
+        from headrace_distributed.eplb.moves import put_experts
+        from headrace_models.layers.moe.moving import slot_weights
+
+        assert self._moving is not None
+        index, places, exchange = self._moving
+        arrived, self._moving = exchange.result(), None
+        mixture = self.division.mixtures[index]
+        placement, weights = mixture.placement, slot_weights(mixture)
+        assert placement is not None
+        assert weights is not None
+        put_experts(weights, arrived)
+        placement.put(places)
+
+    def close(self) -> None:
+        """Wait for an exchange that is under way: before its group is left. Idempotent."""
+        moving, self._moving = self._moving, None
+        if moving is not None:
+            moving.exchange.close()
+
     def balancer(self) -> ExpertBalancer | None:
         """Decides when experts move, on rank 0; None: they do not."""
         if self._settings is None:
@@ -155,4 +215,5 @@ class DividedMixtures:
             window_size=self._settings.window_size,
             step_interval=self._settings.step_interval,
             log_balancedness=self._settings.log_balancedness,
+            use_async=self._settings.use_async,
         )

@@ -13,6 +13,7 @@ from headrace.assembly.parallel.communicators import (
     communicator_name,
 )
 from headrace.assembly.parallel.context_parallel import check_context_parallel
+from headrace.assembly.transfer.kv import check_ranks_transfer, kv_connector
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
 from headrace_core.graph import RecordsCalls
@@ -21,6 +22,7 @@ from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
 from headrace_engine.multiproc.config import ParallelConfig
+from headrace_engine.multiproc.expert_settings import eplb_settings
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
+EXPERT_GROUP = "eplb"
+"""Name of the group of all ranks in which experts move beside steps."""
 
 
 class Ranks:
@@ -145,6 +149,10 @@ class Ranks:
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}
 
+    def expert_group(self) -> Communicator:
+        """The ranks once more, for exchanges of experts beside steps; joined when first asked for."""
+        return self._join(EXPERT_GROUP, self.rank, self.world_size)
+
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
         links, self._links = self._links, []
@@ -231,7 +239,13 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         for lane in range(tensor_size)
         for start in range(num_stages if lane == 0 else num_stages - 1)
     ]
-    return (*tensor, *map(context_group_name, context), *(links if num_stages > 1 else ()))
+    moving = parallel.enable_eplb and eplb_settings(parallel.eplb_config).use_async
+    return (
+        *tensor,
+        *map(context_group_name, context),
+        *(links if num_stages > 1 else ()),
+        *((EXPERT_GROUP,) if moving else ()),
+    )
 
 
 def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> None:
@@ -267,6 +281,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
                 field=field,
             )
     check_context_parallel(config)
+    check_ranks_transfer(config)
     partition = os.environ.get(PARTITION)
     if partition is not None and parallel.pipeline_parallel_size > 1:
         partition_of(partition, parallel.pipeline_parallel_size)
@@ -281,8 +296,6 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,
          "its methods would run on one rank only"),
-        ("cache.kv_transfer_config", config.cache.kv_transfer_config,
-         "blocks of divided layers do not travel yet"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
     )  # fmt: skip
@@ -313,6 +326,8 @@ def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:
     from headrace_engine.startup import StartupTimeline
 
     leave_to_another(*RESOLUTION)
-    make = worker_factory(resolve_engine(config), StartupTimeline(), place=place)
+    resolved = resolve_engine(config)
+    connector = kv_connector(resolved.config, place.rank)
+    make = worker_factory(resolved, StartupTimeline(), place=place, connector=connector)
     worker: FollowingWorker = make()  # type: ignore[assignment] # as its rank is not 0
     return worker

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import logging
+import secrets
 from collections.abc import Iterator
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace_core import plugins
-from headrace_core.errors import PluginError
+from headrace_core.errors import ConfigError, PluginError
 from headrace_core.kv import KVConnector
 from headrace_engine.kv_transfer.settings import FIELD
+from headrace_engine.speculation.config import BY_MODEL
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_engine.config import EngineConfig
+    from headrace_engine.execution.worker import DividesBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +31,12 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 """Pieces that are read of each file of weights, evenly apart."""
 
 
-def kv_connector(config: EngineConfig) -> KVConnector | None:
-    """The connector of checked settings; None: there is no transfer.
+def kv_connector(config: EngineConfig, rank: int = 0) -> KVConnector | None:
+    """The connector of checked settings; None: there is no transfer. It is given them with what it may have
+    to know of the engine: ``rank``, ``num_ranks`` and ``block_size``.
+
+    Args:
+        rank: whose connector it is.
 
     Raises:
         PluginNotFound, PluginLoadError: it is not installed, or cannot be imported.
@@ -42,10 +50,62 @@ def kv_connector(config: EngineConfig) -> KVConnector | None:
     found = plugins.load(GROUP, name) if path is None else _from_module(path, name)
     if not isinstance(found, type) or not issubclass(found, KVConnector):
         raise PluginError(f"{FIELD}.kv_connector = {name!r}: must be a subclass of KVConnector")
-    logger.info(
-        "KV transfer: %s %s by %s", settings["kv_role"], settings.get("engine_id", ""), name
-    )
-    return found(settings)
+    if rank == 0:
+        engine_id = settings.get("engine_id", "")
+        logger.info("KV transfer: %s %s by %s", settings["kv_role"], engine_id, name)
+    of_engine = {
+        "rank": rank,
+        "num_ranks": config.parallel.num_ranks,
+        "block_size": config.cache.block_size,
+    }
+    return found({**settings, **of_engine})
+
+
+def with_engine_id(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same, with an ``engine_id`` that all ranks know, where there are several and connectors."""
+    config = resolved.config
+    settings = config.cache.kv_transfer_config
+    if not settings or "engine_id" in settings or config.parallel.num_ranks == 1:
+        return resolved
+    named = {**settings, "engine_id": secrets.token_hex(16)}
+    cache = dataclasses.replace(config.cache, kv_transfer_config=named)
+    return resolved._replace(config=dataclasses.replace(config, cache=cache))
+
+
+def block_divider(config: EngineConfig, rank: int) -> DividesBlocks:
+    """Says which parts of blocks a rank has."""
+    from headrace_engine.kv_transfer.parts import PARTS, parts_of_groups
+
+    stated = config.cache.kv_transfer_config.get(PARTS)
+    num_ranks = config.parallel.num_ranks
+    return lambda layers, cache: parts_of_groups(layers, cache, stated, rank, num_ranks)
+
+
+def check_ranks_transfer(config: EngineConfig) -> None:
+    """Refuse what has not been combined with KV transfer of several ranks yet.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    parallel, speculative = config.parallel, config.speculative
+    if not config.cache.kv_transfer_config:
+        return
+    drafts = speculative.method in BY_MODEL or speculative.model is not None
+    for name, value, why in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1 and "above 1",
+         "stages' blocks have other layers"),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and "above 1",
+         "ranks have other tokens of a block"),
+        ("nnodes", parallel.nnodes > 1 and "above 1", "not tried together"),
+        ("distributed_executor_backend", parallel.executor != "mp" and repr(parallel.executor),
+         "not tried together"),
+        ("speculative_config", drafts and "of a model or heads", "their blocks are rank 0's only"),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(
+                f"{FIELD}: must be left out with {name} {value} while {parallel.describe_ranks()}: {why}",
+                field=FIELD,
+            )
 
 
 def _from_module(path: str, name: str) -> object:

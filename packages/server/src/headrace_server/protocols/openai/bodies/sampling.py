@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -137,7 +137,7 @@ class KVTransferParams(RequestObject):
     remote_block_ids: None = Field(None, description="Blocks are found by their content.")
     remote_host: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     remote_port: Annotated[int, Field(ge=1, lt=65536)] | None = None
-    tp_size: Literal[1] | None = None
+    tp_size: Annotated[int, Field(ge=1, le=64)] | None = None
 
     def as_extra_args(self) -> dict[str, Any]:
         """As the engine reads them; {}: they ask for nothing."""
