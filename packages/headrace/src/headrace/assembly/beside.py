@@ -76,6 +76,7 @@ def beside_builder(
         progress: ProgressCallback,
         told: Callable[[LoadedModel], None],
     ) -> CausalLM:
+        from headrace_kernels.mapped.cut_files import cut_files_raise
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
         from headrace_models.weight_bytes import kept_bytes
@@ -88,15 +89,16 @@ def beside_builder(
         def admit_built(model: CausalLM) -> None:
             admit(model, kept_bytes(cast("Layer", model), info.dtype))
 
-        model = load_model(
-            info,
-            build_context(new, ops, choose, slices, slots),
-            load=config.load,
-            progress=progress,
-            admit=admit_built,
-            only_towers=config.multimodal.only_encodes and info.source == "native",
-            record=record,
-        )
+        with cut_files_raise():
+            model = load_model(
+                info,
+                build_context(new, ops, choose, slices, slots),
+                load=config.load,
+                progress=progress,
+                admit=admit_built,
+                only_towers=config.multimodal.only_encodes and info.source == "native",
+                record=record,
+            )
         choose.check_used()
         told(record)
         return model

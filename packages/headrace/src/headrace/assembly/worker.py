@@ -391,6 +391,7 @@ def build_model(
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
+        from headrace_kernels.mapped.cut_files import cut_files_raise
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
 
@@ -412,6 +413,7 @@ def build_model(
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
+        cut_files_raise(),
     ):
         model = load_model(
             info,
