@@ -71,11 +71,11 @@ def test_files_that_are_cut_while_they_are_served_change_nothing(
     folder: Path, tmp_path: Path
 ) -> None:
     """One slot for two adapters: each answer puts another one's factors into the model."""
-    adapters = {name: demo_adapter(tmp_path / name, seed) for seed, name in enumerate("ab")}
+    adapters = {name: demo_adapter(tmp_path / name, seed) for seed, name in enumerate("ab", 1)}
     words = ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "4", "--lora-modules"]
     words += [f"{name}={path}" for name, path in adapters.items()]
     with serving(str(folder), "--served-model-name", "base", *words) as server:
-        client = OpenAI(base_url=server.api, api_key="none", max_retries=0)
+        client = OpenAI(base_url=server.api, api_key="none", max_retries=0, timeout=PATIENCE)
         names = ("base", *adapters)
         before = [_answer(client, name) for name in names]
         maps = Path(f"/proc/{server.process.pid}/maps")
@@ -84,6 +84,5 @@ def test_files_that_are_cut_while_they_are_served_change_nothing(
             assert not held
         for file in tmp_path.rglob("*.safetensors"):
             os.truncate(file, 100)
-        client.with_options(timeout=PATIENCE)
         assert [_answer(client, name) for name in names] == before
         assert len(set(before)) == 3
