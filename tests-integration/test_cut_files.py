@@ -62,9 +62,14 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(folder: Path, name: str) -
     assert "HR-MOD-002" in done.stderr
 
 
-def _answer(client: OpenAI, model: str) -> str:
-    made = client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0)
-    return made.choices[0].text
+def _answer(client: OpenAI, model: str) -> tuple[str, ...]:
+    """What it says, and how probable each token was."""
+    made = client.completions.create(
+        model=model, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=1
+    )
+    [choice] = made.choices
+    assert choice.logprobs is not None
+    return choice.text, *map(repr, choice.logprobs.token_logprobs or ())
 
 
 def test_files_that_are_cut_while_they_are_served_change_nothing(

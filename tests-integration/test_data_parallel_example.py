@@ -5,16 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from families import save_model
+from families import FAMILIES, save_model
+
+import headrace_demo
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "data_parallel.py"
 PATIENCE = 240.0
+VOCABULARY = 1408
+"""Size of the demo model's."""
 
 
 def ran(*words: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +47,10 @@ def test_shares_are_neighbours_and_all_there_is(
 
 @pytest.mark.days(3)
 def test_two_engines_answer_all_prompts(tmp_path: Path) -> None:
-    save_model("mixtral", tmp_path)
+    config, settings = FAMILIES["mixtral"]
+    save_model("mixtral", tmp_path, {"mixtral": (config, {**settings, "vocab_size": VOCABULARY})})
+    for file in headrace_demo.model_path().glob("*token*.json"):
+        shutil.copy(file, tmp_path)
     words = ("--model", str(tmp_path), "--num-prompts", "400", "--max-model-len", "64")
     done = ran(*words, "--dp-size", "2", "--kv-cache-memory-bytes", str(16 << 20))
     assert done.returncode == 0, done.stderr[-3000:]
