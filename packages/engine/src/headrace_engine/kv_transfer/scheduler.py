@@ -69,7 +69,7 @@ class KVTransfer:
         kv: its manager, which has no blocks in use.
 
     Raises:
-        ConfigError: the manager or the model's layers cannot do this.
+        ConfigError: the manager, the model's layers or the connector cannot do this.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class KVTransfer:
         self._block_bytes = [
             len(group.layer_names) * config.page_bytes(group.pool) for group in config.groups
         ]
+        connector.check_block(max(self._block_bytes))
         self._waiting: dict[str, _Load] = {}
         """By request: what it waits for."""
         self._queue: deque[tuple[_Load, KVMove]] = deque()
