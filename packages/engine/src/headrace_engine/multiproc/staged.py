@@ -55,6 +55,9 @@ class StagedRunner(ModelRunner):
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.forward", step)
         begin = time.perf_counter()
+        self._choose_adapters(
+            inputs, inputs.logits_rows
+        )  # whose logits another step may have chosen for
         model = cast("LaunchesPasses", self.model)
         states = model.launch(self.with_metadata(inputs.batch))
         self._count_computed(inputs)  # the next step may have more of a prompt
