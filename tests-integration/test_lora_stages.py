@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from modes import PROMPTS
 from test_lora_ranks import ONE, TARGETS, Case, Said, made, picked, said
-from together import together
 
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace_core.errors import RequestError
@@ -62,10 +61,9 @@ def test_prompt_log_probabilities(case: Case, whole: LLM, staged: LLM) -> None:
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
     found = []
     for llm in (whole, staged):
-        with together(llm, 4):
-            outputs = llm.generate(
-                PROMPTS[3:7], scored, lora_request=picked(case, [0, None, 1, 0]), use_tqdm=False
-            )
+        outputs = llm.generate(
+            PROMPTS[3:7], scored, lora_request=picked(case, [0, None, 1, 0]), use_tqdm=False
+        )
         found.append([(o.prompt_logprobs, o.outputs[0].token_ids) for o in outputs])
     assert found[0] == found[1]
 
