@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.worker import backend_chooser, build_context
+from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
 from headrace_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def beside_builder(
         progress: ProgressCallback,
         told: Callable[[LoadedModel], None],
     ) -> CausalLM:
-        from headrace_kernels.mapped.cut_files import cut_files_raise
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
         from headrace_models.weight_bytes import kept_bytes

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -367,6 +368,16 @@ def encoder_slices(resolved: ResolvedConfig) -> EncoderSlices | None:
     return EncoderSlices()
 
 
+def cut_files_raise() -> AbstractContextManager[None]:
+    """See :func:`headrace_kernels.mapped.cut_files.cut_files_raise`; without that package, which is an extra,
+    a file that is cut may end the process (SIGBUS)."""
+    try:
+        from headrace_kernels.mapped.cut_files import cut_files_raise as watched
+    except ModuleNotFoundError:
+        return nullcontext()
+    return watched()
+
+
 def build_model(
     resolved: ResolvedConfig,
     ops: OpTable,
@@ -391,7 +402,6 @@ def build_model(
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
-        from headrace_kernels.mapped.cut_files import cut_files_raise
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
 

@@ -117,8 +117,7 @@ def head_builder(
     found = _find(config, info)
     if found is None:
         return None
-    from headrace.assembly.worker import backend_chooser, build_context
-    from headrace_kernels.mapped.cut_files import cut_files_raise
+    from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
     from headrace_models.loading.update import LoadRecord
     from headrace_models.speculators.load import load_head
 
