@@ -129,8 +129,8 @@ def read_folder(folder: Path, *, values: bool = True) -> AdapterFiles:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read whole, not mapped: adapters are kept and put into slots while requests run, and a file that is cut
-    or written anew meanwhile must not reach them."""
+    """Read whole, not mapped: a server reads adapters beside its steps, and a file that is cut meanwhile must
+    not end it."""
     if path.suffix == ".safetensors":
         headers = {path: read_header(path)}
         return {name: t for name, t, _ in read_tensors(headers, lambda _: None, eager=True)}

@@ -333,6 +333,8 @@ class _Reply:
         An answer that is no stream of events is left as it is: the connection ends, which tells the client
         that it is not whole. A stream whose last event has come is whole, whatever broke off behind it.
         """
+        if self._has_ended:
+            return
         if not self.started:
             await self.refuse(error)
             return
