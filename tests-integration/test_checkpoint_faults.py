@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -69,6 +70,33 @@ def test_a_clone_without_its_large_files(folder: Path, name: str) -> None:
     assert status == 3
     assert f"{name}: Git-LFS pointers" in output
     assert f"git -C {folder} lfs pull" in output
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "model.safetensors",
+        "more.safetensors",
+    ],
+)
+def test_a_pipe_under_the_name_of_a_file(folder: Path, name: str) -> None:
+    """Nobody writes into it: whoever opened it would wait for ever."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    status, output = refused("serve", str(folder), "--port", "0")
+    assert status == 3
+    assert f"{folder / name}: cannot be read: it is a named pipe, must be a regular file" in output
+
+
+def test_a_pipe_in_the_folder_of_a_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    status, output = refused("serve", "--tokenizer", str(folder), "--port", "0")
+    assert status == 3
+    assert "tokenizer.json: cannot be read: it is a named pipe" in output
 
 
 def test_a_tokenizer_of_another_clone(folder: Path) -> None:

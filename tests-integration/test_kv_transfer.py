@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -325,6 +326,18 @@ def test_refused_settings(
     stated = {**files(tmp_path)["kv_transfer_config"], **changes}
     with pytest.raises(error, match=message):
         LLM(str(llama), **SETTINGS, kv_transfer_config=stated)
+
+
+def test_memory_below_a_block_is_refused(llama: Path) -> None:
+    needed = r"cpu_bytes_to_use = 100: must be at least (\d+), the bytes of a block"
+    with pytest.raises(ConfigError, match=needed) as raised:
+        LLM(str(llama), **SETTINGS, **memory(cpu_bytes_to_use=100))
+    found = re.search(needed, str(raised.value))
+    assert found is not None
+    few = {"num_gpu_blocks_override": 24, "max_num_seqs": 2}
+    with engine(llama, **few, **memory(cpu_bytes_to_use=int(found[1]))) as model:
+        ask(model, prompts(8, 65))
+        assert counts(model)["saved_blocks"], "one block at a time is kept"
 
 
 def test_refused_models_and_settings(llama: Path, tmp_path: Path) -> None:

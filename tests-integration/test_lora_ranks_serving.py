@@ -1,4 +1,4 @@
-"""Adapters that come and go at a server whose model is divided over two processes."""
+"""Adapters that come and go at a server whose model is divided over two processes, or on two stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.days(3)
 
 KEY = "operators-key"
 FLAGS = (
-    "--dtype", "float32", "--enable-lora", "-tp", "2", "--allow-runtime-lora-updating", "--api-key", KEY,
+    "--dtype", "float32", "--enable-lora", "--allow-runtime-lora-updating", "--api-key", KEY,
     "--enforce-eager", "--max-num-seqs", "4", "--max-model-len", "256",
 )  # fmt: skip
 BASE, PROMPT, NUM_TOKENS = "headrace-demo", "Hello! What can you do?", 8
@@ -46,10 +46,10 @@ def offline(folder: Path) -> dict[str, str]:
     return written
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+@pytest.fixture(scope="module", params=["-tp", "-pp"])
+def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     with (
-        serving(*FLAGS) as server,
+        serving(*FLAGS, request.param, "2") as server,
         openai.OpenAI(base_url=server.api, api_key=KEY, max_retries=0) as made,
     ):
         yield made

@@ -106,7 +106,6 @@ def test_guesses_are_checked_by_every_stage(folder: Path, whole: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "partition", "message"),
     [
-        ({"enable_lora": True}, "", "lora.enable_lora.*pipeline_parallel_size = 2"),
         ({"speculative_config": {"method": "eagle3", "model": "x", "num_speculative_tokens": 2}}, "",
          "speculative.method = 'eagle3'.*pipeline_parallel_size = 2"),
         ({"device": "sim"}, "", "parallel.pipeline_parallel_size"),

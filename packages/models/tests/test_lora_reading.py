@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from headrace_models.loading.loader import load_model
 from headrace_models.lora import files
 from headrace_models.lora.adapters import Adapters
 from headrace_models.resolve import resolve
+from headrace_models.stages.stage import Stage
 from headrace_testing.model.adapters import linear_modules, merged, write_adapter
 from headrace_testing.model.decoders import (
     Checkpoint,
@@ -339,3 +341,30 @@ def test_slots_of_any_order_of_reading(base: Checkpoint, folder: Path, tmp_path:
     assert not slots.runs_eagerly
     plain = PagedDriver(model).step({"a": PROMPT}).log_softmax(-1)
     torch.testing.assert_close(plain, base.logprobs(PROMPT), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stage_keeps_what_changes_its_own_layers(
+    base: Checkpoint, tmp_path: Path, index: int
+) -> None:
+    """Both stages check all of it, and take it whatever of it is theirs."""
+    info = resolve(ModelConfig(model=str(base.path), max_model_len=64), LoadConfig(), CpuPlatform())
+    context, slots = with_adapters(build_context(info))
+    load_model(info, dataclasses.replace(context, stage=Stage(index, 2)))
+    second = "model.layers.1.mlp.down_proj"
+    write_adapter(tmp_path / "both", {Q: (48, 48), second: (48, 60), "lm_head": (131, 48)})
+    read = slots.read(str(tmp_path / "both"))
+    own = {0: {Q, "lm_head"}, 1: {second}}[index]
+    assert {piece.place.name.removesuffix(".qkv_proj") for piece in read.pieces} == {
+        name.removesuffix(".q_proj") for name in own
+    }
+    for _ in range(2):
+        slots.place(0, read)
+    write_adapter(tmp_path / "other", {[second, Q][index]: (48, [60, 48][index])})
+    assert not slots.read(str(tmp_path / "other")).pieces
+    write_adapter(tmp_path / "wrong", {[second, Q][index]: (48, 47)})
+    with pytest.raises(WeightsError, match="47"):
+        slots.read(str(tmp_path / "wrong"))
+    write_adapter(tmp_path / "unknown", {"model.layers.2.mlp.down_proj": (48, 60)})
+    with pytest.raises(UnsupportedModel, match=r"no place in this model for .*layers\.2"):
+        slots.read(str(tmp_path / "unknown"))

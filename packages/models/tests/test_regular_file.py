@@ -17,7 +17,7 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.platform import CpuPlatform
 from headrace_models.checkpoint.read_ahead import read_ahead
-from headrace_models.checkpoint.regular_file import open_regular
+from headrace_models.checkpoint.regular_file import open_regular, refuse_special_files
 from headrace_models.formats.content import Content
 from headrace_models.formats.contents import stored_tensors
 from headrace_models.formats.gguf.header import read_gguf
@@ -82,6 +82,31 @@ def test_a_config_that_is_none(tmp_path: Path) -> None:
         UnsupportedModel, match=r"config\.json: .* it is a device, must be a regular"
     ):
         resolve(ModelConfig(model=str(tmp_path)), LoadConfig(), CpuPlatform())
+
+
+NAMES = ("generation_config.json", "chat_template.jinja", "tokenizer.model", "other.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_need_not_be_there_is_a_file_if_it_is(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_special_files(tmp_path)
+    error = WeightsError if name.endswith(".safetensors") else UnsupportedModel
+    with placed(kind, tmp_path / name, monkeypatch):
+        with pytest.raises(error, match=rf"{name}: cannot be read: it is a {KINDS[kind]}"):
+            refuse_special_files(tmp_path)
+        if error is WeightsError:
+            refuse_special_files(tmp_path, weights=False)
+
+
+def test_what_has_no_name_of_a_checkpoint_may_be_anything(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "model-Q8_0.gguf").mkdir()
+    (tmp_path / "config.json").symlink_to("nothing")
+    refuse_special_files(tmp_path)
+    refuse_special_files(tmp_path / "pipe")
 
 
 def test_links_to_files_are_files(tmp_path: Path) -> None:

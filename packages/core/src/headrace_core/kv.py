@@ -281,5 +281,8 @@ class KVConnector(ABC):
         """``remote_*`` parameters by which another engine finds what is saved here; {}: it needs none."""
         return {}
 
+    def check_block(self, num_bytes: int) -> None:  # noqa: B027 - most keep any
+        """Called at start. Raises ConfigError: a block of so many bytes, the largest, could not be kept."""
+
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Let go of what it holds, once what is on its way is kept. Idempotent."""

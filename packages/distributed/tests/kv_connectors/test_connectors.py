@@ -193,6 +193,22 @@ def test_dummy_blocks_are_one_number() -> None:
     assert struct.unpack("<2f", content) == pytest.approx((0.25, 0.25), rel=0.01)
 
 
+def test_memory_and_disk_must_hold_a_block(tmp_path: Path) -> None:
+    tiers = {"cpu_bytes_to_use": 512, "disk_path": str(tmp_path), "disk_bytes_to_use": 600}
+    with closing(OffloadConnector(settings(**tiers))) as made:
+        made.check_block(512)
+        with pytest.raises(
+            ConfigError, match="cpu_bytes_to_use = 512: must be at least 513, the bytes"
+        ):
+            made.check_block(513)
+    small = {**tiers, "disk_bytes_to_use": 520}
+    with (
+        closing(OffloadConnector(settings(**small))) as made,
+        pytest.raises(ConfigError, match="disk_bytes_to_use = 520: must be at least "),
+    ):
+        made.check_block(512)
+
+
 def test_wrong_settings_of_dummy_blocks() -> None:
     with pytest.raises(ConfigError, match="kv_role = 'kv_both': must be kv_consumer"):
         DecodeBenchConnector(settings())

@@ -128,3 +128,10 @@ def test_all_are_closed_where_one_fails_to(tmp_path: Path) -> None:
 def test_wrong_settings(parts: list[Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         multi(*parts)
+
+
+def test_each_of_them_must_hold_a_block() -> None:
+    with closing(multi(part("offload", cpu_bytes_to_use=99), MEMORY)) as made:
+        made.check_block(99)
+        with pytest.raises(ConfigError, match="cpu_bytes_to_use = 99: must be at least 100"):
+            made.check_block(100)

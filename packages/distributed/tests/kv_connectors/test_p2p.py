@@ -404,3 +404,10 @@ def test_wrong_settings(changes: dict[str, Any], message: str, secret_file: Path
     changes = {k: str(secret_file) if v == "FILE" else v for k, v in changes.items()}
     with pytest.raises(ConfigError, match=message):
         made(**changes)
+
+
+def test_the_buffer_must_hold_a_block() -> None:
+    with closing(made("kv_producer")) as connector:
+        connector.check_block(1 << 20)
+        with pytest.raises(ConfigError, match="kv_buffer_size = 1048576: must be at least 1048577"):
+            connector.check_block((1 << 20) + 1)

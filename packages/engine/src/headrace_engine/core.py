@@ -219,6 +219,9 @@ class EngineCore:
             from headrace_engine.kv_transfer.making import make_transfer
             from headrace_engine.kv_transfer.scheduler import check_layers
             from headrace_engine.scheduler.adapter_slots import SlotPlanner
+            from headrace_engine.scheduler.keywords import check_scheduler
+
+            check_scheduler(config, _asked_of_scheduler(config, adapters, connector))
         with timeline.phase("start workers"):
             executor.start()
         with timeline.phase("load model", is_long=True):
@@ -629,6 +632,20 @@ def _steps_beside(config: EngineConfig) -> int:
     """Steps that run beside each other: one on each stage, where a step is nothing but a pass."""
     alone = not config.scheduler.async_scheduling or config.speculative.num_drafts > 0
     return 1 if alone else config.parallel.pipeline_parallel_size
+
+
+def _asked_of_scheduler(
+    config: EngineConfig, adapters: AdapterStore | None, connector: KVConnector | None
+) -> dict[str, str]:
+    """Keywords that a scheduler gets beyond the contract's, and the settings that they are for."""
+    stages, guesses = config.parallel.pipeline_parallel_size, config.speculative.num_drafts
+    asked = {
+        "steps_beside": (_steps_beside(config) > 1, f"parallel.pipeline_parallel_size = {stages}"),
+        "drafts": (guesses > 0, f"speculative.num_speculative_tokens = {guesses}"),
+        "adapters": (adapters is not None, "lora.enable_lora = True"),
+        "transfer": (connector is not None, "cache.kv_transfer_config"),
+    }
+    return {keyword: setting for keyword, (is_asked, setting) in asked.items() if is_asked}
 
 
 def _draft_limits(config: EngineConfig) -> dict[str, DraftLimits]:

@@ -196,6 +196,33 @@ def test_a_replacement_sleeps_while_the_others_do() -> None:
     assert engines.processes[3].calls == []
 
 
+def test_a_replacement_wakes_the_parts_that_the_others_woke() -> None:
+    """Waking by tags is no change that a new engine would lack."""
+    engines = Engines()
+    engines.client.call_workers("sleep", [1]).result()
+    engines.client.call_workers("wake_up", [["weights"]]).result()
+    engines.processes[0].end()
+    engines.wait_until_whole()
+    assert engines.processes[2].calls == [("sleep", [1]), ("wake_up", [["weights"]])]
+    engines.client.call_workers("wake_up", [["kv_cache"]]).result()
+    engines.processes[1].end()
+    engines.wait_until_whole()
+    assert engines.processes[3].calls == []  # all parts are awake, as of the others
+
+
+def test_a_refused_waking_is_forgotten() -> None:
+    engines = Engines()
+    engines.client.call_workers("sleep", [1]).result()
+    for process in engines.processes:
+        process.on_call = lambda method: RequestError("no such tags")
+    for tags in (["kv_cache"], "weights", [["weights"]], 7):
+        with pytest.raises(RequestError, match="no such tags"):
+            engines.client.call_workers("wake_up", [tags]).result()
+    engines.processes[0].end()
+    engines.wait_until_whole()
+    assert engines.processes[2].calls == [("sleep", [1])]
+
+
 def test_a_group_of_requests_is_taken_whole_or_not_at_all() -> None:
     engines = Engines()
     engines.processes[1].add_error = ValueError("it cannot be sent")

@@ -11,6 +11,7 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_models.catalogue.multimodal import WRAPPERS
 from headrace_models.checkpoint.lfs import refuse_pointers
+from headrace_models.checkpoint.regular_file import refuse_special_files
 from headrace_models.checkpoint.source import fetch
 from headrace_models.formats.contents import stated_config, stored_tensors
 from headrace_models.formats.header import TensorEntry
@@ -49,7 +50,9 @@ def with_companions(
         folder = fetch(
             name, token=config.hf_token, download_dir=load.download_dir, offline=load.offline
         )
-        refuse_pointers(folder, weights=load.load_format.lower() != "dummy")
+        reads_weights = load.load_format.lower() != "dummy"
+        refuse_special_files(folder, weights=reads_weights)
+        refuse_pointers(folder, weights=reads_weights)
         kept[part] = stated_config(folder)
         if "quantization_config" in kept[part]:
             raise UnsupportedModel(

@@ -31,6 +31,7 @@ from headrace_models.catalogue.multimodal import (
 )
 from headrace_models.checkpoint.lfs import refuse_pointers
 from headrace_models.checkpoint.quantization_files import with_quantization
+from headrace_models.checkpoint.regular_file import refuse_special_files
 from headrace_models.checkpoint.source import fetch
 from headrace_models.companions import companion_entries, with_companions
 from headrace_models.config.json_object import read_object
@@ -91,14 +92,16 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     Raises:
         ConfigError: the model cannot be found, or a setting does not fit it.
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
-        WeightsError: a weight file's header is damaged.
+        WeightsError: a weight file's header is damaged, or it is no file.
         ModelError: files are pointers of Git LFS.
         PluginError: a general plug-in failed.
     """
     plugins.run_general()
     path = checkpoint_folder(config, load)
     assert config.model is not None
-    refuse_pointers(path, weights=load.load_format.lower() != "dummy")
+    reads_weights = load.load_format.lower() != "dummy"
+    refuse_special_files(path, weights=reads_weights)
+    refuse_pointers(path, weights=reads_weights)
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
     entries = list(stored_tensors(path, load))
     stated = with_companions(with_quantization(stated, path), config, load, entries)

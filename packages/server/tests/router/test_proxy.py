@@ -160,6 +160,51 @@ async def test_wherever_a_stream_breaks_off_its_client_is_told(resets: bool) -> 
             assert told == list(range(sent.index(b"data: 1") + 1, len(sent)))
 
 
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        (CHAT, b"data: [DONE]\n\n"),
+        (CHAT, b"data: 3\r\n\r\ndata:[DONE]\r\n\r\n"),
+        ("/v1/messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+        ("/v1/responses", b'event: response.completed\ndata: {"type":"response.completed"}\n\n'),
+    ],
+)
+@pytest.mark.parametrize(("apart", "rest"), [(False, b""), (True, b""), (True, chunk(b": half"))])
+async def test_what_breaks_off_behind_its_last_event_is_whole(
+    path: str, last: bytes, apart: bool, rest: bytes
+) -> None:
+    """The client has got its end, and gets no second one."""
+    first = b"data: 1\n\n"
+    pieces = [first, last[:7], last[7:]] if apart else [first + last]
+
+    async def script(request: Received) -> None:
+        request.writer.write(SSE)
+        for piece in pieces:
+            request.writer.write(chunk(piece))
+            await request.writer.drain()
+        request.writer.write(rest)
+        request.writer.close()  # no end of the body
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        answer = await router.ask(path)
+        assert answer.is_whole
+        assert answer.body == first + last
+
+
+async def test_a_last_event_that_is_quoted_ends_nothing() -> None:
+    quoted = b'data: {"text": "data: [DONE]"}\n\n: event: message_stop\n\n'
+
+    async def script(request: Received) -> None:
+        request.writer.write(SSE + chunk(quoted))
+        await request.writer.drain()
+        request.writer.close()
+
+    async with ScriptedServer(script) as one, routed(one) as router:
+        answer = await router.ask()
+        assert answer.body.startswith(quoted + b'data: {"error":{"message":"server 1 broke off')
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+
+
 async def test_an_answer_that_breaks_off_within_is_cut() -> None:
     async def script(request: Received) -> None:
         request.writer.write(whole(200, b"{" * 100)[:-50])

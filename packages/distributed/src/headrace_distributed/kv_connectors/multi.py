@@ -101,6 +101,10 @@ class MultiConnector(KVConnector):
     def address(self) -> Mapping[str, Any]:
         return next(filter(None, (part.connector.address() for part in self._parts)), {})
 
+    def check_block(self, num_bytes: int) -> None:
+        for part in self._parts:
+            part.connector.check_block(num_bytes)
+
     def close(self) -> None:
         with ExitStack() as stack:  # all of them, whatever one raises
             for part in self._parts:

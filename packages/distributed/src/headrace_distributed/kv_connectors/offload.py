@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace_core.kv import KVConnector
 from headrace_distributed.kv_connectors.background_writer import BackgroundWriter
-from headrace_distributed.kv_connectors.block_folder import BlockFolder
+from headrace_distributed.kv_connectors.block_folder import HEADER_BYTES, BlockFolder
 from headrace_distributed.kv_connectors.extra import extra_of, folder_of, number_of_bytes, wrong
 
 MEMORY, DISK, DISK_BYTES = "cpu_bytes_to_use", "disk_path", "disk_bytes_to_use"
@@ -38,6 +38,7 @@ class OffloadConnector(KVConnector):
         self._lock = threading.Lock()
         self._folder, self._writer = None, None
         root, disk_bytes = folder_of(extra, DISK, writes=True), number_of_bytes(extra, DISK_BYTES)
+        self._disk_bytes = disk_bytes
         if (root is None) != (disk_bytes is None):
             given, missing = (DISK, DISK_BYTES) if disk_bytes is None else (DISK_BYTES, DISK)
             raise wrong(missing, None, f"given with {given}")
@@ -81,6 +82,15 @@ class OffloadConnector(KVConnector):
         self._keep(key, copied)
         if self._writer is not None:
             self._writer.write(key, copied)
+
+    def check_block(self, num_bytes: int) -> None:
+        if self._max_bytes < num_bytes:
+            raise wrong(MEMORY, self._max_bytes, f"at least {num_bytes}, the bytes of a block")
+        if self._disk_bytes is not None and self._disk_bytes < num_bytes + HEADER_BYTES:
+            needed = num_bytes + HEADER_BYTES
+            raise wrong(
+                DISK_BYTES, self._disk_bytes, f"at least {needed}, the bytes of a block's file"
+            )
 
     def close(self) -> None:
         if self._writer is not None:

@@ -37,6 +37,7 @@ from headrace_engine.clients.base import (
     dead_again,
 )
 from headrace_engine.clients.gathered import failed_call, gathered_calls, summed_stats
+from headrace_engine.clients.noted_sleep import NotedSleep, calls_between, noted
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replica import Replica, ReplicaSink
 from headrace_engine.messages import CoreOutput, CoreOutputs
@@ -89,8 +90,8 @@ class ReplicatedClient(CoreClient):
         """Guards everything below, the balancer, and which replicas run."""
         self._placed: dict[str, _Placed] = {}
         self._loras: dict[int, LoRARequest] = {}
-        self._sleep: list[Any] | None = None
-        """Arguments of the call after which engines sleep; None while they are awake."""
+        self._sleep: NotedSleep | None = None
+        """How engines sleep; None while they are awake."""
         self._changed: str | None = None
         """The call after which a new engine would not be like the others."""
         self._failure: BaseException | None = None
@@ -379,10 +380,8 @@ class ReplicatedClient(CoreClient):
     def _note_change(self, method: str, args: Sequence[Any]) -> None:
         """Note what a replacement must be told, or that there can be none."""
         self._balancer.forget_prefixes()
-        if method == "sleep":
-            self._sleep = list(args)
-        elif method == "wake_up" and not any(args):
-            self._sleep = None
+        if method in ("sleep", "wake_up"):
+            self._sleep = noted(self._sleep, method, args)
         else:
             self._changed = method
 
@@ -542,7 +541,7 @@ class ReplicatedClient(CoreClient):
             EngineDead: it has ended meanwhile.
         """
         known: dict[int, LoRARequest] = {}
-        asleep: list[Any] | None = None
+        asleep: NotedSleep | None = None
         while True:
             with self._lock:
                 wanted = [one for key, one in self._loras.items() if known.get(key) is not one]
@@ -561,8 +560,8 @@ class ReplicatedClient(CoreClient):
                 known[lora.lora_int_id] = lora
                 _read_adapter(client, lora, replica)
             if not wanted and not gone:
-                call = ("wake_up", [None]) if sleep is None else ("sleep", sleep)
-                client.call_workers(*call).result(CONTROL_TIMEOUT)
+                for call in calls_between(asleep, sleep):
+                    client.call_workers(*call).result(CONTROL_TIMEOUT)
                 asleep = sleep
 
 

@@ -55,6 +55,8 @@ class StagedRunner(ModelRunner):
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.forward", step)
         begin = time.perf_counter()
+        # Not only once the states have come: another step may have chosen for its logits since.
+        self._choose_adapters(inputs, inputs.logits_rows)
         model = cast("LaunchesPasses", self.model)
         states = model.launch(self.with_metadata(inputs.batch))
         self._count_computed(inputs)  # the next step may have more of a prompt

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.worker import backend_chooser, build_context
+from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
 from headrace_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -88,15 +88,16 @@ def beside_builder(
         def admit_built(model: CausalLM) -> None:
             admit(model, kept_bytes(cast("Layer", model), info.dtype))
 
-        model = load_model(
-            info,
-            build_context(new, ops, choose, slices, slots),
-            load=config.load,
-            progress=progress,
-            admit=admit_built,
-            only_towers=config.multimodal.only_encodes and info.source == "native",
-            record=record,
-        )
+        with cut_files_raise():
+            model = load_model(
+                info,
+                build_context(new, ops, choose, slices, slots),
+                load=config.load,
+                progress=progress,
+                admit=admit_built,
+                only_towers=config.multimodal.only_encodes and info.source == "native",
+                record=record,
+            )
         choose.check_used()
         told(record)
         return model

@@ -77,6 +77,7 @@ def read_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what Mistral's
     ``tekken.json``, Kimi's ``tiktoken.model`` or a GGUF file says of its tokenizer."""
     from headrace_models.checkpoint.lfs import refuse_pointers
+    from headrace_models.checkpoint.regular_file import refuse_special_files
     from headrace_models.checkpoint.source import fetch
     from headrace_models.formats.gguf.files import gguf_file
     from headrace_models.formats.tekken import TEKKEN
@@ -91,6 +92,7 @@ def read_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
             model.tokenizer, revision=None, token=model.hf_token,
             offline=resolved.config.load.offline,
         )  # fmt: skip
+        refuse_special_files(folder, weights=False)
         refuse_pointers(folder, weights=False)
     if model.tokenizer_mode == "auto" and not (folder / "tokenizer.json").is_file():
         if (folder / TEKKEN).is_file():

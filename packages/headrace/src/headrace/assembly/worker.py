@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -381,6 +382,16 @@ def encoder_slices(resolved: ResolvedConfig) -> EncoderSlices | None:
     return EncoderSlices()
 
 
+def cut_files_raise() -> AbstractContextManager[None]:
+    """See :func:`headrace_kernels.mapped.cut_files.cut_files_raise`; without that package, which is an extra,
+    a file that is cut may end the process (SIGBUS)."""
+    try:
+        from headrace_kernels.mapped.cut_files import cut_files_raise as watched
+    except ModuleNotFoundError:
+        return nullcontext()
+    return watched()
+
+
 def build_model(
     resolved: ResolvedConfig,
     ops: OpTable,
@@ -426,6 +437,7 @@ def build_model(
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
+        cut_files_raise(),
     ):
         model = load_model(
             info,

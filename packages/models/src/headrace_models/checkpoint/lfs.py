@@ -9,13 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_core.errors import ModelError
-from headrace_models.checkpoint.regular_file import open_regular
+from headrace_models.checkpoint.regular_file import TEXTS, WEIGHTS, open_regular
 
 _FIRST_LINE = b"version https://git-lfs.github.com/spec/v1"
 _MAX_BYTES = 1024
 """Largest size of a pointer, by its specification."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
-_TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 _SHOWN = 3
 
 
@@ -29,7 +27,7 @@ def refuse_pointers(path: Path, *, weights: bool = True) -> None:
     Raises:
         ModelError: names the files, and how to fetch them.
     """
-    kinds = (*_TEXTS, *_WEIGHTS) if weights else _TEXTS
+    kinds = (*TEXTS, *WEIGHTS) if weights else TEXTS
     files = [path] if path.is_file() else sorted(path.iterdir())
     found = [file.name for file in files if file.suffix.lower() in kinds and _is_pointer(file)]
     if not found:

@@ -8,6 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from headrace_core.errors import UnsupportedModel, WeightsError
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
+TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
+"""Endings of a checkpoint's files."""
 _KINDS: Mapping[str, Callable[[int], bool]] = {
     "directory": stat.S_ISDIR,
     "named pipe": stat.S_ISFIFO,
@@ -33,7 +38,36 @@ def check_regular(path: Path) -> None:
     Raises:
         OSError: it is something else, or there is nothing.
     """
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        kind = next((name for name, fits in _KINDS.items() if fits(mode)), "special file")
+    kind = _kind(os.stat(path).st_mode)
+    if kind is not None:
         raise OSError(f"it is a {kind}, must be a regular file")
+
+
+def refuse_special_files(path: Path, *, weights: bool = True) -> None:
+    """Refuse a folder in which something else has the name of a checkpoint's file: if the file need not be
+    there, it would be passed over without a word.
+
+    Args:
+        path: a checkpoint's folder; a file is left to whoever reads it.
+        weights: its weights will be read.
+
+    Raises:
+        WeightsError, UnsupportedModel: names the first, and says what it is.
+    """
+    kinds = (*TEXTS, *WEIGHTS) if weights else TEXTS
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        ending = file.suffix.lower()
+        try:
+            kind = _kind(os.stat(file).st_mode) if ending in kinds else None
+        except OSError:  # a link to nothing: whoever needs it says so
+            continue
+        if kind is not None and (kind != "directory" or ending != ".gguf"):  # of parts, on hubs
+            error = WeightsError if ending in WEIGHTS else UnsupportedModel
+            raise error(f"{file}: cannot be read: it is a {kind}, must be a regular file")
+
+
+def _kind(mode: int) -> str | None:
+    """What it is; None: a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for name, fits in _KINDS.items() if fits(mode)), "special file")

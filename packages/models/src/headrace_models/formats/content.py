@@ -56,6 +56,11 @@ class Content:
         """
         if offset + num_bytes > len(self._bytes):
             raise WeightsError(f"{self.path}: tensor {name!r} ends after the file (it has changed)")
+        if isinstance(self._bytes, mmap.mmap) and self._bytes.size() < offset + num_bytes:
+            raise WeightsError(
+                f"{self.path}: was cut while it was read: {self._bytes.size()} bytes are left of "
+                f"{len(self._bytes)}, tensor {name!r} ends at byte {offset + num_bytes}"
+            )
         if not num_bytes:  # torch looks into no empty buffer
             return torch.empty(0, dtype=dtype)
         count = num_bytes // dtype.itemsize

@@ -165,6 +165,8 @@ class Built(NamedTuple):
         if info.pooling is not None and not isinstance(model, SupportsPooling):
             raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
         rules = (*model.weight_rules, *_dense_rules(info))
+        if context.stage is not None and context.adapters is not None:
+            context.adapters.survey(model, context)
         elsewhere = None if context.stage is None else Elsewhere(model, rules, context)
         leaves = leaves_of(model)
         weights = WeightMap(rules, leaves)

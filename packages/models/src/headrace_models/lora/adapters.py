@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
-from headrace_core.ops.optional.low_rank import LOW_RANK
+from headrace_core.ops.optional.low_rank import LOW_RANK, LowRankOp
 from headrace_models.loading.mapping import listed
 from headrace_models.lora.files import AdapterFiles, Factors, read_folder
 from headrace_models.lora.find_places import find_places
@@ -77,12 +77,28 @@ class Adapters:
         self.logits = RowSlots("rows of logits", max_logits_rows, device)
         self.media = MediaSlot(device) if towers else None
         self.places: dict[str, Place] = {}
+        """Of this rank's layers."""
+        self._elsewhere: dict[str, Place] = {}
+        """Of all stages' layers, by the same paths: without memory, they say what adapters may change."""
         self.refused: dict[str, str] = {}
         """Name of a layer without a place -> why, where there is more to say than that it has none."""
         self.names: ModuleNames | None = None
 
+    def survey(self, model: Any, context: BuildContext) -> None:
+        """Note which layers of a whole model take adapters, before it is cut into stages: every stage reads
+        the same files, and refuses what no stage has a place for."""
+        logits = self.logits if context.pooling is None else None
+        self._elsewhere, _ = find_places(
+            model,
+            replace(self.memory, op=cast(LowRankOp, _NoMemory())),
+            self.tokens,
+            logits,
+            self.media,
+        )
+
     def bind(self, model: Any, context: BuildContext, rules: Sequence[WeightRule]) -> None:
-        """Give the layers of a built model their places, before its weights are loaded.
+        """Give the layers of a built model their places, before its weights are loaded. Of a stage's model
+        :meth:`survey` has seen the whole.
 
         Args:
             rules: the family's.
@@ -99,15 +115,16 @@ class Adapters:
             )
         logits = self.logits if context.pooling is None else None
         self.places, self.refused = find_places(model, self.memory, self.tokens, logits, self.media)
-        if not self.places:
+        everywhere = {**self._elsewhere, **self.places}
+        if not everywhere:
             raise UnsupportedModel(f"{type(model).__name__} takes no low-rank adapters (LoRA)")
-        if self.media is not None and not any(map(_is_tower, self.places.values())):
+        if self.media is not None and not any(map(_is_tower, everywhere.values())):
             raise ConfigError(
                 f"lora.enable_tower_connector_lora = True: must be False: {type(model).__name__} has no "
                 "tower or projector whose layers take adapters",
                 field="lora.enable_tower_connector_lora",
             )
-        self.names = ModuleNames(model, rules, self.places)
+        self.names = ModuleNames(model, rules, everywhere)
 
     @property
     def num_slots(self) -> int:
@@ -128,9 +145,11 @@ class Adapters:
         """See :meth:`headrace_core.lora.AdapterSlots.read`."""
         self._checked(read_folder(Path(path), values=False))
         files = read_folder(Path(path))
-        kept = self._kept(self._checked(files))
+        pieces = self._checked(files)
+        own = set(map(id, self.places.values()))
+        kept = self._kept([piece for piece in pieces if id(piece.place) in own])
         shared = {id(t): t.nbytes for piece in kept for t in piece.factors[:2]}
-        changes_media = any(_is_tower(piece.place) for piece in kept)
+        changes_media = any(_is_tower(piece.place) for piece in pieces)
         return ReadAdapter(files.path, kept, sum(shared.values()), _digest(files), changes_media)
 
     def _checked(self, files: AdapterFiles) -> list[Piece]:
@@ -236,6 +255,19 @@ class Adapters:
             )
             for piece in pieces
         )
+
+
+class _NoFactors:
+    """Factors of layers that are on another stage."""
+
+    num_bytes = 0
+
+
+class _NoMemory:
+    """Stands for the op ``low_rank`` where nothing is ever written."""
+
+    def allocate(self, *sizes: Any) -> _NoFactors:
+        return _NoFactors()
 
 
 def _is_tower(place: Place) -> bool:

@@ -129,9 +129,12 @@ def read_folder(folder: Path, *, values: bool = True) -> AdapterFiles:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read whole, not mapped: a server reads adapters beside its steps, and a file that is cut meanwhile must
+    not end it."""
     if path.suffix == ".safetensors":
-        return {name: t for name, t, _ in read_tensors({path: read_header(path)}, lambda _: None)}
-    return read_pickled(path)
+        headers = {path: read_header(path)}
+        return {name: t for name, t, _ in read_tensors(headers, lambda _: None, eager=True)}
+    return read_pickled(path, eager=True)
 
 
 def _shapes(path: Path) -> dict[str, Tensor]:

@@ -60,6 +60,11 @@ MAX_KEPT_RESPONSES = 10_000
 _ENGINE_DEAD = f'"{entry_of(EngineDead("")).code}"'.encode()
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[A-Za-z0-9_-]{1,128})"')
 _RESPONSES = "/v1/responses"
+_LAST_EVENTS = frozenset({
+    (b"data", b"[DONE]"), (b"event", b"message_stop"), (b"event", b"response.completed"),
+    (b"event", b"response.incomplete"), (b"event", b"response.failed"),
+})  # fmt: skip
+"""Fields of the event that ends a stream, in each protocol."""
 _NOT_PASSED_ON = CONTROL_PATHS | MODEL_PATHS | ROUTER_PATHS
 KNOWN_PATHS = frozenset({
     "/v1/chat/completions", "/v1/completions", _RESPONSES, "/v1/messages", "/v1/messages/count_tokens",
@@ -272,6 +277,10 @@ class _Reply:
         self._send = send
         self._direct: Callable[[bytes], bool] | None = None
         self._is_events = False
+        self._is_over = False
+        """The client has a last event: another end would be a second one."""
+        self._has_ended = False
+        """The body has been closed."""
         self._held = b""
         """Beginning of an event whose end has not come: the client could do nothing with it."""
 
@@ -289,6 +298,7 @@ class _Reply:
         """Send a piece of the body."""
         if self._is_events:
             piece, self._held = _whole_events(self._held + piece)
+            self._is_over = self._is_over or _ends_stream(piece)
         await self._put(piece)
 
     async def _put(self, piece: bytes) -> None:
@@ -299,6 +309,9 @@ class _Reply:
 
     async def end(self) -> None:
         """The body is whole."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         await self._put(self._held)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -318,8 +331,10 @@ class _Reply:
         """An error, as an answer or as the last event of a stream.
 
         An answer that is no stream of events is left as it is: the connection ends, which tells the client
-        that it is not whole.
+        that it is not whole. A stream whose last event has come is whole, whatever broke off behind it.
         """
+        if self._has_ended:
+            return
         if not self.started:
             await self.refuse(error)
             return
@@ -327,7 +342,8 @@ class _Reply:
             logger.warning("request %s: cut off: %s", self.request_id, error.message)
             return
         self._held = b""
-        await self.write(self._error_events(error))
+        if not self._is_over:
+            await self.write(self._error_events(error))
         await self.end()
 
     def _error_events(self, error: ErrorAnswer) -> bytes:
@@ -348,6 +364,14 @@ def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     if not ends:
         return (b"", data) if len(data) <= MAX_HELD else (data, b"")
     return data[: max(ends)], data[max(ends) :]
+
+
+def _ends_stream(events: bytes) -> bool:
+    """True if the last of some whole events says that it is its stream's last."""
+    text = events.rstrip(b"\r\n")
+    last = text[max(text.rfind(mark) for mark in _EVENT_ENDS) + 1 :]
+    fields = (line.partition(b":") for line in last.splitlines())
+    return any((name, value.strip()) in _LAST_EVENTS for name, _, value in fields)
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -94,6 +94,14 @@ class P2PConnector(KVConnector):
             **({"tp_size": layout.num_ranks} if layout.num_ranks > 1 else {}),
         }
 
+    def check_block(self, num_bytes: int) -> None:
+        if self._own.buffer_bytes < num_bytes:
+            raise ConfigError(
+                f"{FIELD}.kv_buffer_size = {self._own.buffer_bytes}: must be at least {num_bytes}, the bytes "
+                "of a block",
+                field=f"{FIELD}.kv_buffer_size",
+            )
+
     def close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()

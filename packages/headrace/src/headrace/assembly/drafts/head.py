@@ -122,7 +122,7 @@ def head_builder(
     found = _find(config, info)
     if found is None:
         return None
-    from headrace.assembly.worker import backend_chooser, build_context
+    from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
     from headrace_models.loading.update import LoadRecord
     from headrace_models.speculators.load import load_head
 
@@ -147,7 +147,8 @@ def head_builder(
             here = found._replace(path=Path(path))
             of = dataclasses.replace(about, path=here.path)
         context, record = build_context(asked, ops, choose), LoadRecord()
-        head = load_head(here, of, context, target, load=load, seed=model.seed, record=record)
+        with cut_files_raise():
+            head = load_head(here, of, context, target, load=load, seed=model.seed, record=record)
         choose.check_used()
         (told or tell)(record)
         return head

@@ -305,7 +305,6 @@ def _single_stage_settings(config: EngineConfig) -> tuple[tuple[str, object, str
     """Settings that need one stage, likewise."""
     reads_layers = config.speculative.method == "eagle3"
     return (
-        ("lora.enable_lora", config.lora.enable_lora, "adapters of stages are not read yet"),
         ("speculative.method", reads_layers and "eagle3",
          "it reads what comes out of layers in the middle, which are on several stages"),
     )  # fmt: skip

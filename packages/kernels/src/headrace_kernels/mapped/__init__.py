@@ -1,0 +1,1 @@
+"""What the system does with mapped files, which only native code can take in hand."""
