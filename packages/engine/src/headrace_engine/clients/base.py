@@ -142,6 +142,23 @@ class CoreClient(ABC):
         return  # where no function runs, no thread of the core's calls
 
     @property
+    def num_engines(self) -> int:
+        """Engines that the core consists of now."""
+        return 1
+
+    def scale(self, num_engines: int, drain_timeout: float) -> Future[int]:
+        """Have so many engines; see :meth:`headrace_core.engine.EngineClient.scale_elastic_ep`.
+
+        Raises:
+            UnsupportedFeature: the core is one engine, and stays that.
+        """
+        raise UnsupportedFeature(
+            "scale_elastic_ep: this is one engine without others beside it; start with "
+            "--enable-elastic-ep, or with --data-parallel-size above 1",
+            param="new_data_parallel_size",
+        )
+
+    @property
     @abstractmethod
     def heartbeat_age(self) -> float:
         """Seconds since the loop last came round; 0 while idle."""

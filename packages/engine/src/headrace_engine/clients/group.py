@@ -21,7 +21,8 @@ class ReplicaGroup:
     """The engines of one front, and what they have in common.
 
     Args:
-        make: a client of engine i, not yet started; called again for its replacement.
+        make: a client of engine i, not yet started; called again for its replacement, and for engines that
+            are added.
         num_engines: at least 1.
         follows_prefixes: engines keep the blocks of prompts that have ended.
     """
@@ -40,6 +41,8 @@ class ReplicaGroup:
         self.state = SharedState(self.lock)
         self.failure: BaseException | None = None
         """Why no engine will run again."""
+        self.scaling_to: int | None = None
+        """Number of engines that there will be; None: as many as there are."""
         self.closing = False
         self.sink: OutputSink | None = None
         """Gets outputs and the death of all."""

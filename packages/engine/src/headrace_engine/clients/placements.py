@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class Placements:
         self.balancer = LoadBalancer(num_engines, follows_prefixes=follows_prefixes)
         self.requests: dict[str, Placed] = {}
         """By id."""
+        self._waiting: dict[int, threading.Event] = {}
+        """Engines that somebody waits for, until they have no requests."""
 
     def place(self, request: CoreRequest, engines: Sequence[int]) -> int:
         """Choose one of these engines for a request, and note it."""
@@ -44,7 +47,24 @@ class Placements:
         if placed is not None:
             count = placed.num_prompt_tokens + placed.num_tokens[0]
             self.balancer.add_tokens(placed.engine, -count)
+            if placed.engine in self._waiting:
+                self._tell_if_empty(placed.engine)
         return placed
+
+    def when_empty(self, engine: int) -> threading.Event:
+        """An event that is set once an engine has no requests. It must be given none meanwhile."""
+        self._waiting[engine] = event = threading.Event()
+        self._tell_if_empty(engine)
+        return event
+
+    def wake_waiting(self) -> None:
+        """Set the events of :meth:`when_empty`, whatever engines have."""
+        for event in self._waiting.values():
+            event.set()
+
+    def _tell_if_empty(self, engine: int) -> None:
+        if not any(at.engine == engine for at in self.requests.values()):
+            self._waiting.pop(engine).set()
 
     def by_engine(
         self, request_ids: Sequence[str], *, forget: bool = False

@@ -36,7 +36,8 @@ class Replacer:
                 return
             lost = group.placements.lose(replica.index)
             replica.failure = str(error)
-            why_not = group.state.why_not_repeated() or replica.fell(time.monotonic())
+            why_not = "it was to leave" if replica.leaves else group.state.why_not_repeated()
+            why_not = why_not or replica.fell(time.monotonic())
             if why_not is None:
                 replica.replacement = group.thread(self.replace, replica)
             else:
@@ -67,7 +68,7 @@ class Replacer:
                         return
                     replica.client = client
                 self._start(replica, client)
-                group.state.repeat_on(client, f"engine {replica.index}", replica.runs_again)
+                group.state.repeat_on({f"engine {replica.index}": client}, replica.runs_again)
                 logger.info("engine %d runs again", replica.index)
                 return
             except BaseException as error:

@@ -34,6 +34,7 @@ class ReplicaCalls:
             if group.failure is not None:
                 return failed_call(dead_again(group.failure))
             asked = {one.index: one.client.stats(drain) for one in group.replicas if one.runs}
+            scaling_to = group.scaling_to or 0
         indices = list(asked)
 
         def merged(found: list[EngineStats | BaseException]) -> EngineStats:
@@ -42,7 +43,9 @@ class ReplicaCalls:
                 if isinstance(stats, BaseException):
                     stats = EngineStats(ended=f"engine {index}: {stats}")
                 by_engine[index] = stats
-            return summed_stats([by_engine[index] for index in sorted(by_engine)])
+            total = summed_stats([by_engine[index] for index in sorted(by_engine)])
+            total.scaling_to = scaling_to
+            return total
 
         return gathered_calls(list(asked.values()), merged, errors=True)
 
@@ -125,7 +128,9 @@ class ReplicaCalls:
         return gathered_calls(calls, merged, errors=True)
 
     def _check_reaches_all(self, method: str) -> None:
-        ailments = self._group.ailments
+        ailments, scaling_to = self._group.ailments, self._group.scaling_to
+        if scaling_to is not None:
+            raise not_now(f"{method}: must wait until the engines have been scaled to {scaling_to}")
         if ailments:
             raise not_now(f"{method}: must reach all engines: {'; '.join(ailments)}")
         if method in BETWEEN_REQUESTS and self._group.placements.requests:

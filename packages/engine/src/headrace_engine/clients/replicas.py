@@ -6,7 +6,8 @@ other. A request goes to one of them (:mod:`headrace_engine.clients.balancing`),
 
 An engine that ends fails its own requests, and is replaced by a new process while the others serve. It is
 not if that could not bring back what it was: its weights were changed since the start; or if it keeps
-ending (:mod:`headrace_engine.clients.replacing`).
+ending (:mod:`headrace_engine.clients.replacing`). Engines may be added and taken away
+(:mod:`headrace_engine.clients.scaling`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replacing import Replacer
 from headrace_engine.clients.replica import Replica, ReplicaSink
 from headrace_engine.clients.replica_calls import ReplicaCalls
+from headrace_engine.clients.scaling import CheckRoom, Scaler
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.startup import StartupTimeline
 
@@ -37,6 +39,7 @@ class ReplicatedClient(CoreClient):
         num_engines: at least 1.
         timeline: to continue one that has begun before; default: a new one.
         follows_prefixes: engines keep the blocks of prompts that have ended.
+        check_room: whether the machine has room for more; None: the number of engines is fixed.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class ReplicatedClient(CoreClient):
         timeline: StartupTimeline | None = None,
         *,
         follows_prefixes: bool = True,
+        check_room: CheckRoom | None = None,
     ) -> None:
         self.timeline = timeline or StartupTimeline()
         self._group = ReplicaGroup(make, num_engines, follows_prefixes=follows_prefixes)
         self._calls = ReplicaCalls(self._group)
         self._replacer = Replacer(self._group, self._start_process)
+        self._scaler = Scaler(self._group, self._start_process, check_room)
 
     @property
     def pids(self) -> list[int | None]:
@@ -120,7 +125,8 @@ class ReplicatedClient(CoreClient):
             if group.failure is not None:
                 raise dead_again(group.failure)
             replicas = group.replicas
-            running = [one.index for one in replicas if one.runs and one.index not in tried]
+            running = [one.index for one in replicas
+                       if one.takes_requests and one.index not in tried]  # fmt: skip
             allowed = [self._allowed(request, running) for request in requests]
             for request, engines in zip(requests, allowed, strict=True):
                 engine = group.placements.place(request, engines)
@@ -140,7 +146,8 @@ class ReplicatedClient(CoreClient):
                 param="data_parallel_rank",
             )
         if rank not in running:
-            raise not_now(f"engine {rank} has ended; requests that name no engine go to another")
+            what = "leaves" if self._group.replicas[rank].leaves else "has ended"
+            raise not_now(f"engine {rank} {what}; requests that name no engine go to another")
         return (rank,)
 
     def _taken_back(self, requests: Sequence[CoreRequest]) -> list[CoreRequest]:
@@ -191,6 +198,14 @@ class ReplicatedClient(CoreClient):
         """See :meth:`ReplicaCalls.call_workers`."""
         return self._calls.call_workers(method, args)
 
+    @property
+    def num_engines(self) -> int:
+        return len(self._group.replicas)
+
+    def scale(self, num_engines: int, drain_timeout: float) -> Future[int]:
+        """See :meth:`Scaler.scale`."""
+        return self._scaler.scale(num_engines, drain_timeout)
+
     # Health.
 
     @property
@@ -201,6 +216,8 @@ class ReplicatedClient(CoreClient):
     def trouble(self, limit: float) -> str | None:
         """An engine that is being replaced is none: the others serve."""
         for replica in self._group.replicas:
+            if replica.leaves:
+                continue
             if not replica.runs and replica.replacement is None:
                 return str(replica)
             stuck = replica.client.trouble(limit) if replica.runs else None
@@ -225,6 +242,7 @@ class ReplicatedClient(CoreClient):
                 return
             group.closing = True
             threads = [one.replacement for one in group.replicas if one.replacement is not None]
+        self._scaler.stop()
         group.end(group.replicas, threads)
 
     # From the readers' threads.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -63,17 +63,16 @@ class SharedState:
         else:
             self.loras[request.lora_int_id] = before
 
-    def repeat_on(self, client: ProcessClient, name: str, join: Callable[[], None]) -> None:
-        """Have a new engine read the adapters that the others have, and sleep while they do.
+    def repeat_on(self, clients: Mapping[str, ProcessClient], join: Callable[[], None]) -> None:
+        """Have new engines read the adapters that the others have, and sleep while they do.
 
         Args:
-            client: the engine's.
-            name: of the engine, for the log.
-            join: called with the lock held, once the engine is like the others: none of them is told
-                anything meanwhile.
+            clients: of the new engines, by names for the log.
+            join: called with the lock held, once the new engines are like the others: none of them is
+                told anything meanwhile.
 
         Raises:
-            EngineDead: it has ended meanwhile.
+            EngineDead: one has ended meanwhile.
         """
         known: dict[int, LoRARequest] = {}
         asleep: list[Any] | None = None
@@ -83,19 +82,23 @@ class SharedState:
                 gone = [key for key in known if key not in self.loras]
                 sleep = self.sleep
                 if not wanted and not gone and sleep is asleep:
-                    if client.failure is not None:
-                        raise dead_again(client.failure)
+                    for client in clients.values():
+                        if client.failure is not None:
+                            raise dead_again(client.failure)
                     join()
                     return
             for lora_int_id in gone:
                 del known[lora_int_id]
-                client.remove_lora(lora_int_id).result(CONTROL_TIMEOUT)
+                for client in clients.values():
+                    client.remove_lora(lora_int_id).result(CONTROL_TIMEOUT)
             for lora in wanted:
                 known[lora.lora_int_id] = lora
-                _read_adapter(client, lora, name)
+                for name, client in clients.items():
+                    _read_adapter(client, lora, name)
             if not wanted and not gone:
-                call = ("wake_up", [None]) if sleep is None else ("sleep", sleep)
-                client.call_workers(*call).result(CONTROL_TIMEOUT)
+                method, args = ("wake_up", [None]) if sleep is None else ("sleep", sleep)
+                for client in clients.values():
+                    client.call_workers(method, args).result(CONTROL_TIMEOUT)
                 asleep = sleep
 
 
