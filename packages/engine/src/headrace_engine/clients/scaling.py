@@ -64,6 +64,8 @@ class Scaler:
                 done.set_result(0)
                 return done
             group.scaling_to = num_engines
+            for replica in group.replicas[num_engines:]:
+                replica.leaves = True
             self._thread = threading.Thread(
                 target=self._run, args=(num_engines, drain_timeout, done),
                 name="headrace-engines-scaling", daemon=True,
@@ -200,9 +202,9 @@ class Scaler:
         """Have engines leave; returns the number of requests that did not end in time."""
         group, deadline = self._group, time.monotonic() + drain_timeout
         with group.lock:
+            if group.closing:  # nobody would wake this thread
+                raise EngineDead("the engine is shut down")
             leaving = group.replicas[num_engines:]
-            for replica in leaving:
-                replica.leaves = True
             empty = [group.placements.when_empty(replica.index) for replica in leaving]
         for each in empty:
             each.wait(max(0.0, deadline - time.monotonic()))
