@@ -259,7 +259,7 @@ def test_one_scaling_at_a_time() -> None:
     with pytest.raises(GenerateError, match="being scaled to 2 already") as refused:
         engines.scale(3)
     assert refused.value.is_public
-    with pytest.raises(GenerateError, match="swap_weights: must wait until .* scaled to 2"):
+    with pytest.raises(GenerateError, match=r"swap_weights: must wait until .* scaled to 2"):
         engines.client.call_workers("swap_weights", [{}])
     engines.held.set()
     first.result(PATIENCE)
