@@ -79,7 +79,9 @@ class Engines:
     def _check_room(self, num_engines: int, reports: Sequence[Mapping[str, Any]]) -> None:
         self.room.append((num_engines, reports))
         if num_engines > self.most:
-            raise RequestError(f"new_data_parallel_size = {num_engines}: must be at most {self.most}")
+            raise RequestError(
+                f"new_data_parallel_size = {num_engines}: must be at most {self.most}"
+            )
 
     def on_outputs(self, outputs: CoreOutputs) -> None:
         for output in outputs.outputs:
@@ -111,7 +113,9 @@ class Engines:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "headrace-engines-scaling"])
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t.name == "headrace-engines-scaling"]
+    )
 
 
 def test_new_engines_serve_once_all_are_ready() -> None:
@@ -160,7 +164,9 @@ def test_the_old_number_stays_if_one_does_not_start(error: BaseException, named:
     engines.prepare = lambda process: setattr(
         process, "start_error", error if process.index == 3 else None
     )
-    with pytest.raises(GenerateError, match=rf"engine 3 did not start: .*{named}.*; 2 engines serve on"):
+    with pytest.raises(
+        GenerateError, match=rf"engine 3 did not start: .*{named}.*; 2 engines serve on"
+    ):
         engines.scale(4).result(PATIENCE)
     assert engines.count == 2
     assert all(process.is_shut_down for process in engines.processes[2:])
@@ -173,7 +179,9 @@ def test_the_old_number_stays_if_one_does_not_start(error: BaseException, named:
 def test_the_old_number_stays_if_one_ends_before_it_joins() -> None:
     engines = Engines(1)
     engines.client.add_lora(SQL).result()
-    engines.prepare = lambda process: setattr(process, "on_lora", lambda process, lora: process.end())
+    engines.prepare = lambda process: setattr(
+        process, "on_lora", lambda process, lora: process.end()
+    )
     with pytest.raises(GenerateError, match="did not start: killed; 1 engine serves on"):
         engines.scale(2).result(PATIENCE)
     assert engines.count == 1
@@ -277,7 +285,9 @@ def test_refusals() -> None:
         Engines(2, is_elastic=False).scale(3)
     engines = Engines(2)
     for number in (0, -1):
-        with pytest.raises(RequestError, match=f"new_data_parallel_size = {number}: must be at least 1"):
+        with pytest.raises(
+            RequestError, match=f"new_data_parallel_size = {number}: must be at least 1"
+        ):
             engines.scale(number)
     for seconds in (-1.0, float("nan"), float("inf")):
         with pytest.raises(RequestError, match="drain_timeout = "):

@@ -90,12 +90,12 @@ class ReplicaCalls:
         """Results of all engines' workers, engine 0 first.
 
         Raises:
-            UnsupportedFeature: the call joins workers in a group: each engine has a rank 0.
+            UnsupportedFeature: the call joins workers in a group, and each of several engines has a rank 0.
             RequestError: a request runs, and the call must be obeyed by all engines or none.
             GenerateError: an engine does not run, and the call changes it.
         """
         group = self._group
-        if method in UPDATE_CALLS:
+        if method in UPDATE_CALLS and len(group.replicas) > 1:
             raise UnsupportedFeature(
                 f"{method}: not with data_parallel_size = {len(group.replicas)}: new weights would have to "
                 "reach each engine's ranks; reload_weights and swap_weights work, from files",

@@ -65,7 +65,7 @@ class ReplicatedClient(CoreClient):
     def start(self, sink: OutputSink) -> None:
         group, replicas = self._group, self._group.replicas
         group.sink = sink
-        with self.timeline.phase(f"start {len(replicas)} engines"):
+        with self.timeline.phase(f"start {len(replicas)} engine{'s' * (len(replicas) > 1)}"):
             try:
                 group.start(replicas, lambda one: self._start_process(one, one.client))
             except BaseException:
@@ -76,7 +76,8 @@ class ReplicatedClient(CoreClient):
         self.max_model_len = min(client.max_model_len for client in clients)
         self.step_seconds = max(client.step_seconds for client in clients)
         plan = clients[0].memory_plan
-        self.memory_plan = f"each of {len(clients)} engines: {plan}" if plan else ""
+        several = f"each of {len(clients)} engines: " if len(clients) > 1 else ""
+        self.memory_plan = f"{several}{plan}" if plan else ""
 
     def _start_process(self, replica: Replica, client: ProcessClient) -> None:
         client.start(ReplicaSink(self, replica, client))

@@ -94,6 +94,20 @@ def check_one_engine(config: EngineConfig, other: str) -> None:
         )
 
 
+def check_fixed_size(config: EngineConfig) -> None:
+    """Refuse a setting for engines that come and go, where nobody could say when.
+
+    Raises:
+        ConfigError: it is there.
+    """
+    if config.parallel.enable_elastic_ep:
+        raise ConfigError(
+            "parallel.enable_elastic_ep = True: must be left out for LLM, whose number of engines is fixed; "
+            "AsyncLLM.scale_elastic_ep and `headrace serve` change it",
+            field="parallel.enable_elastic_ep",
+        )
+
+
 def several_engines(config: EngineConfig) -> str:
     """The setting by which there are several engines, or may be, with its value."""
     count = config.parallel.data_parallel_size
