@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -203,6 +204,24 @@ def test_a_request_that_takes_too_long_is_told(server):
     assert len(engines(server)) == 1
     assert sum(map(alive, before)) == 1
     assert server.status("/health") == 200
+
+
+def test_a_server_that_ends_takes_its_newcomers_with_it():
+    with serving(*SIM) as server:
+        (first,) = engines(server)
+        asking = threading.Thread(target=_ask_and_forget, args=(server, 4), daemon=True)
+        asking.start()
+        wait_until(lambda: len(engines(server)) == 4, what="no new engines")
+        started = engines(server)
+        assert server.stop() == 0
+        asking.join(PATIENCE)
+    assert first in started
+    assert not any(map(alive, started))
+
+
+def _ask_and_forget(server: RunningServer, size: int) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        scale(server, size)
 
 
 @pytest.mark.parametrize(
