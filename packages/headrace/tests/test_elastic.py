@@ -103,6 +103,7 @@ def test_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {"nnodes": 2, "tensor_parallel_size": 2},
         {"distributed_executor_backend": "external_launcher"},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
     ],
 )
 def test_settings_that_cannot_be_combined(more: dict[str, Any]) -> None:

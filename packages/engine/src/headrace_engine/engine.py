@@ -459,7 +459,8 @@ class Engine:
     def settings(self) -> Mapping[str, Any]:
         """See :attr:`headrace_core.engine.EngineClient.settings`."""
         settings = plain_settings(self._config)
-        settings["parallel"]["data_parallel_size"] = self._client.num_engines
+        if self._client.num_engines is not None:
+            settings["parallel"]["data_parallel_size"] = self._client.num_engines
         return settings
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

@@ -142,19 +142,19 @@ class CoreClient(ABC):
         return  # where no function runs, no thread of the core's calls
 
     @property
-    def num_engines(self) -> int:
-        """Engines that the core consists of now."""
-        return 1
+    def num_engines(self) -> int | None:
+        """Engines that the core consists of now; None: as many as configured."""
+        return None
 
     def scale(self, num_engines: int, drain_timeout: float) -> Future[int]:
         """Have so many engines; see :meth:`headrace_core.engine.EngineClient.scale_elastic_ep`.
 
         Raises:
-            UnsupportedFeature: the core is one engine, and stays that.
+            UnsupportedFeature: the number of engines is fixed.
         """
         raise UnsupportedFeature(
-            "scale_elastic_ep: this is one engine without others beside it; start with "
-            "--enable-elastic-ep, or with --data-parallel-size above 1",
+            "scale_elastic_ep: the number of engines is fixed here; start with --enable-elastic-ep, or with "
+            "--data-parallel-size above 1 and without --enable-expert-parallel",
             param="new_data_parallel_size",
         )
 

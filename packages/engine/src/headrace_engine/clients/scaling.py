@@ -89,8 +89,8 @@ class Scaler:
         group, count = self._group, len(self._group.replicas)
         if self._check_room is None:
             raise UnsupportedFeature(
-                "scale_elastic_ep: the number of engines was fixed at the start "
-                "(--no-enable-elastic-ep)", param=FIELD,
+                "scale_elastic_ep: the number of engines was fixed at the start (--no-enable-elastic-ep, or "
+                "--enable-expert-parallel)", param=FIELD,
             )  # fmt: skip
         if group.closing:
             raise EngineDead("the engine is shut down")

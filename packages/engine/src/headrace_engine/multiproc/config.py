@@ -113,7 +113,8 @@ class ParallelConfig:
     @property
     def is_elastic(self) -> bool:
         """True if the number of engines may change."""
-        return self.is_replicated and self.enable_elastic_ep is not False
+        divides_experts = self.enable_expert_parallel and self.data_parallel_size > 1
+        return self.is_replicated and self.enable_elastic_ep is not False and not divides_experts
 
     @property
     def num_ranks(self) -> int:
@@ -172,6 +173,10 @@ class ParallelConfig:
                "parallel.enable_elastic_ep", self.enable_elastic_ep,
                "left out with nnodes above 1 and with distributed_executor_backend = 'external_launcher': "
                "engines are added on one host")  # fmt: skip
+        require(not self.enable_elastic_ep or not self.enable_expert_parallel or self.data_parallel_size == 1,
+               "parallel.enable_elastic_ep", self.enable_elastic_ep,
+               "left out with enable_expert_parallel and data_parallel_size above 1: the ranks that experts are "
+               "divided over are fixed at the start")  # fmt: skip
         require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
                self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be "
                "on several hosts")  # fmt: skip
