@@ -175,8 +175,8 @@ class ParallelConfig:
                "engines are added on one host")  # fmt: skip
         require(not self.enable_elastic_ep or not self.enable_expert_parallel or self.data_parallel_size == 1,
                "parallel.enable_elastic_ep", self.enable_elastic_ep,
-               "left out with enable_expert_parallel and data_parallel_size above 1: the ranks that experts are "
-               "divided over are fixed at the start")  # fmt: skip
+               "left out with enable_expert_parallel and data_parallel_size above 1: the ranks that experts "
+               "are divided over are fixed at the start")  # fmt: skip
         require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
                self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be "
                "on several hosts")  # fmt: skip
