@@ -185,6 +185,23 @@ def test_the_scaling_goes_on_when_its_client_leaves(server):
     assert on_engine(server, 1)[0] == 200
 
 
+def test_a_pause_holds_for_new_engines(server):
+    assert scale(server, 1)[0] == 200
+    paused, resumed = (
+        urllib.request.Request(server.url + path, b"") for path in ("/pause", "/resume")
+    )
+    urllib.request.urlopen(paused, timeout=PATIENCE).close()
+    answers: list[tuple[int, Any]] = []
+    waiting = threading.Thread(target=lambda: answers.append(on_engine(server, 1)), daemon=True)
+    assert scale(server, 2)[0] == 200
+    waiting.start()
+    wait_until(lambda: server.metric("num_requests_waiting") == 1, what="it does not wait")
+    assert answers == []
+    urllib.request.urlopen(resumed, timeout=PATIENCE).close()
+    waiting.join(PATIENCE)
+    assert [status for status, _ in answers] == [200]
+
+
 def test_a_request_that_takes_too_long_is_told(server):
     assert scale(server, 2)[0] == 200
     answers: list[tuple[int, Any]] = []

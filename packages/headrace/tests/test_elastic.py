@@ -136,6 +136,9 @@ async def test_async_llm_scales() -> None:
         assert len((await engine.stats()).by_engine) == 2
         with pytest.raises(RequestError, match="must be at least 1"):
             await engine.scale_elastic_ep(0)
+        for seconds in (-1, "soon", None, float("nan")):
+            with pytest.raises(RequestError, match="drain_timeout"):
+                await engine.scale_elastic_ep(1, seconds)
         outputs = [one async for one in engine.generate("a b", SamplingParams(max_tokens=3), "r")]
         assert len(outputs[-1].outputs[0].token_ids) == 3
         assert await engine.scale_elastic_ep(1, drain_timeout=5) == 0

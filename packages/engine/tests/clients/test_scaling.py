@@ -274,6 +274,17 @@ def test_one_scaling_at_a_time() -> None:
     assert engines.scale(3).result(PATIENCE) == 0
 
 
+def test_an_engine_that_ends_while_it_reports() -> None:
+    engines = Engines(2)
+    engines.processes[1].on_call = lambda method: EngineDead("killed")
+    with pytest.raises(
+        GenerateError, match="not all engines tell what they take: killed"
+    ) as refused:
+        engines.scale(3).result(PATIENCE)
+    assert refused.value.is_public
+    assert len(engines.processes) == 2
+
+
 def test_the_same_number_is_nothing_to_do() -> None:
     engines = Engines(2)
     assert engines.scale(2).result(0) == 0

@@ -14,6 +14,7 @@ from headrace.llm_engine import model_tokenizer
 from headrace.offline.arguments import (
     WAKING_TIMEOUT,
     as_adapter,
+    as_seconds,
     as_tags,
     as_timeout,
     as_worker_call,
@@ -401,7 +402,7 @@ class AsyncLLM:
                 engines serve as before.
         """
         return await self.engine.scale_elastic_ep(
-            need("new_size", new_size, int), float(drain_timeout)
+            need("new_size", new_size, int), as_seconds("drain_timeout", drain_timeout)
         )
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

@@ -137,7 +137,8 @@ class Scaler:
         with group.lock:
             group.scaling_to, self._joining = None, ()
         if failure is not None:
-            logger.error("scaling from %d to %d engines: %s", count, num_engines, failure)
+            level = logging.INFO if group.closing else logging.ERROR
+            logger.log(level, "scaling from %d to %d engines: %s", count, num_engines, failure)
             done.set_exception(failure)
         else:
             logger.info("%d engines serve, after %d", num_engines, count)
@@ -149,9 +150,7 @@ class Scaler:
         """Start engines, and have them join once all are like the others."""
         group, count = self._group, len(self._group.replicas)
         assert self._check_room is not None
-        calls = [one.call_workers("report") for one in group.running()]
-        reports = [each for call in calls for each in call.result(CONTROL_TIMEOUT)]
-        self._check_room(num_engines, reports)
+        self._check_room(num_engines, self._reports())
         joining = [Replica(index, group.make(index)) for index in range(count, num_engines)]
         for replica in joining:
             replica.failure = "it is starting"
@@ -169,6 +168,16 @@ class Scaler:
                 raise EngineDead("the engine is shut down") from error
             raise _failed_to_start(error, count) from error
 
+    def _reports(self) -> list[Mapping[str, Any]]:
+        """Reports of all workers."""
+        try:
+            calls = [one.call_workers("report") for one in self._group.running()]
+            return [each for call in calls for each in call.result(CONTROL_TIMEOUT)]
+        except (EngineDead, TimeoutError) as error:
+            raise not_now(
+                f"scale_elastic_ep: not all engines tell what they take: {error or 'no answer in time'}"
+            ) from error
+
     def _start_one(self, replica: Replica) -> None:
         try:
             self._start(replica, replica.client)
@@ -179,7 +188,7 @@ class Scaler:
 
     def _check_context(self, client: ProcessClient) -> None:
         """Refuse an engine that takes less than requests were promised."""
-        promised = self._group.replicas[0].client.max_model_len
+        promised = min(one.client.max_model_len for one in self._group.replicas)
         if client.max_model_len < promised:
             raise RequestError(
                 f"it has room for contexts of {client.max_model_len} tokens, the others for {promised}",
@@ -218,7 +227,10 @@ class Scaler:
                 replica.failure = "it has left"
             group.replicas = group.replicas[:num_engines]
             group.placements.balancer.resize(num_engines)
+            nothing_left = group.nothing_left()
         group.end(leaving)
+        if nothing_left:
+            group.give_up(EngineDead("the engines that were to stay have ended"))
         return ended
 
     def _end_requests(self, replica: Replica, drain_timeout: float) -> int:
