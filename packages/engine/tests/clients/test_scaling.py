@@ -238,6 +238,16 @@ def test_an_aborted_request_keeps_no_engine() -> None:
     assert scaled.result(PATIENCE) == 0
 
 
+def test_a_leaving_engine_is_told_nothing_more() -> None:
+    engines = Engines(2)
+    engines.add("a", "b")
+    scaled = engines.scale(1)
+    engines.processes[1].on_lora = lambda process, lora: EngineDead("it ends")
+    assert engines.client.add_lora(SQL).result() is True
+    engines.client.abort(["a", "b"])
+    assert scaled.result(PATIENCE) == 0
+
+
 def test_a_leaving_engine_that_ends_is_not_replaced() -> None:
     engines = Engines(2)
     engines.add("a", "b")

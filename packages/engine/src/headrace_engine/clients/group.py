@@ -54,7 +54,7 @@ class ReplicaGroup:
         return [str(replica) for replica in self.replicas if not replica.runs]
 
     def running(self) -> list[ProcessClient]:
-        """Clients of engines that run.
+        """Clients of engines that run, and do not leave.
 
         Raises:
             GenerateError: none does now.
@@ -63,7 +63,7 @@ class ReplicaGroup:
         with self.lock:
             if self.failure is not None:
                 raise dead_again(self.failure)
-            clients = [replica.client for replica in self.replicas if replica.runs]
+            clients = [replica.client for replica in self.replicas if replica.takes_requests]
             if not clients:
                 raise not_now("no engine runs: " + "; ".join(self.ailments))
             return clients
@@ -85,13 +85,13 @@ class ReplicaGroup:
             self.sink.on_outputs(outputs)
 
     def thread(self, work: Callable[[Replica], None], replica: Replica) -> threading.Thread:
-        """Start a thread for work on an engine, in the context in which the group was made."""
-        thread = threading.Thread(
-            target=self._context.copy().run,
-            args=(work, replica),
-            name=f"headrace-engine-{replica.index}-start",
-            daemon=True,
-        )
+        """Start a thread for work on an engine."""
+        return self.spawn(f"headrace-engine-{replica.index}-start", lambda: work(replica))
+
+    def spawn(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Start a thread, in the context in which the group was made."""
+        run = self._context.copy().run
+        thread = threading.Thread(target=run, args=(work,), name=name, daemon=True)
         thread.start()
         return thread
 

@@ -66,11 +66,9 @@ class Scaler:
             group.scaling_to = num_engines
             for replica in group.replicas[num_engines:]:
                 replica.leaves = True
-            self._thread = threading.Thread(
-                target=self._run, args=(num_engines, drain_timeout, done),
-                name="headrace-engines-scaling", daemon=True,
-            )  # fmt: skip
-            self._thread.start()
+            self._thread = group.spawn(
+                "headrace-engines-scaling", lambda: self._run(num_engines, drain_timeout, done)
+            )
         return done
 
     def stop(self) -> None:
@@ -111,8 +109,12 @@ class Scaler:
         ailing += [str(one) for one in group.replicas[num_engines:] if one.replacement is not None]
         if ailing:
             raise not_now(f"scale_elastic_ep: must wait until engines run: {'; '.join(ailing)}")
-        if num_engines <= count:
-            return
+        if num_engines > count:
+            self._check_may_grow(num_engines, count)
+
+    def _check_may_grow(self, num_engines: int, count: int) -> None:
+        """Refuse engines that would not be like those that run."""
+        group = self._group
         why_not = group.state.why_not_repeated()
         if why_not is not None:
             raise UnsupportedFeature(
