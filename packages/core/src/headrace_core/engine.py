@@ -99,6 +99,8 @@ class EngineStats:
     running_loras: dict[str, int] = field(default_factory=dict)
     waiting_loras: dict[str, int] = field(default_factory=dict)
     """Requests that run, and that wait, with each adapter, by its name; those without one are left out."""
+    scaling_to: int = 0
+    """Engines that there will be, while their number changes; else 0."""
     by_engine: list[EngineStats] = field(default_factory=list)
     """Where these are sums over several engines: each one's own, in order."""
     ended: str = ""
@@ -427,6 +429,20 @@ class EngineClient(Protocol):
         Raises:
             RequestError: the method may not be called, or not with these arguments.
             TimeoutError: no answer in time; the call still runs.
+        """
+
+    async def scale_elastic_ep(self, new_size: int, drain_timeout: float = 300.0) -> int:
+        """Have so many data-parallel engines, while requests run. Cancelling the call ends nothing.
+
+        Args:
+            drain_timeout: seconds that requests have to end in engines that leave.
+
+        Returns:
+            Requests that had not ended by then, and were ended.
+
+        Raises:
+            RequestError: the number, or the engine, cannot be scaled so; says why.
+            GenerateError: not now (public), or a new engine did not start: the old number stays.
         """
 
     @property

@@ -450,10 +450,18 @@ class Engine:
         seconds = CONTROL_TIMEOUT if timeout is None else timeout
         return await self._front.call_workers(method, args, seconds)
 
+    async def scale_elastic_ep(self, new_size: int, drain_timeout: float = 300.0) -> int:
+        """See :meth:`headrace_core.engine.EngineClient.scale_elastic_ep`."""
+        self._check_open()
+        return await self._front.scale(new_size, drain_timeout)
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """See :attr:`headrace_core.engine.EngineClient.settings`."""
-        return plain_settings(self._config)
+        settings = plain_settings(self._config)
+        if self._client.num_engines is not None:
+            settings["parallel"]["data_parallel_size"] = self._client.num_engines
+        return settings
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """See :meth:`headrace_core.engine.EngineClient.shutdown`. Idempotent."""

@@ -55,6 +55,9 @@ from headrace_engine.pooling.jobs import PoolingJob, WindowResults, read_job, wi
 from headrace_engine.pooling.scores import Scored, ScorePlan
 from headrace_engine.structured.admission import Admitted
 
+SCALING_TIMEOUT = 3700.0
+"""Longest wait for new engines, in seconds, a little longer than a start may take; what has begun goes on."""
+
 T = TypeVar("T")
 
 
@@ -493,6 +496,15 @@ class EngineFront:
         """
         late = no_answer(f"apply_model: {name_of(function)}", seconds)
         return ControlCall(self.client.apply_model(function), seconds, late)
+
+    def scale(self, num_engines: int, drain_timeout: float) -> ControlCall[int]:
+        """See :meth:`headrace_core.engine.EngineClient.scale_elastic_ep`.
+
+        Raises: as there, where it can be told at once.
+        """
+        seconds = SCALING_TIMEOUT + drain_timeout
+        called = self.client.scale(num_engines, drain_timeout)
+        return ControlCall(called, seconds, no_answer("scale_elastic_ep", seconds))
 
     async def _window(
         self, request: PreparedRequest, ticket: AdmissionTicket, lora_request: LoRARequest | None

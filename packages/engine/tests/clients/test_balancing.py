@@ -30,6 +30,23 @@ def test_idle_engines_take_turns() -> None:
     assert chosen == [0, 1, 2, 0, 1, 2]
 
 
+def test_engines_come_and_go() -> None:
+    balancer = LoadBalancer(2)
+    assert [balancer.choose(request(prompt(seed)), BOTH) for seed in range(2)] == [0, 1]
+    balancer.resize(3)
+    assert balancer.choose(request(prompt(2)), range(3)) == 2
+    assert balancer.loads == [128, 128, 128]
+    for engine in range(3):
+        balancer.add_tokens(engine, -128)
+    assert balancer.choose(request(prompt(2)), range(3)) == 2  # its prefix
+    balancer.resize(1)
+    balancer.resize(3)  # another engine of that number, which has no prefix
+    assert balancer.loads == [0, 0, 0]
+    assert balancer._index is not None
+    assert balancer._index.matched(prefix_keys(request(prompt(2))), 3) == [0, 0, 0]
+    assert balancer.choose(request(prompt(0)), range(3)) == 0  # the prefix that stayed
+
+
 def test_the_engine_with_fewer_tokens_is_chosen() -> None:
     balancer = LoadBalancer(2)
     assert balancer.choose(request([1] * 10), BOTH) == 0

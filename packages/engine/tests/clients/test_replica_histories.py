@@ -1,4 +1,5 @@
-"""Any order of requests, outputs, ends and replacements of engines: each request ends exactly once."""
+"""Any order of requests, outputs, ends, replacements and numbers of engines: each request ends exactly
+once."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from replica_fakes import FakeProcess, request
 
-from headrace_core.errors import EngineDead, GenerateError
+from headrace_core.errors import EngineDead, GenerateError, RequestError
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replica import Replica
 from headrace_engine.clients.replicas import ReplicatedClient
 from headrace_engine.messages import CoreOutput, CoreOutputs
+from headrace_testing.waiting import PATIENCE
 
 NUM_ENGINES = 3
 
@@ -26,11 +28,12 @@ class SteppedClient(ReplicatedClient):
 
     def __init__(self, make: Callable[[int], ProcessClient]) -> None:
         self.waiting: list[Callable[[], None]] = []
-        super().__init__(make, NUM_ENGINES)
+        super().__init__(make, NUM_ENGINES, check_room=lambda count, reports: None)
+        self._group.thread, self._own_thread = self._thread, self._group.thread
 
     def _thread(self, work: Callable[[Replica], None], replica: Replica) -> threading.Thread:
-        if work != self._replace:
-            return super()._thread(work, replica)
+        if work != self._replacer.replace:
+            return self._own_thread(work, replica)
         self.waiting.append(lambda: work(replica))
         return threading.Thread()
 
@@ -81,7 +84,7 @@ class Histories(RuleBasedStateMachine):
         self.num_requests += len(ranks)
         try:
             self.client.add([request(n, rank) for n, rank in zip(names, ranks, strict=True)])
-        except (GenerateError, EngineDead):
+        except (GenerateError, EngineDead, RequestError):  # which: no engine of that number
             assert not {name for _, name in self._running()} & set(names), "refused, and computed"
             self.ends.update(names)
 
@@ -111,6 +114,19 @@ class Histories(RuleBasedStateMachine):
         self.start_errors = [None, *[EngineDead("killed while starting")] * num_failures]
         self.client.waiting.pop(0)()
 
+    @rule(number=st.integers(1, NUM_ENGINES + 1))
+    def scale(self, number: int) -> None:
+        """Engines that leave are given no time."""
+        self.start_errors = []
+        try:
+            self.client.scale(number, 0.0).result(PATIENCE)
+        except GenerateError:
+            assert self.client.ailments, "refused for no reason"
+        except EngineDead:
+            assert self.client.failure is not None
+        else:
+            assert self.client.num_engines == number
+
     # What must hold.
 
     @invariant()
@@ -123,8 +139,12 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_those_of_what_runs(self) -> None:
-        loads, placed = self.client._balancer.loads, self.client._placed
-        for index in range(NUM_ENGINES):
+        loads, placed = (
+            self.client._group.placements.balancer.loads,
+            self.client._group.placements.requests,
+        )
+        assert len(loads) == self.client.num_engines
+        for index in range(len(loads)):
             there = [at for at in placed.values() if at.engine == index]
             assert loads[index] == sum(at.num_prompt_tokens + at.num_tokens[0] for at in there)
         assert len(placed) == len(self._running())

@@ -14,6 +14,7 @@ from headrace.llm_engine import model_tokenizer
 from headrace.offline.arguments import (
     WAKING_TIMEOUT,
     as_adapter,
+    as_seconds,
     as_tags,
     as_timeout,
     as_worker_call,
@@ -382,6 +383,27 @@ class AsyncLLM:
         if callable(method):
             return await self.engine.run_on_workers(method, args=args, timeout=timeout)
         return await self.engine.collective_rpc(method, args=args, timeout=timeout)
+
+    async def scale_elastic_ep(self, new_size: int, drain_timeout: float = 300.0) -> int:
+        """Have so many data-parallel engines, while requests run: new ones start and join, or those with the
+        highest numbers take no new requests and leave. Needs ``data_parallel_size`` above 1 or
+        ``enable_elastic_ep``.
+
+        Args:
+            drain_timeout: seconds that requests have to end in engines that leave; then they end with an
+                error.
+
+        Returns:
+            Number of requests that were ended so.
+
+        Raises:
+            RequestError: an argument is wrong, the engine cannot be scaled so, or there is no room.
+            GenerateError: engines are being scaled or replaced now, or a new one did not start; as many
+                engines serve as before.
+        """
+        return await self.engine.scale_elastic_ep(
+            need("new_size", new_size, int), as_seconds("drain_timeout", drain_timeout)
+        )
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Stop and free everything. Idempotent."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, starting
+from headrace.assembly.engines import check_fixed_size
 from headrace.assembly.missing_packages import missing
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
@@ -40,7 +41,9 @@ class LLMEngine(EngineControls):
     def __init__(self, args: EngineArgs) -> None:
         self._metrics: OfflineMetrics | ImportError | None = None
         with starting() as timeline:
-            front = front_end(args.create_engine_config(), PYTHON, timeline)
+            config = args.create_engine_config()
+            check_fixed_size(config)
+            front = front_end(config, PYTHON, timeline)
             from headrace_engine.offline import OfflineEngine
 
             if front.config.observability.log_stats:

@@ -18,7 +18,6 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
         "prefill_context_parallel_size",
     ),
-    "expert parallelism whose ranks change": ("enable_elastic_ep",),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",
     ),

@@ -33,6 +33,7 @@ from headrace_server.http.middleware import (
 )
 from headrace_server.http.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS, ROUTER_PATHS
 from headrace_server.http.request_pacing import AdmissionQueue
+from headrace_server.http.scaling_gate import ScalingGate
 from headrace_server.lora.served import ServedAdapters, check_adapters
 from headrace_server.observability.fingerprint import installed_version
 from headrace_server.observability.instrumentation import InstrumentedEngine, Watcher
@@ -178,6 +179,10 @@ def add_model(
     _add_routers(app, state)
     _count_spans(state)
     app.add_middleware(LoadReports, engine=state.engine)
+    if settings.enable_control_routes or settings.dev_mode:
+        app.add_middleware(
+            ScalingGate, scaling=state.scaling, paths={*INFERENCE_ROUTES, INVOCATIONS}
+        )
     return state
 
 

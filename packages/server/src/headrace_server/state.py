@@ -16,6 +16,7 @@ from headrace_core.engine import EngineClient
 from headrace_core.lora import LoRARequest
 from headrace_server.api_processes.peers import Peers
 from headrace_server.http.h11_protocol import Connections
+from headrace_server.http.scaling_gate import Scaling
 from headrace_server.observability.fingerprint import Fingerprint, fingerprint_of
 from headrace_server.observability.metrics import HttpTraffic, Metrics
 from headrace_server.observability.tracing import Tracing
@@ -194,6 +195,8 @@ class ServerState(Serving):
             "request field %r is unknown: it has no effect, unless the chat template reads it"
         )
     )
+    scaling: Scaling = field(default_factory=Scaling)
+    """The change of the number of engines that is under way."""
     adapters: ServedAdapters | None = None
     """Names of adapters; None: the engine takes none."""
     adapter: LoRARequest | None = None

@@ -125,6 +125,14 @@ class LoadBalancer:
         """Requests of an engine have more tokens, or (a negative number) fewer."""
         self.loads[engine] += count
 
+    def resize(self, num_engines: int) -> None:
+        """Engines have come, or those with the highest numbers have gone, with their loads and caches."""
+        for engine in range(num_engines, len(self.loads)):
+            self.forget(engine)
+        more = [0] * (num_engines - len(self.loads))
+        self.loads = self.loads[:num_engines] + more
+        self._turns = self._turns[:num_engines] + more
+
     def forget(self, engine: int) -> None:
         """An engine has ended, with its load and its cache."""
         self.loads[engine] = 0

@@ -142,6 +142,23 @@ class CoreClient(ABC):
         return  # where no function runs, no thread of the core's calls
 
     @property
+    def num_engines(self) -> int | None:
+        """Engines that the core consists of now; None: as many as configured."""
+        return None
+
+    def scale(self, num_engines: int, drain_timeout: float) -> Future[int]:
+        """Have so many engines; see :meth:`headrace_core.engine.EngineClient.scale_elastic_ep`.
+
+        Raises:
+            UnsupportedFeature: the number of engines is fixed.
+        """
+        raise UnsupportedFeature(
+            "scale_elastic_ep: the number of engines is fixed here; start with --enable-elastic-ep, or with "
+            "--data-parallel-size above 1 and without --enable-expert-parallel",
+            param="new_data_parallel_size",
+        )
+
+    @property
     @abstractmethod
     def heartbeat_age(self) -> float:
         """Seconds since the loop last came round; 0 while idle."""

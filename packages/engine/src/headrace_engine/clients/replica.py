@@ -29,12 +29,18 @@ class Replica:
         """Why it does not run; None while it does."""
         self.replacement: threading.Thread | None = None
         """Starts the next process, while it does."""
+        self.leaves = False
+        """It takes no further requests, and ends once it has none."""
         self._falls: deque[float] = deque(maxlen=MOST_FALLS)
         self._failed_starts = 0
 
     @property
     def runs(self) -> bool:
         return self.failure is None
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.runs and not self.leaves
 
     def runs_again(self) -> None:
         """Its new process takes requests."""

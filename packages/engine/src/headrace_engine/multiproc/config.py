@@ -42,6 +42,11 @@ class ParallelConfig:
         "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
         cost="the weights' memory, once for each engine",
     )  # fmt: skip
+    enable_elastic_ep: bool | None = option(
+        None, "Let engines be added and taken away while the server runs (POST /scale_elastic_ep). Default: "
+        "on with data_parallel_size above 1; give it for a server that starts with one engine.",
+        cost="one engine, too, runs in a process of its own",
+    )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
         "rank), ray (an actor for each further rank), external_launcher (torchrun has started the processes; "
@@ -103,6 +108,17 @@ class ParallelConfig:
         return self.distributed_executor_backend or ("uni" if self.num_ranks == 1 else "mp")
 
     @property
+    def is_replicated(self) -> bool:
+        """True if the front has several engines, or one beside which others may come."""
+        return self.data_parallel_size > 1 or bool(self.enable_elastic_ep)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of engines may change."""
+        divides_experts = self.enable_expert_parallel and self.data_parallel_size > 1
+        return self.is_replicated and self.enable_elastic_ep is not False and not divides_experts
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -155,6 +171,14 @@ class ParallelConfig:
                "many")  # fmt: skip
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
+        require(not self.enable_elastic_ep or (count == 1 and self.executor != "external_launcher"),
+               "parallel.enable_elastic_ep", self.enable_elastic_ep,
+               "left out with nnodes above 1 and with distributed_executor_backend = 'external_launcher': "
+               "engines are added on one host")  # fmt: skip
+        require(not self.enable_elastic_ep or not self.enable_expert_parallel or self.data_parallel_size == 1,
+               "parallel.enable_elastic_ep", self.enable_elastic_ep,
+               "left out with enable_expert_parallel and data_parallel_size above 1: the ranks that experts "
+               "are divided over are fixed at the start")  # fmt: skip
         require(self.executor != "ray" or self.communicator != "shm", "parallel.communicator",
                self.communicator, "'auto' or 'gloo' with distributed_executor_backend = 'ray': actors may be "
                "on several hosts")  # fmt: skip

@@ -221,7 +221,7 @@ def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
     Raises:
         ConfigError: there are several stages, or a setting does not work with several engines.
     """
-    from headrace.assembly.engines import check_engines, engine_shares
+    from headrace.assembly.engines import EngineShares, check_engines
     from headrace_engine.execution.memory import of_one_rank
 
     config = resolved.config
@@ -234,7 +234,7 @@ def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
         )
     if shares.engines > 1:
         check_engines(config, resolved.platform)
-        config = engine_shares(config, resolved.platform)[0]
+        config = EngineShares(config, resolved.platform).of(0)
     return resolved._replace(config=of_one_rank(config)), shares
 
 

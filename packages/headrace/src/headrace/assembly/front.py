@@ -145,8 +145,10 @@ def front_end(
     """
     check_leads(config)
     config = of_this_process(config)
-    if config.parallel.data_parallel_size > 1:
-        config = dataclasses.replace(config, engine_process=True)
+    if config.parallel.is_replicated:
+        parallel = config.parallel
+        parallel = dataclasses.replace(parallel, enable_elastic_ep=parallel.is_elastic)
+        config = dataclasses.replace(config, engine_process=True, parallel=parallel)
     if client is None:
         check_shared_items(config)
     with timeline.phase("resolve model"):
@@ -244,7 +246,7 @@ def core_client(
 ) -> CoreClient:
     """The way to a core: a thread of this process, or a process of its own, which reads the
     vocabulary itself; or several such processes."""
-    if config.parallel.data_parallel_size > 1:
+    if config.parallel.is_replicated:
         return replicated_client(
             _portable(config, resolved),
             resolved.platform,

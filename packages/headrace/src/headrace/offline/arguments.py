@@ -204,6 +204,18 @@ def as_timeout(timeout: object) -> float | None:
     return float(seconds)
 
 
+def as_seconds(name: str, given: object) -> float:
+    """A number of seconds.
+
+    Raises:
+        RequestError: it is not a number, or is below 0.
+    """
+    seconds = own_value(given)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise _not_params(name, given, "a number of seconds, at least 0")
+    return float(seconds)
+
+
 def as_worker_call(
     method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[str | Callable[..., Any], list[Any]]:

@@ -336,6 +336,9 @@ class InstrumentedEngine:
     ) -> list[Any]:
         return await self.engine.collective_rpc(method, args=args, timeout=timeout)
 
+    async def scale_elastic_ep(self, new_size: int, drain_timeout: float = 300.0) -> int:
+        return await self.engine.scale_elastic_ep(new_size, drain_timeout)
+
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         await self.engine.shutdown(drain_timeout)
 

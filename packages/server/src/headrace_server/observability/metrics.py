@@ -74,6 +74,18 @@ class _EngineCollector(Collector):
                 if known is not family:
                     known.samples += family.samples
         yield from families.values()
+        yield from self._scale()
+
+    def _scale(self) -> Iterator[Metric]:
+        """Numbers of the server's engines together."""
+        for name, text, value in (
+            ("num_engines", "Data-parallel engines of the server.", len(self.stats.by_engine) or 1),
+            ("engines_scaling", "1 while engines come or go (POST /scale_elastic_ep).",
+             bool(self.stats.scaling_to)),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(self._prefix + name, text, labels=_LABELS)
+            gauge.add_metric((self._model_name, ENGINE_INDEX), float(value))
+            yield gauge
 
     def _is_healthy(self, stats: EngineStats) -> bool:
         """Health of one engine. Where one of several has ended, the others are well."""

@@ -23,15 +23,13 @@ from headrace_core.errors import CapacityError, ModelError, RequestError, Unsupp
 from headrace_server.api_processes import all_processes
 from headrace_server.errors.mapping import ErrorAnswer, ErrorResponse, report_named
 from headrace_server.http.routing import ERROR_RESPONSES, json_router
-from headrace_server.routes import lora, weight_swaps, weight_updates
+from headrace_server.routes import elastic, lora, weight_swaps, weight_updates
 from headrace_server.routes.named import check_named
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.streaming.event_stream import wait_watching
 
 NOT_SERVED: Mapping[str, tuple[str, str]] = {
-    "/scale_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
-    "/is_scaling_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
     "/reset_mm_cache": ("POST", "this engine has no cache of media"),
 }
 """Routes that clients know and nothing here can serve: they say so by name."""
@@ -83,6 +81,7 @@ def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
         _add_sleep(router, engine)
         weight_swaps.add_routes(router, engine)
         weight_updates.add_routes(router, engine)
+        elastic.add_routes(router, engine)
         _add_cache(router, engine)
         _add_refusals(router)
     if settings.allow_runtime_lora_updating:
@@ -231,11 +230,13 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
         responses={200: {"content": {"text/plain": {}, "application/json": {}}}},
     )
     async def server_info(
+        request: Request,
         config_format: Annotated[Literal["text", "json"], Query()] = "json",
     ) -> Response:
         """The configuration; secrets are left out."""
         info = describe(engine, settings, os.environ)
         info["weights_version"] = (await engine.stats()).weights_version
+        info["is_scaling_elastic_ep"] = state_of(request).scaling.is_under_way
         if config_format == "text":
             return PlainTextResponse(pprint.pformat(info, width=100))
         return Response(msgspec.json.encode(info), media_type="application/json")

@@ -74,7 +74,8 @@ class EndedEngines(NamedTuple):
 
 async def _ended_engines(engine: EngineClient) -> EndedEngines:
     """Engines that do not run, where the server has several."""
-    if engine.settings.get("parallel", {}).get("data_parallel_size", 1) == 1:
+    parallel = engine.settings.get("parallel", {})
+    if parallel.get("data_parallel_size", 1) == 1 and not parallel.get("enable_elastic_ep"):
         return EndedEngines([], False)
     stats = await fresh_stats(engine)
     if stats is None:

@@ -593,6 +593,12 @@ class FakeEngine:
     async def is_paused(self) -> bool:
         return not self._open.is_set()
 
+    async def scale_elastic_ep(self, new_size: int, drain_timeout: float = 300.0) -> int:
+        self._raise_if_dead()
+        raise UnsupportedFeature(
+            "scale_elastic_ep: this is one engine", param="new_data_parallel_size"
+        )
+
     async def start_profile(self) -> None:
         self._profile("start")
 
