@@ -22,6 +22,7 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import EngineConfig
 from headrace_engine.guests import must_not_end
+from headrace_engine.lockstep.turns import LockstepTurns
 from headrace_engine.log_lines import log_block
 from headrace_engine.lora.store import AdapterStore, KnownAdapter, failure_of, no_adapters
 from headrace_engine.messages import CoreOutput
@@ -153,6 +154,8 @@ class EngineCore:
         """The weights that are on their way, if some are."""
         self._sleep = EngineSleep(executor, sleep_mode)
         self._updates = EngineUpdates(executor, self._sleep, self, self.weights)
+        self.lockstep: LockstepTurns | None = None
+        """Passes of other engines in which this one takes part; None: there are none."""
         self._held: list[_HeldRequest] = []
         self._entered: dict[str, KnownAdapter] = {}
         """By request: the adapter that it has waited for, which stays known meanwhile."""
@@ -601,6 +604,8 @@ class EngineCore:
         """Stop the workers and free everything. Idempotent."""
         if self._kv_events is not None:
             self._kv_events[1].shutdown()
+        if self.lockstep is not None:
+            self.lockstep.close()
         self.executor.shutdown()
         if self.grammars is not None:
             self.grammars.close()

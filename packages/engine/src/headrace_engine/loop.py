@@ -94,6 +94,9 @@ class EngineLoop:
         self._closed = False
         self._idle = False
         self._beat = clock()
+        self._lockstep = core.lockstep
+        if self._lockstep is not None:
+            self._lockstep.when_due(lambda: self._commands.put(_WAKE))
         self._report = StatsReport(core.log_stats_interval, clock)
         self._thread = threading.Thread(
             target=in_this_context(self._run), name="headrace-engine", daemon=True
@@ -226,7 +229,7 @@ class EngineLoop:
                 if self._core.swap.is_under_way:
                     self._advance_swap()
                 self._add(self._core.ready(), again=True)
-                has_run = step()
+                has_run = step() or self._take_part()
                 self._core.publish_events()
                 if not has_run:
                     self._wait_for_commands()
@@ -236,6 +239,10 @@ class EngineLoop:
             self.failure = _as_dead(error)
         finally:
             self._close()
+
+    def _take_part(self) -> bool:
+        """Nothing was to be run: an empty pass, if other engines run one. False if they do not."""
+        return self._lockstep is not None and self._lockstep.take_part()
 
     def _simple_step(self) -> bool:
         """One step from schedule to outputs. False if there was nothing to run."""

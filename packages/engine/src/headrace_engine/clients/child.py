@@ -122,7 +122,8 @@ def _build(hello: Hello, timeline: StartupTimeline) -> EngineCore:
     module, _, name = hello.factory.partition(":")
     with timeline.phase("import"):
         factory = getattr(importlib.import_module(module), name)
-    core: EngineCore = factory(hello.config, timeline)
+    place = () if hello.place is None else (hello.place,)
+    core: EngineCore = factory(hello.config, timeline, *place)
     return core
 
 

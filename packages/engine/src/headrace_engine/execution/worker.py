@@ -171,7 +171,8 @@ class ServingWorker:
         leader: makes passes of the model run on the other ranks, too; None: there are none, or this rank
             follows.
         leave_group: ends exchanges with the other ranks; None: there are none.
-        experts: whole experts that move between ranks by ``arrange_experts``; None: there are none.
+        experts: whole experts that move between ranks by ``arrange_experts``, and compute for other engines
+            by ``take_part``; None: there are none.
         watcher: is told of steps; None: nobody is.
     """
 
@@ -495,6 +496,8 @@ class ServingWorker:
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
+        if self._experts is not None:
+            self._experts.begin_serving()
         if self._watcher is not None:
             self._watcher.begin()
 
@@ -564,6 +567,13 @@ class ServingWorker:
             vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
             result.embedded = vectors.work_ahead(step.media_ahead, seconds)
         return result
+
+    @torch.inference_mode()
+    def take_part(self) -> bool:
+        """Run an empty pass: compute for engines that share this one's experts. False: they have nothing to
+        run either."""
+        ran: bool = self._experts.take_part()
+        return ran
 
     def _run(self, step: ScheduledStep) -> StepResult:
         runner = self._ready()

@@ -39,8 +39,10 @@ class ParallelConfig:
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines behind one front end: processes of this machine, each with a whole model, a KV cache of "
-        "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
-        cost="the weights' memory, once for each engine",
+        "its own and its share of the CPU's threads. A request runs in one of them. With "
+        "enable_expert_parallel they share the experts of mixtures.", other_flag="-dp",
+        cost="the weights' memory, once for each engine; with shared experts engines wait for each other in "
+        "every step, and end together",
     )  # fmt: skip
     distributed_executor_backend: str | None = option(
         None, "Executor of the workers: uni (one, in the engine's process), mp (a process for each further "
@@ -73,7 +75,8 @@ class ParallelConfig:
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some "
-        "inner columns of all experts. Everything else is divided as without.", other_flag="-ep",
+        "inner columns of all experts; with data_parallel_size, each rank of all engines. Everything else is "
+        "divided as without.", other_flag="-ep",
         cost="a rank whose experts get more tokens than others' makes the others wait",
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
@@ -81,7 +84,8 @@ class ParallelConfig:
     )
     all2all_backend: str = option(
         DEFAULT_ALL2ALL, "Way in which tokens and experts' results meet. Only allgather_reducescatter: all "
-        "ranks have all tokens, and sum their experts' results.",
+        "ranks have all tokens (of several engines they get them at each mixture), and sum their experts' "
+        "results.",
     )  # fmt: skip
     enable_eplb: bool = option(
         False, "Count the tokens of experts, and move experts between ranks so that all get equally many "
@@ -98,12 +102,18 @@ class ParallelConfig:
     @property
     def executor(self) -> str:
         """The executor's name, chosen if it was left out."""
-        return self.distributed_executor_backend or ("uni" if self.num_ranks == 1 else "mp")
+        alone = self.num_ranks == 1 and not self.shares_experts
+        return self.distributed_executor_backend or ("uni" if alone else "mp")
 
     @property
     def num_ranks(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if several engines have experts in common, and run their passes together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     def describe_ranks(self) -> str:
         """The settings that make several ranks, for messages."""
@@ -112,6 +122,10 @@ class ParallelConfig:
             "pipeline_parallel_size": self.pipeline_parallel_size,
         }
         named = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        if self.shares_experts:
+            named.append(
+                f"data_parallel_size = {self.data_parallel_size} with enable_expert_parallel"
+            )
         return " and ".join(named) or "tensor_parallel_size = 1"
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
-from headrace_engine.multiproc.leader import ARRANGE, PASSES, REPLAY
+from headrace_engine.multiproc.leader import OF_EXPERTS, PASSES, REPLAY
 
 
 class FollowingWorker(ServingWorker):
@@ -58,9 +58,9 @@ class FollowingWorker(ServingWorker):
             return
         if method not in PASSES:
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", ARRANGE) and not self._has_inputs:
+        if method not in ("forward", *OF_EXPERTS) and not self._has_inputs:
             return  # of what makes inputs, which the first stage has
-        runs = self._experts if method == ARRANGE else self._loaded()
+        runs = self._experts if method in OF_EXPERTS else self._loaded()
         getattr(runs, method)(*(self._prepared(arg) for arg in args))
 
     def _replay(self, batch: ForwardBatch, num_logits: int | None = None) -> None:
@@ -138,3 +138,5 @@ class FollowingWorker(ServingWorker):
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
+        if self._experts is not None:
+            self._experts.begin_serving()

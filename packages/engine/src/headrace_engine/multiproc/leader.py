@@ -17,12 +17,15 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.graph import StepGraph
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import LaunchesPasses
+from headrace_engine.lockstep.turns import TAKE_PART
 from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
 
 ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
-PASSES = ("forward", "forward_streams", "embed_media", "encode", ARRANGE)
+OF_EXPERTS = (ARRANGE, TAKE_PART)
+"""Those, and the one in which ranks compute for other engines only."""
+PASSES = ("forward", "forward_streams", "embed_media", "encode", *OF_EXPERTS)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 REPLAY = "replay"
 """A pass that rank 0 replays: of a batch, and with so many rows of logits."""

@@ -36,6 +36,15 @@ def replicated_client(
 
     check_engines(config, platform)
     shares = engine_shares(config, platform)
+    if config.parallel.shares_experts:
+        from headrace_engine.clients.grouped import GroupedClient
+
+        return GroupedClient(
+            lambda index, place: ProcessClient(CORE_FACTORY, shares[index], place=place),
+            len(shares),
+            timeline,
+            follows_prefixes=follows_prefixes,
+        )
     return ReplicatedClient(
         lambda index: ProcessClient(CORE_FACTORY, shares[index]),
         len(shares),
@@ -99,7 +108,9 @@ def engine_shares(config: EngineConfig, platform: Platform) -> list[EngineConfig
         ConfigError: threads are bound to fewer cores than there are engines.
     """
     count = config.parallel.data_parallel_size
-    parallel = dataclasses.replace(config.parallel, data_parallel_size=1)
+    # Engines that share experts know how many they are.
+    own = count if config.parallel.shares_experts else 1
+    parallel = dataclasses.replace(config.parallel, data_parallel_size=own)
     alone = dataclasses.replace(config, parallel=parallel)
     if isinstance(platform, BringsWorker):  # neither threads nor memory of this machine
         return [alone] * count

@@ -14,6 +14,7 @@ from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
+from headrace_engine.lockstep.peers import EXPERT_GROUP
 from headrace_engine.multiproc.config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Ranks:
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
         self.rank_here = 0 if place is None else place.rank_here
+        self.engine = 0 if place is None else place.engine
+        self.num_engines = 1 if place is None else place.num_engines
+        """Engines whose ranks share the experts."""
 
     @property
     def are_several(self) -> bool:
@@ -68,9 +72,17 @@ class Ranks:
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
-        if self.share_keys or self.num_stages > 1:
+        whose = (
+            "of several stages"
+            if self.num_stages > 1
+            else "of ranks that share keys"
+            if self.share_keys
+            else "of engines that share experts"
+            if self.num_engines > 1
+            else ""
+        )
+        if whose:
             if self.rank == 0:
-                whose = "of several stages" if self.num_stages > 1 else "of ranks that share keys"
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
         if not self.are_several or self.recorders():
@@ -91,6 +103,14 @@ class Ranks:
         if self.tensor_size == 1:
             return SingleProcess()
         return self._join(tensor_group(self.stage), self.rank % self.tensor_size, self.tensor_size)
+
+    def expert_group(self) -> Communicator:
+        """The group of all ranks of all engines that share experts, which this one joins when it is first
+        asked for; those of an engine are neighbours."""
+        rank = self.engine * self.world_size + self.rank
+        group = self._join(EXPERT_GROUP, rank, self.num_engines * self.world_size)
+        group.barrier()  # then nobody needs the place where they meet any longer
+        return group
 
     def stages(self, partition: str | None) -> Stage | None:
         """This rank's stage, whose ways to others are joined; None: there is one stage.
@@ -222,11 +242,17 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
     parallel = config.parallel
     from headrace_models.stages.division import PARTITION, partition_of
 
-    if parallel.num_ranks == 1:
+    if parallel.num_ranks == 1 and not parallel.shares_experts:
         return
     if platform.device != "cpu" or isinstance(platform, BringsWorker):
-        tensor = parallel.tensor_parallel_size > 1
-        field = f"parallel.{'tensor' if tensor else 'pipeline'}_parallel_size"
+        kind = (
+            "tensor"
+            if parallel.tensor_parallel_size > 1
+            else "pipeline"
+            if parallel.pipeline_parallel_size > 1
+            else "data"
+        )
+        field = f"parallel.{kind}_parallel_size"
         raise ConfigError(
             f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
             "processes on a CPU for now",
