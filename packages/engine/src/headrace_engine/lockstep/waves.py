@@ -1,9 +1,9 @@
 """Waves: stretches of passes that engines which share experts run together.
 
-While any engine has work, all run passes, one after the other; an engine without work runs empty ones. A pass in
-which no engine has a token ends the wave: all see it in that pass, and rest. The first engine that has work
-again begins the next wave, and says so to the others, with the wave's number: what is said of a wave that has
-ended meanwhile has no effect.
+While any engine has work, all run passes, one after the other; an engine without work runs empty ones. A
+pass in which no engine has a token ends the wave: all see it in that pass, and rest. The first engine that
+has work again begins the next wave, and says so to the others, with the wave's number: what is said of a wave
+that has ended meanwhile has no effect.
 """
 
 from __future__ import annotations

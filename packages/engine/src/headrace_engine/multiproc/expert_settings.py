@@ -44,7 +44,8 @@ def check_expert_parallel(config: ParallelConfig) -> None:
     size, engines = config.tensor_parallel_size, config.data_parallel_size
     is_on = config.enable_expert_parallel
     require(not is_on or size * engines > 1, "parallel.enable_expert_parallel", is_on,
-           "left out with tensor_parallel_size = 1 and data_parallel_size = 1: there is one rank")  # fmt: skip
+           "left out with tensor_parallel_size = 1 and data_parallel_size = 1: that is one rank"
+           )  # fmt: skip
     if config.shares_experts:
         _check_shared(config)
     strategy = config.expert_placement_strategy

@@ -130,8 +130,8 @@ class DividedMixtures:
                 )
 
     def meet_engines(self, model: CausalLM) -> None:
-        """Let a model's passes be those of all engines that share its experts, if there are several. Every rank
-        of every engine must call it, and then :meth:`begin_serving`."""
+        """Let a model's passes be those of all engines that share its experts, if there are several. Every
+        rank of every engine must call it, and then :meth:`begin_serving`."""
         exchange = self.division.exchange
         if exchange is None:
             return
@@ -155,8 +155,8 @@ class DividedMixtures:
         for mixture in self.division.mixtures:
             if called.count(mixture) != 1:
                 raise UnsupportedModel(
-                    f"{mixture.name}: called {called.count(mixture)} times in a pass: data_parallel_size must "
-                    f"be 1, or {_ON} left out, for mixtures that not every token of a pass goes to once"
+                    f"{mixture.name}: called {called.count(mixture)} times in a pass: data_parallel_size "
+                    f"must be 1, or {_ON} left out, for mixtures that not every token goes to once"
                 )
         assert self._group is not None
         exchange.start(self._group)

@@ -1,4 +1,4 @@
-"""Several engines that share the experts of one model (``-dp N -ep``): what that asks of the other settings."""
+"""Several engines that share one model's experts (``-dp N -ep``): what that asks of the other settings."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ a mixture each rank gets the rows of all engines (all-gather), computes what its
 shares of all ranks are summed where a row came from (reduce-scatter). Engines have different numbers of rows;
 these are told once a pass, before the first layer.
 
-Letters: N engines, M ranks of an engine, which all have its rows; W = N * M ranks; T rows of this engine, S of
-all engines; H hidden size, k experts per row; P rows that an exchange has room for per engine.
+Letters: N engines, M ranks of an engine, which all have its rows; W = N * M ranks; T rows of this engine, S
+of all engines; H hidden size, k experts per row; P rows that an exchange has room for per engine.
 """
 
 from __future__ import annotations
