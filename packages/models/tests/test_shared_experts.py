@@ -18,8 +18,8 @@ from torch import Tensor
 from headrace_core.errors import ModelError, UnsupportedModel
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_models.layers.moe.division import ExpertDivision
-from headrace_models.layers.moe.experts import Experts
 from headrace_models.layers.moe.exchange import RowExchange
+from headrace_models.layers.moe.experts import Experts
 from headrace_models.loading.loader import load_model
 from headrace_testing.model.decoders import PagedDriver, ThreadRank, build_context, run_ranks
 
