@@ -26,7 +26,7 @@ ALLOWED = {
         "of a daemon thread that writes what waits: bounded bytes, as long as the disk takes",
     ("distributed/kv_connectors/background_writer.py", "BackgroundWriter._work: wait wait"):
         "idle: close ends it; a daemon thread",
-    ("engine/clients/replicas.py", "ReplicatedClient._end_all: wait join"):
+    ("engine/clients/group.py", "ReplicaGroup.end: wait join"):
         "of threads that shut engines down, which kill those that do not end",
     ("engine/clients/gathered.py", "gathered_calls.settle: wait result"): "the calls are done",
     ("distributed/kv_connectors/p2p/fetcher.py", "Fetcher._work: wait get"):

@@ -202,13 +202,13 @@ def test_a_group_of_requests_is_taken_whole_or_not_at_all() -> None:
     with pytest.raises(ValueError, match="it cannot be sent"):
         engines.client.add([request(name) for name in "abcd"])
     assert engines.processes[0].aborted == engines.processes[0].added != []
-    assert engines.client._balancer.loads == [0, 0]
+    assert engines.client._group.placements.balancer.loads == [0, 0]
     named = [request("e", rank=0), request("f", rank=1)]
     engines.processes[1].add_error = EngineDead("it takes no commands")
     with pytest.raises(GenerateError, match="engine 1 takes no requests"):
         engines.client.add(named)
     assert engines.processes[0].aborted[-1] == "e"
-    assert engines.client._balancer.loads == [0, 0]
+    assert engines.client._group.placements.balancer.loads == [0, 0]
 
 
 def test_while_no_engine_runs_calls_may_be_tried_again() -> None:

@@ -27,10 +27,11 @@ class SteppedClient(ReplicatedClient):
     def __init__(self, make: Callable[[int], ProcessClient]) -> None:
         self.waiting: list[Callable[[], None]] = []
         super().__init__(make, NUM_ENGINES)
+        self._group.thread, self._own_thread = self._thread, self._group.thread
 
     def _thread(self, work: Callable[[Replica], None], replica: Replica) -> threading.Thread:
-        if work != self._replace:
-            return super()._thread(work, replica)
+        if work != self._replacer.replace:
+            return self._own_thread(work, replica)
         self.waiting.append(lambda: work(replica))
         return threading.Thread()
 
@@ -123,7 +124,10 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_those_of_what_runs(self) -> None:
-        loads, placed = self.client._balancer.loads, self.client._placed
+        loads, placed = (
+            self.client._group.placements.balancer.loads,
+            self.client._group.placements.requests,
+        )
         for index in range(NUM_ENGINES):
             there = [at for at in placed.values() if at.engine == index]
             assert loads[index] == sum(at.num_prompt_tokens + at.num_tokens[0] for at in there)

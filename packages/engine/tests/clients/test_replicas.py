@@ -23,7 +23,7 @@ from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead, GenerateError, HeadraceError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_core.sampling.params import SamplingParams
-from headrace_engine.clients import replica, replicas
+from headrace_engine.clients import replica, replica_calls
 from headrace_engine.clients.gathered import summed_stats
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replicas import ReplicatedClient
@@ -74,7 +74,7 @@ async def test_requests_are_spread_and_outputs_are_those_of_one() -> None:
     each = [one.generation_tokens for one in stats.by_engine]
     assert stats.generation_tokens == sum(each) == 160
     assert min(each) >= 40
-    assert made._balancer.loads == [0, 0]
+    assert made._group.placements.balancer.loads == [0, 0]
     assert await running.reset_prefix_cache() is True
     assert await running.collective_rpc("weights_version") == ["0", "0"]
     pids = made.pids
@@ -96,7 +96,7 @@ async def test_an_abort_reaches_its_engine() -> None:
         return not stats.num_requests_running and stats.num_free_blocks == stats.num_blocks
 
     await until(is_idle)
-    assert made._balancer.loads == [0, 0]
+    assert made._group.placements.balancer.loads == [0, 0]
     await running.shutdown()
 
 
@@ -110,10 +110,12 @@ async def test_a_killed_engine_fails_its_own_requests_and_is_replaced() -> None:
     tasks = [asyncio.create_task(collect(running, f"s{i}", LONG, f"s{i}")) for i in range(4)]
 
     async def are_placed() -> bool:
-        return made._balancer.loads[1] > 0 and all(task.done() for task in tasks[:1])
+        return made._group.placements.balancer.loads[1] > 0 and all(
+            task.done() for task in tasks[:1]
+        )
 
     await until(are_placed)
-    lost = {key for key, placed in made._placed.items() if placed.engine == 1}
+    lost = {key for key, placed in made._group.placements.requests.items() if placed.engine == 1}
     assert lost
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE):
@@ -209,7 +211,7 @@ async def test_a_request_may_name_its_engine() -> None:
 async def test_weights_for_one_group_are_refused() -> None:
     running = engine(client())
     with pytest.raises(UnsupportedFeature, match="not with data_parallel_size = 2"):
-        await running.collective_rpc(next(iter(replicas.UPDATE_CALLS)))
+        await running.collective_rpc(next(iter(replica_calls.UPDATE_CALLS)))
     await running.shutdown()
 
 
