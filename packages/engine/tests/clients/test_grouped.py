@@ -63,7 +63,7 @@ async def test_the_end_of_one_is_the_end_of_all() -> None:
     tasks = [asyncio.create_task(collect(running, f"s{i}", LONG, f"s{i}")) for i in range(4)]
 
     async def are_placed() -> bool:
-        return made._balancer.loads[1] > 0
+        return made._group.placements.balancer.loads[1] > 0
 
     await until(are_placed)
     os.kill(pids[1], signal.SIGKILL)

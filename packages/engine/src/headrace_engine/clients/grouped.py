@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from headrace_core.errors import EngineDead
 from headrace_engine.clients.base import OutputSink
+from headrace_engine.clients.group import ReplicaGroup
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.clients.replica import Replica
 from headrace_engine.clients.replicas import ReplicatedClient
@@ -68,49 +69,54 @@ class GroupedClient(ReplicatedClient):
         self._relay.close()
 
     def lose(self, replica: Replica, client: ProcessClient, error: BaseException) -> None:
-        """An engine has ended: fail all requests and end the others."""
-        with self._lock:
-            if self._closing or self._failure is not None or not replica.runs:
+        """An engine has ended: fail all requests, and end the others."""
+        group = self._group
+        with group.lock:
+            if group.closing or group.failure is not None or not replica.runs:
                 return
             replica.failure = str(error)
-        first, error = self._ended_first(replica, error)
-        cause = f"engine {first.index}: {error}"
-        with self._lock:
-            if self._closing or self._failure is not None:
+        first, error = _ended_first(group, replica, error)
+        with group.lock:
+            if group.closing or group.failure is not None:
                 return
-            self._failure = EngineDead(f"{cause}; engines that share experts end together")
-            self._failure.__cause__ = error
-            lost = list(self._placed)
-            for request_id in lost:
-                self._forget(request_id)
-            for other in self._replicas:
+            failure = EngineDead(
+                f"engine {first.index}: {error}; engines that share experts end together"
+            )
+            failure.__cause__ = error
+            group.failure = failure
+            for other in group.replicas:
                 other.failure = other.failure or f"ended with engine {first.index}"
-        logger.error("%s; %d requests failed", self._failure, len(lost))
-        for other in self._replicas:
+            lost = [one for other in group.replicas for one in group.placements.lose(other.index)]
+        logger.error("%s; %d requests failed", failure, len(lost))
+        for other in group.replicas:
             other.client.kill()
-        self._report_end(lost, self._failure)
+        _report(group, lost, failure)
 
-    def _report_end(self, lost: list[str], failure: BaseException) -> None:
-        if self._sink is None:
-            return
-        failed = [
-            CoreOutput(one, finish_reason="error", error=str(failure), engine_ended=True)
-            for one in lost
-        ]
-        if failed:
-            self._sink.on_outputs(CoreOutputs(failed, time.monotonic()))
-        self._sink.on_death(failure)
 
-    def _ended_first(self, replica: Replica, error: BaseException) -> tuple[Replica, BaseException]:
-        """The engine whose end was the cause of the others': one may say that it misses another one before
-        that one's end is known here."""
-        if error.__cause__ is None:  # the process itself was seen to end
-            return replica, error
-        deadline = time.monotonic() + CAUSE_SECONDS
-        while time.monotonic() < deadline:
-            for other in self._replicas:
-                how = other.client.how_ended if other is not replica else None
-                if how is not None:
-                    return other, EngineDead(f"the engine process ended ({how})")
-            time.sleep(POLL_SECONDS)
+def _report(group: ReplicaGroup, lost: list[str], failure: EngineDead) -> None:
+    """Fail the requests that were under way, and say that no engine will run again."""
+    failed = [
+        CoreOutput(one, finish_reason="error", error=str(failure), engine_ended=True)
+        for one in lost
+    ]
+    if failed:
+        group.publish(CoreOutputs(failed, time.monotonic()))
+    if group.sink is not None:
+        group.sink.on_death(failure)
+
+
+def _ended_first(
+    group: ReplicaGroup, replica: Replica, error: BaseException
+) -> tuple[Replica, BaseException]:
+    """The engine whose end was the cause of the others': one may say that it misses another one before that
+    one's end is known here."""
+    if error.__cause__ is None:  # the process itself was seen to end
         return replica, error
+    deadline = time.monotonic() + CAUSE_SECONDS
+    while time.monotonic() < deadline:
+        for other in group.replicas:
+            how = other.client.how_ended if other is not replica else None
+            if how is not None:
+                return other, EngineDead(f"the engine process ended ({how})")
+        time.sleep(POLL_SECONDS)
+    return replica, error
