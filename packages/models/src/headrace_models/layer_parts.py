@@ -51,6 +51,10 @@ class LayerParts:
     """Numbers that are summed over ranks for each token."""
     reductions: int = 0
     """Sums over ranks in a step."""
+    met: int = 0
+    """Numbers of each token that go to all ranks of engines which share experts, and as many come back."""
+    meetings: int = 0
+    """Mixtures in which they do."""
     caches: tuple[str, ...] = ()
     """Names of what it caches, as :meth:`~headrace_core.model.CausalLM.attention_layers` and
     ``state_layers`` have them."""
@@ -156,6 +160,9 @@ def _add(part: LayerParts, piece: Layer, dtype: str, top_k: int) -> None:
     for size in _sums(piece):
         part.reduced += size
         part.reductions += 1
+    if isinstance(piece, Experts) and piece.exchange is not None:
+        part.met += piece.every[0][1].spec.out_features
+        part.meetings += 1
     if not isinstance(piece, WeightLayer):
         return
     size = leaf_bytes(piece, dtype)
@@ -173,7 +180,7 @@ def _sums(piece: Layer) -> Iterator[int]:
             yield piece.spec.out_features
     elif hasattr(piece, "communicator") and piece.communicator.world_size > 1:
         for _, child in piece.children():
-            if isinstance(child, Experts):
+            if isinstance(child, Experts) and child.exchange is None:
                 yield child.every[0][1].spec.out_features
 
 

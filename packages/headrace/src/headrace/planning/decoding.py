@@ -27,7 +27,8 @@ class Traffic(NamedTuple):
     reduced_per_layer: int
     """Of the layer with the most."""
     sent: int
-    """That each rank sends for these sums, by a ring: 2 (N - 1) / N of them."""
+    """That each rank sends for these sums, by a ring, 2 (N - 1) / N of them; and of rows that engines with
+    shared experts exchange."""
     handed_on: int
     """Hidden states between stages, and from the last to the first."""
 
@@ -58,7 +59,7 @@ def traffic_of(stages: Sequence[Stage], layout: Layout, hidden_bytes: int) -> Tr
         reduced,
         sum(stage.reductions for stage in stages),
         -(-reduced // layers),
-        2 * (ranks - 1) * reduced // ranks,
+        2 * (ranks - 1) * reduced // ranks + sum(_met_bytes(stage, layout) for stage in stages),
         _borders(layout) * STREAMS_BETWEEN_STAGES * hidden_bytes,
     )
 
@@ -86,7 +87,8 @@ def bound_of(
     times, exchanges = [], []
     for stage in stages:
         cache = batch * request_bytes(stage.specs, workload.context)
-        reading = (stage.step_reads(batch) + cache) / devices.bandwidth
+        reads = stage.step_reads(batch, layout.sharing_engines)
+        reading = (reads + cache) / devices.bandwidth
         exchanges.append(_exchange(stage, layout, devices, batch) + hidden)
         times.append(reading + exchanges[-1])
     running = -(-requests // batch)
@@ -100,8 +102,17 @@ def _borders(layout: Layout) -> int:
 
 
 def _exchange(stage: Stage, layout: Layout, devices: Devices, tokens: int) -> float:
-    """Seconds of a stage's sums over ranks."""
-    if not devices.link or layout.tensor == 1:
+    """Seconds of a stage's sums over ranks, and of rows that engines exchange, there and back."""
+    if not devices.link or layout.tensor * layout.sharing_engines == 1:
         return 0.0
     sent = 2 * (layout.tensor - 1) * stage.reduced * tokens / layout.tensor
-    return sent / devices.link + stage.reductions * devices.latency
+    sent += tokens * _met_bytes(stage, layout)
+    return sent / devices.link + (stage.reductions + 2 * stage.meetings) * devices.latency
+
+
+def _met_bytes(stage: Stage, layout: Layout) -> int:
+    """Bytes that a rank sends for each token of its engine, where each of as many engines has as many: all
+    rows go round a ring of W ranks, and sums come back; among an engine's ranks each then has a part."""
+    ranks = layout.tensor * layout.sharing_engines
+    rows = stage.met * layout.sharing_engines
+    return 2 * (ranks - 1) * rows // ranks + (layout.tensor - 1) * stage.met // layout.tensor
