@@ -90,7 +90,7 @@ class EngineLoop:
         self._timer = core.step_timer
         self._began = clock()
         """Time at which the oldest step in flight began, about."""
-        self._stopping = False
+        self._told_to_end = self._stopping = False
         self._closed = False
         self._idle = False
         self._beat = clock()
@@ -114,6 +114,7 @@ class EngineLoop:
         Args:
             wait: until it has ended.
         """
+        self._told_to_end = True
         self._commands.put(_LoopCommand(self._leave))
         if (
             wait
@@ -235,6 +236,9 @@ class EngineLoop:
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)
         except BaseException as error:
+            if self._told_to_end and self._lockstep is not None:
+                logger.info("another engine ended first: %s", error)
+                return
             logger.critical("engine loop died: %s", error, exc_info=True)
             self.failure = _as_dead(error)
         finally:
