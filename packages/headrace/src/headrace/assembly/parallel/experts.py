@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.parallel.shared_experts import check_shared_experts
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_engine.lockstep.waves import Waves
@@ -48,9 +47,30 @@ def check_experts(config: EngineConfig, info: ModelInfo) -> None:
             "divided by their columns",
             field=_ON,
         )
-    check_shared_experts(config, info)
+    _check_shared(config, info)
     if config.parallel.enable_eplb:
         plugins.find(POLICIES, eplb_settings(config.parallel.eplb_config).policy)
+
+
+def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuse what engines with experts in common have not been combined with."""
+    if not config.parallel.shares_experts:
+        return
+    speculative = config.speculative
+    for field, value, why in (
+        ("lora.enable_lora", config.lora.enable_lora, "adapters beside shared experts were not tried"),
+        ("speculative.method", speculative.method, "guesses beside shared experts were not tried"),
+        ("speculative.model", speculative.model, "a draft model's passes would be an engine's own"),
+        ("model.runner", info.runner if info.runner != "generate" else None,
+         "passes that pool are an engine's own"),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(
+                f"{field} = {value!r:.200}: must be left out with enable_expert_parallel and parallel.data_parallel_size = "
+                f"{config.parallel.data_parallel_size}: {why}; without enable_expert_parallel engines are "
+                "independent",
+                field=field,
+            )
 
 
 def divided_experts(
