@@ -66,8 +66,9 @@ def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
     ):  # fmt: skip
         if value:
             raise ConfigError(
-                f"{field} = {value!r:.200}: must be left out while {config.parallel.describe_ranks()}: {why}; "
-                "without enable_expert_parallel engines are independent",
+                f"{field} = {value!r:.200}: must be left out while "
+                f"{config.parallel.describe_ranks()}: {why}; without enable_expert_parallel engines are "
+                "independent",
                 field=field,
             )
 
