@@ -72,12 +72,12 @@ class GroupedClient(ReplicatedClient):
         """An engine has ended: fail all requests, and end the others."""
         group = self._group
         with group.lock:
-            if group.closing or group.failure is not None or not replica.runs:
+            if _is_over(group) or not replica.runs:
                 return
             replica.failure = str(error)
         first, error = _ended_first(group, replica, error)
         with group.lock:
-            if group.closing or group.failure is not None:
+            if _is_over(group):
                 return
             failure = EngineDead(
                 f"engine {first.index}: {error}; engines that share experts end together"
@@ -91,6 +91,11 @@ class GroupedClient(ReplicatedClient):
         for other in group.replicas:
             other.client.kill()
         _report(group, lost, failure)
+
+
+def _is_over(group: ReplicaGroup) -> bool:
+    """True if the group has ended, or is told to."""
+    return group.closing or group.failure is not None
 
 
 def _report(group: ReplicaGroup, lost: list[str], failure: EngineDead) -> None:

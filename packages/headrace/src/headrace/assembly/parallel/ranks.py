@@ -253,8 +253,9 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
             else "data"
         )
         field = f"parallel.{kind}_parallel_size"
+        device = config.device.device if isinstance(platform, BringsWorker) else platform.device
         raise ConfigError(
-            f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
+            f"parallel.{parallel.describe_ranks()}: must be 1 on device {device!r}: ranks are "
             "processes on a CPU for now",
             field=field,
         )

@@ -177,7 +177,7 @@ class RowExchange:
         sent = torch.cat([_bytes(part) for part in parts], dim=1)
         found = self._compact(self._all_rows(sent, rows_per_token), rows_per_token)
         ends = [part.shape[1] * part.itemsize for part in parts]
-        pieces = found.split(ends, dim=1)
+        pieces = torch.split(found, ends, dim=1)
         whole = [
             piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)
         ]
@@ -189,7 +189,7 @@ class RowExchange:
         counts = [count * rows_per_token for count in self.counts]
         if min(counts) < room:
             padded = shares.new_zeros(self.num_engines, room, shares.shape[1])
-            for rows, own in zip(padded, shares.split(counts), strict=True):
+            for rows, own in zip(padded, torch.split(shares, counts), strict=True):
                 rows[: len(own)] = own
             shares = padded.flatten(0, 1)
         # Pieces of an engine's rows go to its ranks, in whose order they are put together again.
