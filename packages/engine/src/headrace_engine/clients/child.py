@@ -231,6 +231,8 @@ def _end_with_parent(hello: Hello) -> None:
         pass
     # The parent removes its folder of sockets itself, unless it was killed.
     shutil.rmtree(hello.folder, ignore_errors=True)
+    if hello.place is not None:
+        shutil.rmtree(os.path.dirname(hello.place.path), ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
