@@ -141,8 +141,8 @@ class ParallelConfig:
                f"in 1..{most}: {MOST_RANKS} ranks at most, {size} for each stage")  # fmt: skip
         ranks = engines * self.num_ranks
         require(not self.shares_experts or ranks <= MOST_RANKS, "parallel.data_parallel_size", engines,
-               f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} ranks "
-               f"of each engine: {MOST_RANKS} ranks can share experts")  # fmt: skip
+               f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} "
+               f"ranks of each engine: {MOST_RANKS} ranks can share experts")  # fmt: skip
         self._check_context()
         executor = self.distributed_executor_backend
         require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
