@@ -154,7 +154,6 @@ def test_served(server: RunningServer, whole: Any) -> None:
     ("settings", "text"),
     [
         ({"tensor_parallel_size": 1}, "parallel.enable_expert_parallel.*tensor_parallel_size = 1"),
-        ({"tensor_parallel_size": 1, "data_parallel_size": 2}, "engines.*share no experts"),
         ({"enable_expert_parallel": False, "enable_eplb": True}, "parallel.enable_eplb"),
         ({"all2all_backend": "deepep_low_latency"}, "parallel.all2all_backend.*library for GPUs"),
         ({"all2all_backend": "naive"}, "parallel.all2all_backend.*all have them"),

@@ -141,6 +141,27 @@ def test_stages_and_spread_experts_are_the_whole_model(folder: Path) -> None:
     assert more == 2 * expert // 2  # in each of 2 layers three experts, not two and a half
 
 
+def test_engines_that_share_experts_keep_a_part_of_them(folder: Path) -> None:
+    """Of six experts, two engines have three each; everything else each of them has whole."""
+    models = planner(wide("deepseek_v3", folder)).models
+    [alone], [one] = models.stages(Layout()), models.stages(Layout(data=2, experts=True))
+    kept = sum(experts.num_bytes for experts in one.experts)
+    assert sum(experts.num_bytes for experts in alone.experts) == 2 * kept > 0
+    assert alone.weights - one.weights == kept
+    assert (one.reads, one.reductions, one.reduced) == (alone.reads, 0, 0)
+    assert one.meetings == len(one.experts)
+    assert one.step_reads(1, engines=2) == one.reads + round(
+        kept * (1 - (1 - one.experts[0].top_k / 6) ** 2)
+    )
+    layout = Layout(data=2, experts=True)
+    plan = planner(wide("deepseek_v3", folder)).plan(layout, DEVICES)
+    assert plan.runs
+    assert plan.traffic is not None
+    hidden = models.of(1).parts.hidden_size * 4
+    # Two ranks: a rank sends its own token's row, and a sum for the other's.
+    assert plan.traffic.sent == 2 * hidden * one.meetings
+
+
 @pytest.mark.parametrize("kind", ["llama3", "deepseek_v3", "bamba"])
 def test_stages_are_those_of_the_engine(kind: str, folder: Path) -> None:
     planned = planner(wide(kind, folder))

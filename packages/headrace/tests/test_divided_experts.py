@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from headrace.assembly.parallel.experts import DividedMixtures, divided_experts
 from headrace.assembly.parallel.ranks import Ranks
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.parallel import SingleProcess
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.places import RankPlace
 from headrace_models.layers.moe.division import ExpertDivision
+from headrace_models.layers.moe.exchange import RowExchange
 
 ON = ParallelConfig(
     tensor_parallel_size=2,
@@ -43,3 +48,23 @@ def test_nothing_is_divided_otherwise() -> None:
     made = divided_experts(still, ranks(0), 64)
     assert made is not None
     assert made.balancer() is None
+
+
+def test_engines_with_one_rank_divide_experts() -> None:
+    place = RankPlace(0, 1, "gloo", engine=1, num_engines=2)
+    shared = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
+    made = divided_experts(shared, Ranks(place), 64)
+    assert made is not None
+    assert (made.division.engine, made.division.num_engines) == (1, 2)
+    assert not Ranks(place).can_record()
+
+
+def test_a_mixture_that_not_every_token_goes_to_is_refused() -> None:
+    """As that for images of ERNIE 4.5 VL: other engines could not know when it is called."""
+    division: Any = ExpertDivision(engine=1, num_engines=2)
+    division.exchange = RowExchange(SingleProcess(), 1, 2)
+    division.mixtures = [SimpleNamespace(name="mlp.vision_moe")]
+    with pytest.raises(
+        UnsupportedModel, match=r"mlp.vision_moe: called 0 times.*data_parallel_size"
+    ):
+        DividedMixtures(division, Ranks(RankPlace(engine=1, num_engines=2))).begin_serving()

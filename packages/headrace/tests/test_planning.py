@@ -69,7 +69,7 @@ def test_layouts_are_pairs_at_most() -> None:
     assert [str(layout) for layout in layouts_of(1, has_experts=True)] == ["one rank"]
     mixed = [layout for layout in layouts_of(8, has_experts=True) if layout.experts]
     assert {str(one) for one in mixed} == {"tp 8, ep", "tp 4, pp 2, ep", "tp 4, dp 2, ep",
-                                           "tp 2, pp 4, ep", "tp 2, dp 4, ep"}  # fmt: skip
+                                           "tp 2, pp 4, ep", "tp 2, dp 4, ep", "dp 8, ep"}  # fmt: skip
     assert Layout(2, 3, 1, experts=True).flags() == "-tp 2 -pp 3 --enable-expert-parallel"
     assert all(layout.devices == 8 for layout in layouts_of(8, has_experts=True))
 

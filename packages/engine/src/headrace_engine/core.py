@@ -22,6 +22,7 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.config import EngineConfig
 from headrace_engine.guests import must_not_end
+from headrace_engine.lockstep.turns import LockstepTurns
 from headrace_engine.log_lines import log_block
 from headrace_engine.lora.store import AdapterStore, KnownAdapter, failure_of, no_adapters
 from headrace_engine.messages import CoreOutput
@@ -153,6 +154,8 @@ class EngineCore:
         """The weights that are on their way, if some are."""
         self._sleep = EngineSleep(executor, sleep_mode)
         self._updates = EngineUpdates(executor, self._sleep, self, self.weights)
+        self.lockstep: LockstepTurns | None = None
+        """Passes of other engines in which this one takes part; None: there are none."""
         self._held: list[_HeldRequest] = []
         self._entered: dict[str, KnownAdapter] = {}
         """By request: the adapter that it has waited for, which stays known meanwhile."""
@@ -217,6 +220,7 @@ class EngineCore:
             from headrace_engine.kv.factory import make_manager
             from headrace_engine.kv.spare_states import without_spares
             from headrace_engine.kv_transfer.making import make_transfer
+            from headrace_engine.kv_transfer.moves import block_sizes
             from headrace_engine.kv_transfer.scheduler import check_layers
             from headrace_engine.scheduler.adapter_slots import SlotPlanner
             from headrace_engine.scheduler.keywords import check_scheduler
@@ -237,6 +241,7 @@ class EngineCore:
             log_block(logger, title, plan.describe())
             if connector is not None:
                 check_layers(plan.config)
+                connector.check_block(max(block_sizes(plan.config)))
             executor.call("allocate_cache", _with_layers(plan.config, specs))
         with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
@@ -603,6 +608,8 @@ class EngineCore:
         """Stop the workers and free everything. Idempotent."""
         if self._kv_events is not None:
             self._kv_events[1].shutdown()
+        if self.lockstep is not None:
+            self.lockstep.close()
         self.executor.shutdown()
         if self.grammars is not None:
             self.grammars.close()

@@ -90,10 +90,13 @@ class EngineLoop:
         self._timer = core.step_timer
         self._began = clock()
         """Time at which the oldest step in flight began, about."""
-        self._stopping = False
+        self._told_to_end = self._stopping = False
         self._closed = False
         self._idle = False
         self._beat = clock()
+        self._lockstep = core.lockstep
+        if self._lockstep is not None:
+            self._lockstep.when_due(lambda: self._commands.put(_WAKE))
         self._report = StatsReport(core.log_stats_interval, clock)
         self._thread = threading.Thread(
             target=in_this_context(self._run), name="headrace-engine", daemon=True
@@ -111,6 +114,7 @@ class EngineLoop:
         Args:
             wait: until it has ended.
         """
+        self._told_to_end = True
         self._commands.put(_LoopCommand(self._leave))
         if (
             wait
@@ -226,16 +230,23 @@ class EngineLoop:
                 if self._core.swap.is_under_way:
                     self._advance_swap()
                 self._add(self._core.ready(), again=True)
-                has_run = step()
+                has_run = step() or self._take_part()
                 self._core.publish_events()
                 if not has_run:
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)
         except BaseException as error:
+            if self._told_to_end and self._lockstep is not None:
+                logger.info("another engine ended first: %s", error)
+                return
             logger.critical("engine loop died: %s", error, exc_info=True)
             self.failure = _as_dead(error)
         finally:
             self._close()
+
+    def _take_part(self) -> bool:
+        """Nothing was to be run: an empty pass, if other engines run one. False if they do not."""
+        return self._lockstep is not None and self._lockstep.take_part()
 
     def _simple_step(self) -> bool:
         """One step from schedule to outputs. False if there was nothing to run."""

@@ -55,6 +55,10 @@ class LayerParts:
     """Sums over ranks in a step."""
     gathered: int = 0
     """Numbers of a token's logits that ranks bring together."""
+    met: int = 0
+    """Numbers of each token that go to all ranks of engines which share experts, and as many come back."""
+    meetings: int = 0
+    """Mixtures in which they do."""
     caches: tuple[str, ...] = ()
     """Names of what it caches, as :meth:`~headrace_core.model.CausalLM.attention_layers` and
     ``state_layers`` have them."""
@@ -163,6 +167,9 @@ def _add(part: LayerParts, piece: Layer, dtype: str, top_k: int) -> None:
         part.reductions += 1
     if isinstance(piece, OwnRows):
         part.weights += piece.num_bytes
+    if isinstance(piece, Experts) and piece.exchange is not None:
+        part.met += piece.every[0][1].spec.out_features
+        part.meetings += 1
     if not isinstance(piece, WeightLayer):
         return
     size = leaf_bytes(piece, dtype)
@@ -183,7 +190,7 @@ def _sums(piece: Layer) -> Iterator[int]:
             yield piece.spec.in_features if isinstance(piece, QuantizedEmbedding) else piece.size
     elif hasattr(piece, "communicator") and piece.communicator.world_size > 1:
         for _, child in piece.children():
-            if isinstance(child, Experts):
+            if isinstance(child, Experts) and child.exchange is None:
                 yield child.every[0][1].spec.out_features
 
 

@@ -122,7 +122,8 @@ def _build(hello: Hello, timeline: StartupTimeline) -> EngineCore:
     module, _, name = hello.factory.partition(":")
     with timeline.phase("import"):
         factory = getattr(importlib.import_module(module), name)
-    core: EngineCore = factory(hello.config, timeline)
+    place = () if hello.place is None else (hello.place,)
+    core: EngineCore = factory(hello.config, timeline, *place)
     return core
 
 
@@ -230,6 +231,8 @@ def _end_with_parent(hello: Hello) -> None:
         pass
     # The parent removes its folder of sockets itself, unless it was killed.
     shutil.rmtree(hello.folder, ignore_errors=True)
+    if hello.place is not None:
+        shutil.rmtree(os.path.dirname(hello.place.path), ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 

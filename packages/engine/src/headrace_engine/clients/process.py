@@ -26,6 +26,7 @@ from headrace_engine.clients.base import OutputSink
 from headrace_engine.clients.link import CoreLink
 from headrace_engine.clients.wire import Hello, Join, Leave, Stop
 from headrace_engine.config import EngineConfig
+from headrace_engine.lockstep.peers import EnginePlace
 from headrace_engine.log_lines import writes_colours, writes_json
 from headrace_engine.startup import StartupTimeline
 
@@ -45,6 +46,7 @@ class ProcessClient(CoreLink):
         config: resolved; crosses as JSON.
         timeline: to continue one that has begun before; default: a new one.
         folder: where the sockets are, if somebody else makes and removes it; None: a new one.
+        place: the engine's, among those with which it shares experts; None: there are none.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ProcessClient(CoreLink):
         config: EngineConfig,
         timeline: StartupTimeline | None = None,
         folder: Path | None = None,
+        place: EnginePlace | None = None,
     ) -> None:
         super().__init__()
         self.timeline = timeline or StartupTimeline()
@@ -60,6 +63,7 @@ class ProcessClient(CoreLink):
         self._config = config
         self._folder = folder
         self._owns_folder = folder is None
+        self._place = place
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -71,6 +75,11 @@ class ProcessClient(CoreLink):
     def has_started(self) -> bool:
         """True once :meth:`start` has returned."""
         return self._reader is not None
+
+    @property
+    def how_ended(self) -> str | None:
+        """The end of the child in words; None: it lives, or was not started."""
+        return None if self._process is None else self._ended()
 
     def kill(self) -> None:
         """End the child at once, if there is one; :meth:`start` in another thread raises then."""
@@ -142,6 +151,7 @@ class ProcessClient(CoreLink):
             log_json=writes_json(__name__),
             log_colour=writes_colours(__name__),
             log_model=MODEL.get(),
+            place=self._place,
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_engine.clients.child"],

@@ -17,6 +17,7 @@ from headrace_core.errors import EngineDead, EngineError, HeadraceError
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_engine.config import EngineConfig
+from headrace_engine.lockstep.peers import EnginePlace
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.shared_objects.items import SharedItem
 from headrace_engine.shared_objects.named_items import NamedItem, NamedPlace
@@ -55,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True):
     """Levels marked, as this process marks them."""
     log_model: str = ""
     """Name of the model, for log lines, where a server has several."""
+    place: EnginePlace | None = None
+    """The engine's, among those with which it shares experts; then the function gets it, too."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):

@@ -185,7 +185,8 @@ class ServingWorker:
             follows.
         leave_group: ends exchanges with the other ranks; None: there are none.
         report_group: facts about those exchanges, as plain data.
-        experts: whole experts that move between ranks by ``arrange_experts``; None: there are none.
+        experts: whole experts that move between ranks by ``arrange_experts``, and compute for other engines
+            by ``take_part``; None: there are none.
         watcher: is told of steps; None: nobody is.
         kept_costs: has what an earlier start of the same measured; None: every start measures.
     """
@@ -541,6 +542,8 @@ class ServingWorker:
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
+        if self._experts is not None:
+            self._experts.begin_serving()
         if self._watcher is not None:
             self._watcher.begin()
 
@@ -610,6 +613,13 @@ class ServingWorker:
             vectors, seconds = self._ready().media_vectors, time.perf_counter() - begin
             result.embedded = vectors.work_ahead(step.media_ahead, seconds)
         return result
+
+    @torch.inference_mode()
+    def take_part(self) -> bool:
+        """Run an empty pass: compute for engines that share this one's experts. False: they have nothing to
+        run either."""
+        ran: bool = self._experts.take_part()
+        return ran
 
     def _run(self, step: ScheduledStep) -> StepResult:
         runner = self._ready()

@@ -71,7 +71,7 @@ class KVTransfer:
         num_ranks: ranks that have a part of each block, as large as this one's.
 
     Raises:
-        ConfigError: the manager, the model's layers or the connector cannot do this.
+        ConfigError: the manager or the model's layers cannot do this.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class KVTransfer:
         self._model = model
         self._block_bytes = [size * num_ranks for size in block_sizes(config)]
         self._most_loaded = MAX_LOADED_BYTES * num_ranks
-        connector.check_block(max(self._block_bytes))
         self._waiting: dict[str, _Load] = {}
         """By request: what it waits for."""
         self._queue: deque[tuple[_Load, KVMove]] = deque()

@@ -39,8 +39,10 @@ class ParallelConfig:
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines behind one front end: processes of this machine, each with a whole model, a KV cache of "
-        "its own and its share of the CPU's threads. A request runs in one of them.", other_flag="-dp",
-        cost="the weights' memory, once for each engine",
+        "its own and its share of the CPU's threads. A request runs in one of them. With "
+        "enable_expert_parallel they share the experts of mixtures.", other_flag="-dp",
+        cost="the weights' memory, once for each engine; with shared experts engines wait for each other in "
+        "every step, and end together",
     )  # fmt: skip
     enable_elastic_ep: bool | None = option(
         None, "Let engines be added and taken away while the server runs (POST /scale_elastic_ep). Default: "
@@ -80,7 +82,8 @@ class ParallelConfig:
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "Give each of the tensor_parallel_size ranks whole experts of mixtures, in place of some "
-        "inner columns of all experts. Everything else is divided as without.", other_flag="-ep",
+        "inner columns of all experts; with data_parallel_size, each rank of all engines. Everything else is "
+        "divided as without.", other_flag="-ep",
         cost="a rank whose experts get more tokens than others' makes the others wait",
     )  # fmt: skip
     expert_placement_strategy: Literal["linear", "round_robin"] = option(
@@ -88,7 +91,8 @@ class ParallelConfig:
     )
     all2all_backend: str = option(
         DEFAULT_ALL2ALL, "Way in which tokens and experts' results meet. Only allgather_reducescatter: all "
-        "ranks have all tokens, and sum their experts' results.",
+        "ranks have all tokens (of several engines they get them at each mixture), and sum their experts' "
+        "results.",
     )  # fmt: skip
     enable_eplb: bool = option(
         False, "Count the tokens of experts, and move experts between ranks so that all get equally many "
@@ -105,7 +109,8 @@ class ParallelConfig:
     @property
     def executor(self) -> str:
         """The executor's name, chosen if it was left out."""
-        return self.distributed_executor_backend or ("uni" if self.num_ranks == 1 else "mp")
+        alone = self.num_ranks == 1 and not self.shares_experts
+        return self.distributed_executor_backend or ("uni" if alone else "mp")
 
     @property
     def is_replicated(self) -> bool:
@@ -123,6 +128,11 @@ class ParallelConfig:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def shares_experts(self) -> bool:
+        """True if several engines have experts in common, and run their passes together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
     def describe_ranks(self) -> str:
         """The settings that make several ranks, for messages."""
         sizes = {
@@ -130,6 +140,10 @@ class ParallelConfig:
             "pipeline_parallel_size": self.pipeline_parallel_size,
         }
         named = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+        if self.shares_experts:
+            named.append(
+                f"data_parallel_size = {self.data_parallel_size} with enable_expert_parallel"
+            )
         return " and ".join(named) or "tensor_parallel_size = 1"
 
     def __post_init__(self) -> None:
@@ -143,6 +157,10 @@ class ParallelConfig:
         most = MOST_RANKS // size
         require(1 <= stages <= most, "parallel.pipeline_parallel_size", stages,
                f"in 1..{most}: {MOST_RANKS} ranks at most, {size} for each stage")  # fmt: skip
+        ranks = engines * self.num_ranks
+        require(not self.shares_experts or ranks <= MOST_RANKS, "parallel.data_parallel_size", engines,
+               f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} "
+               f"ranks of each engine: {MOST_RANKS} ranks can share experts")  # fmt: skip
         self._check_context()
         executor = self.distributed_executor_backend
         require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
+from headrace_engine.lockstep.turns import TAKE_PART
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.nodes.listener import gather
 from headrace_engine.multiproc.places import RankedWorkers, Rendezvous
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 LED = {"profile": "begin_profile", "warm_up": ""}
 """Calls whose passes rank 0 leads: the others follow its passes, then get the call. Before it they get the
 one that stands here, if one does."""
-OWN = ("start_profile", "stop_profile")
-"""Calls that are of rank 0 only: a recording is of its steps."""
+OWN = ("start_profile", "stop_profile", TAKE_PART)
+"""Calls that are of rank 0 only: a recording is of its steps, and it leads the passes."""
 JOIN_SECONDS = 10.0
 """Longest wait for rank 0's thread at the end: it may be in an exchange with a rank that does not come."""
 
@@ -37,6 +38,9 @@ class MultiProcExecutor(UniProcExecutor):
     Steps go to rank 0 only, whose passes of the model run on every rank. When a rank ends, or a pass
     raises, the ranks are no longer in step: :attr:`failure` says why, and whoever waits for a step or a
     call gets that at once.
+
+    An engine that shares experts with others is of this kind, too, even with one rank: a pass that raises
+    ends it.
 
     Args:
         worker_factory: a :class:`RankedWorkers`; any other one makes an engine of one rank.
@@ -58,13 +62,15 @@ class MultiProcExecutor(UniProcExecutor):
         """Start the processes and make every rank's worker; raises what that raises, with nothing left
         behind."""
         ranked = self.worker_factory
-        if not isinstance(ranked, RankedWorkers) or ranked.world_size == 1:
+        if not isinstance(ranked, RankedWorkers) or not (ranked.world_size > 1 or ranked.peers):
             super().start()
             return
         self._meeting = None if ranked.meet is None else ranked.meet()
         try:
             meeting = self._meeting
             rendezvous = {} if meeting is None else {n: meeting.address(n) for n in ranked.groups}
+            if ranked.peers is not None:
+                rendezvous |= ranked.peers.meet(meeting)
             nodes = gather(ranked, rendezvous)
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died, nodes)
             leader = PassLeader(others.run_pass, self._broken, others.call)
@@ -96,8 +102,8 @@ class MultiProcExecutor(UniProcExecutor):
             return super().call(method, *args)
         if method not in CALLS:
             raise UnsupportedFeature(
-                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1; ranks in "
-                f"other processes do {', '.join(CALLS)} only"
+                f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1, or engines "
+                f"share experts; ranks in other processes do {', '.join(CALLS)} only"
             )
         results: list[Any] = self._queue(
             partial(_on_every_rank, others, method, args), is_step=False

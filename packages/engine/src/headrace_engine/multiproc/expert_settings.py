@@ -46,11 +46,11 @@ def check_expert_parallel(config: ParallelConfig) -> None:
     """
     size, engines = config.tensor_parallel_size, config.data_parallel_size
     is_on = config.enable_expert_parallel
-    alone = (
-        "left out with tensor_parallel_size = 1: experts are divided over the ranks of an engine"
-    )
-    shared = " (engines of data_parallel_size share no experts)" if engines > 1 else ""
-    require(not is_on or size > 1, "parallel.enable_expert_parallel", is_on, f"{alone}{shared}")
+    require(not is_on or size * engines > 1, "parallel.enable_expert_parallel", is_on,
+           "left out with tensor_parallel_size = 1 and data_parallel_size = 1: that is one rank"
+           )  # fmt: skip
+    if config.shares_experts:
+        _check_shared(config)
     strategy = config.expert_placement_strategy
     require(strategy in ("linear", "round_robin"), "parallel.expert_placement_strategy", strategy,
            "one of linear, round_robin")  # fmt: skip
@@ -64,6 +64,22 @@ def check_expert_parallel(config: ParallelConfig) -> None:
     require(config.enable_eplb or not config.eplb_config, _EPLB, config.eplb_config,
            "used with enable_eplb")  # fmt: skip
     eplb_settings(config.eplb_config)
+
+
+def _check_shared(config: ParallelConfig) -> None:
+    """What several engines with experts in common have not been combined with."""
+    executor = config.distributed_executor_backend
+    for name, value, wanted in (
+        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
+        ("decode_context_parallel_size", config.decode_context_parallel_size, 1),
+        ("nnodes", config.nnodes, 1),
+        ("distributed_executor_backend", executor, executor if executor == "mp" else None),
+        ("enable_eplb", config.enable_eplb, False),
+    ):
+        accepted = "'mp', or left out," if name == "distributed_executor_backend" else repr(wanted)
+        require(value == wanted, f"parallel.{name}", value,
+               f"{accepted} with enable_expert_parallel and data_parallel_size = "
+               f"{config.data_parallel_size}: the ranks of all engines share the experts")  # fmt: skip
 
 
 def _check_all2all(backend: str) -> None:

@@ -29,9 +29,9 @@ from headrace_engine.kv_transfer.worker import BlockMover
 from headrace_engine.lora.step_adapters import NONE
 from headrace_engine.multiproc.adapters import FollowingAdapters
 from headrace_engine.multiproc.leader import (
-    EXPERTS,
     LOGITS,
     LOGITS_OF_ROWS,
+    OF_EXPERTS,
     PASSES,
     REPLAY,
     VOCABULARY,
@@ -78,12 +78,12 @@ class FollowingWorker(ServingWorker):
             return
         if method not in (*PASSES, *VOCABULARY, LOGITS_OF_ROWS):
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", *EXPERTS) and not self._has_inputs:
+        if method not in ("forward", *OF_EXPERTS) and not self._has_inputs:
             return  # of what makes inputs and logits, which the first stage has
         if method == LOGITS_OF_ROWS:
             self._compute_logits(*args)
             return
-        runs = self._experts if method in EXPERTS else self._loaded()
+        runs = self._experts if method in OF_EXPERTS else self._loaded()
         result = getattr(runs, method)(*(self._prepared(arg) for arg in args))
         if method == "forward" and self._divides_head:
             self._hidden = result
@@ -240,3 +240,5 @@ class FollowingWorker(ServingWorker):
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
+        if self._experts is not None:
+            self._experts.begin_serving()

@@ -10,6 +10,7 @@ import msgspec
 
 from headrace_core.executor import Worker
 from headrace_engine.config import EngineConfig
+from headrace_engine.lockstep.peers import PeerEngines
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.nodes.plan import NodePlan
 
@@ -28,6 +29,10 @@ class RankPlace:
     """Ranges of layers, each of as many neighbouring ranks."""
     num_here: int = 0
     """Ranks of this host, which are adjacent, each host having as many; 0: all are here."""
+    engine: int = 0
+    """Number of the engine, among those that share experts."""
+    num_engines: int = 1
+    """How many these are."""
 
     @property
     def size_here(self) -> int:
@@ -78,6 +83,8 @@ class RankedWorkers:
     """See :attr:`RankPlace.stages`."""
     nodes: NodePlan | None = None
     """The hosts, if there are several."""
+    peers: PeerEngines | None = None
+    """Other engines with which this one shares experts; None: there are none."""
 
     @property
     def num_here(self) -> int:
@@ -90,9 +97,13 @@ class RankedWorkers:
 
     def place(self, rank: int, rendezvous: Mapping[str, str]) -> RankPlace:
         """The place of a rank of rank 0's host."""
-        return RankPlace(
-            rank, self.world_size, self.communicator, rendezvous, self.stages, self.num_here
+        engine, num_engines = (
+            (0, 1) if self.peers is None else (self.peers.engine, self.peers.num_engines)
         )
+        return RankPlace(
+            rank, self.world_size, self.communicator, rendezvous, self.stages, self.num_here, engine,
+            num_engines,
+        )  # fmt: skip
 
 
 class RankHello(msgspec.Struct, frozen=True):

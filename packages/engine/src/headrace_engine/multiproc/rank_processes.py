@@ -128,7 +128,8 @@ class RankProcesses:
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What to raise for an error of rank 0 in a pass: the end of another rank, if that was the cause."""
-        self._has_failed.wait(CAUSE_SECONDS)
+        if self._ranks:
+            self._has_failed.wait(CAUSE_SECONDS)
         return self.failure or error
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ from headrace_engine.config import EngineConfig
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
     from headrace_engine.core import EngineCore
+    from headrace_engine.lockstep.peers import EnginePlace, PeerEngines
     from headrace_engine.multiproc.nodes.plan import NodePlan
     from headrace_engine.startup import StartupTimeline
 
@@ -26,8 +27,14 @@ CORE_FACTORY = "headrace.assembly.core:build_core"
 """Dotted name by which another process finds :func:`build_core`."""
 
 
-def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
-    """Build the engine's core from a configuration alone: the entry point of an engine process."""
+def build_core(
+    config: EngineConfig, timeline: StartupTimeline, place: EnginePlace | None = None
+) -> EngineCore:
+    """Build the engine's core from a configuration alone: the entry point of an engine process.
+
+    Args:
+        place: the engine's, among those with which it shares experts; None: there are none.
+    """
     from headrace_engine.startup import collector_paused
 
     leave_to_another(*RESOLUTION)
@@ -35,7 +42,11 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
         with timeline.phase("resolve model"):
             resolved = resolve_engine(config)
             start_reading(resolved)
-        return build_resolved_core(resolved, timeline)
+        if place is None:
+            return build_resolved_core(resolved, timeline)
+        from headrace_engine.lockstep.peers import PeerEngines
+
+        return build_resolved_core(resolved, timeline, peers=PeerEngines(place))
 
 
 def build_resolved_core(
@@ -43,12 +54,14 @@ def build_resolved_core(
     timeline: StartupTimeline,
     vocabulary: Callable[[], Vocabulary] | None = None,
     nodes: NodePlan | None = None,
+    peers: PeerEngines | None = None,
 ) -> EngineCore:
     """Build the engine's core here: workers started, model loaded, cache allocated.
 
     Args:
         vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
         nodes: processes that have the other ranks, if somebody else starts them.
+        peers: engines with which this one shares experts; None: there are none.
     """
     failpoints.warn()
     resolved = with_engine_id(resolved)
@@ -88,12 +101,13 @@ def build_resolved_core(
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes)
+        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes, peers)
     )
-    return EngineCore.build(
+    executor = executor_class(make_worker)
+    core = EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(make_worker),
+        executor=executor,
         timeline=timeline,
         fit_context=resolved.fit_context,
         grammars=grammars,
@@ -101,6 +115,11 @@ def build_resolved_core(
         connector=connector,
         model="" if connector is None else model_name(resolved),
     )
+    if peers is not None:
+        from headrace_engine.lockstep.turns import LockstepTurns
+
+        core.lockstep = LockstepTurns(peers, executor)
+    return core
 
 
 def check_can_sleep(resolved: ResolvedConfig) -> None:

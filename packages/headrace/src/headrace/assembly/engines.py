@@ -39,6 +39,15 @@ def replicated_client(
 
     check_engines(config, platform)
     shares = EngineShares(config, platform)
+    if config.parallel.shares_experts:
+        from headrace_engine.clients.grouped import GroupedClient
+
+        return GroupedClient(
+            lambda index, place: ProcessClient(CORE_FACTORY, shares.of(index), place=place),
+            config.parallel.data_parallel_size,
+            timeline,
+            follows_prefixes=follows_prefixes,
+        )
     return ReplicatedClient(
         lambda index: ProcessClient(CORE_FACTORY, shares.of(index)),
         config.parallel.data_parallel_size,
@@ -128,7 +137,9 @@ class EngineShares:
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         self._count = config.parallel.data_parallel_size
         self._platform = platform
-        alone = dataclasses.replace(config.parallel, data_parallel_size=1, enable_elastic_ep=None)
+        # Engines that share experts know how many they are.
+        own = self._count if config.parallel.shares_experts else 1
+        alone = dataclasses.replace(config.parallel, data_parallel_size=own, enable_elastic_ep=None)
         self._alone = dataclasses.replace(config, parallel=alone)
         if isinstance(platform, BringsWorker):  # neither threads nor memory of this machine
             return

@@ -277,7 +277,8 @@ def rank_context(resolved: ResolvedConfig, context: BuildContext, rank: int = 0)
     from headrace_models.loading.absent_group import AbsentGroup
 
     parallel = resolved.config.parallel
-    place = RankPlace(rank, parallel.tensor_parallel_size)
+    engines = parallel.data_parallel_size if parallel.shares_experts else 1
+    place = RankPlace(rank, parallel.tensor_parallel_size, num_engines=engines)
     tokens = resolved.config.scheduler.max_num_batched_tokens or 1
     experts = divided_experts(parallel, Ranks(place), tokens)
     return dataclasses.replace(

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from headrace_core.sampling.logits_processor import LogitsProcessor
     from headrace_engine.encoder.slices import EncoderSlices
     from headrace_engine.execution.worker import LeadsPasses, ServingWorker
+    from headrace_engine.lockstep.peers import PeerEngines
     from headrace_engine.lora.store import AdapterStore
     from headrace_engine.multiproc.nodes.plan import NodePlan
     from headrace_engine.multiproc.places import RankPlace
@@ -88,6 +89,7 @@ def worker_factory(
     place: RankPlace | None = None,
     leader: LeadsPasses | None = None,
     connector: KVConnector | None = None,
+    peers: PeerEngines | None = None,
 ) -> Callable[[], ServingWorker]:
     """Makes the worker of the resolved model, which loads it when asked to.
 
@@ -96,6 +98,7 @@ def worker_factory(
         place: its rank; None: there is one.
         leader: makes the model's passes run on the other ranks; None: there are none, or this one follows.
         connector: of blocks outside the cache; None: there are none.
+        peers: engines with which this one shares experts; None: there are none, or the rank is not 0.
     """
     from headrace_engine.execution.capture import Capture
     from headrace_engine.multiproc.following import FollowingWorker
@@ -126,6 +129,8 @@ def worker_factory(
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
         experts = divided_experts(config.parallel, ranks, tokens)
+        if experts is not None and peers is not None:
+            experts.waves = peers.waves
 
         def leave() -> None:
             if experts is not None:
@@ -241,11 +246,13 @@ def ranked_workers(
     adapters: AdapterStore | None = None,
     connector: KVConnector | None = None,
     nodes: NodePlan | None = None,
+    peers: PeerEngines | None = None,
 ) -> WorkerFactory:
     """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s.
 
     Args:
         nodes: processes that have the other ranks, if somebody else starts them.
+        peers: engines with which this one shares experts; None: there are none.
     """
     from headrace_engine.multiproc.places import RankedWorkers
     from headrace_engine.step_timer import timed_workers
@@ -254,11 +261,13 @@ def ranked_workers(
     parallel = config.parallel
 
     def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
-        made = worker_factory(resolved, timeline, grammars, adapters, place, leader, connector)
+        made = worker_factory(
+            resolved, timeline, grammars, adapters, place, leader, connector, peers
+        )
         # Rank 0's is a ModelWorker.
         return timed_workers(cast("WorkerFactory", made), config.observability)()
 
-    if parallel.num_ranks == 1:
+    if parallel.num_ranks == 1 and peers is None:
         return RankedWorkers(make, FOLLOWER_FACTORY, config)
     plan = nodes or node_plan(resolved)
     meet = open_rendezvous if plan is None else partial(open_rendezvous, plan.host)
@@ -272,6 +281,7 @@ def ranked_workers(
         group_names(parallel),
         parallel.pipeline_parallel_size,
         plan,
+        peers,
     )
 
 
@@ -452,6 +462,7 @@ def build_model(
     choose.check_used()
     if experts is not None:
         experts.settle()
+        experts.meet_engines(model)
     if told is not None and record is not None:
         told(record)
     return model

@@ -29,7 +29,8 @@ class Traffic(NamedTuple):
     gathered: int
     """Logits that are brought together."""
     sent: int
-    """That each rank sends by a ring: for sums 2 (N - 1) / N of them, for logits half of that."""
+    """That each rank sends by a ring: for sums 2 (N - 1) / N of them, for logits half of that; and of rows
+    that engines with shared experts exchange."""
     handed_on: int
     """Hidden states between stages, and from the last to the first."""
 
@@ -62,7 +63,8 @@ def traffic_of(stages: Sequence[Stage], layout: Layout, hidden_bytes: int) -> Tr
         sum(stage.reductions for stage in stages),
         -(-reduced // layers),
         gathered,
-        (ranks - 1) * (2 * reduced + gathered) // ranks,
+        (ranks - 1) * (2 * reduced + gathered) // ranks
+        + sum(_met_bytes(stage, layout) for stage in stages),
         _borders(layout) * STREAMS_BETWEEN_STAGES * hidden_bytes,
     )
 
@@ -90,7 +92,8 @@ def bound_of(
     times, exchanges = [], []
     for stage in stages:
         cache = batch * request_bytes(stage.specs, workload.context)
-        reading = (stage.step_reads(batch) + cache) / devices.bandwidth
+        reads = stage.step_reads(batch, layout.sharing_engines)
+        reading = (reads + cache) / devices.bandwidth
         exchanges.append(_exchange(stage, layout, devices, batch) + hidden)
         times.append(reading + exchanges[-1])
     running = -(-requests // batch)
@@ -104,9 +107,19 @@ def _borders(layout: Layout) -> int:
 
 
 def _exchange(stage: Stage, layout: Layout, devices: Devices, tokens: int) -> float:
-    """Seconds of a stage's sums over ranks, and of its logits, which every token of a step has."""
-    if not devices.link or layout.tensor == 1:
+    """Seconds of a stage's sums over ranks, of its logits, which every token of a step has, and of rows that
+    engines exchange, there and back."""
+    if not devices.link or layout.tensor * layout.sharing_engines == 1:
         return 0.0
     sent = (layout.tensor - 1) * (2 * stage.reduced + stage.gathered) * tokens / layout.tensor
-    exchanges = stage.reductions + (stage.gathered > 0)
+    sent += tokens * _met_bytes(stage, layout)
+    exchanges = stage.reductions + 2 * stage.meetings + (stage.gathered > 0)
     return sent / devices.link + exchanges * devices.latency
+
+
+def _met_bytes(stage: Stage, layout: Layout) -> int:
+    """Bytes that a rank sends for each token of its engine, where each of as many engines has as many: all
+    rows go round a ring of W ranks, and sums come back; among an engine's ranks each then has a part."""
+    ranks = layout.tensor * layout.sharing_engines
+    rows = stage.met * layout.sharing_engines
+    return 2 * (ranks - 1) * rows // ranks + (layout.tensor - 1) * stage.met // layout.tensor

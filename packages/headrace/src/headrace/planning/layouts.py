@@ -16,11 +16,17 @@ class Layout(NamedTuple):
     data: int = 1
     """Engines."""
     experts: bool = False
-    """True if whole experts are spread over the ranks of a stage; False: each expert is divided."""
+    """True if whole experts are spread over the ranks of a stage, and of all engines; False: each expert is
+    divided over the ranks of an engine."""
 
     @property
     def devices(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def sharing_engines(self) -> int:
+        """Engines that have their experts in common."""
+        return self.data if self.experts else 1
 
     def flags(self) -> str:
         """The command line's words for it; empty for one rank."""
@@ -37,14 +43,14 @@ class Layout(NamedTuple):
 
 def layouts_of(devices: int, *, has_experts: bool) -> Iterator[Layout]:
     """Every layout of all the devices that uses at most two of tensor, pipeline and data parallelism; each
-    that divides layers over ranks also with experts spread, where there are some."""
+    that divides layers over ranks, or has several engines, also with experts spread, where there are some."""
     for tensor in divisors(devices):
         for pipeline in divisors(devices // tensor):
             data = devices // tensor // pipeline
             if min(tensor, pipeline, data) > 1:
                 continue
             yield Layout(tensor, pipeline, data)
-            if has_experts and tensor > 1:
+            if has_experts and (tensor > 1 or (data > 1 and pipeline == 1)):
                 yield Layout(tensor, pipeline, data, experts=True)
 
 

@@ -42,13 +42,22 @@ class Stage:
     """Sums over the ranks in a step."""
     gathered: int
     """Of a token's logits that ranks bring together."""
+    met: int
+    """Of each token, that goes to all ranks of engines which share experts; as much comes back."""
+    meetings: int
+    """Mixtures in which it does, in a step."""
     specs: Mapping[str, CacheSpec]
     samples: bool
     """True if logits are made on it."""
 
-    def step_reads(self, tokens: int) -> int:
+    def step_reads(self, tokens: int, engines: int = 1) -> int:
         """Bytes of weights that a step of so many tokens is expected to read, if tokens choose their experts
-        evenly and independently."""
+        evenly and independently.
+
+        Args:
+            engines: that share the experts, with as many tokens each.
+        """
+        tokens = tokens * engines
         chosen = (
             experts.num_bytes * (1 - (1 - min(1.0, experts.top_k / experts.number)) ** tokens)
             for experts in self.experts
@@ -103,16 +112,17 @@ class RankModels:
         size: int = getattr(torch, self._resolved.info.dtype).itemsize
         return size
 
-    def of(self, ranks: int, *, experts: bool = False) -> RankModel:
+    def of(self, ranks: int, *, experts: bool = False, engines: int = 1) -> RankModel:
         """The model of rank 0.
 
         Args:
             experts: ranks have whole experts.
+            engines: that share these.
 
         Raises:
             UnsupportedModel, ConfigError: it cannot be divided so; names the layer.
         """
-        key = Layout(ranks, experts=experts)
+        key = Layout(ranks, data=engines, experts=experts)
         if key not in self._built:
             from headrace_models.layer_parts import layer_parts
 
@@ -129,7 +139,9 @@ class RankModels:
             UnsupportedModel: see :meth:`of`; or layers are not one list, which stages could share.
             ConfigError: more stages than layers.
         """
-        parts, specs = self.of(layout.tensor, experts=layout.experts)
+        parts, specs = self.of(
+            layout.tensor, experts=layout.experts, engines=layout.sharing_engines
+        )
         layers = parts.layers
         ranges = stage_ranges(parts, layout.pipeline)
         return [
@@ -155,6 +167,8 @@ class RankModels:
             reduced=self.item_bytes * sum(part.reduced for part in inside),
             reductions=sum(part.reductions for part in inside),
             gathered=self.item_bytes * sum(part.gathered for part in inside),
+            met=self.item_bytes * sum(part.met for part in inside),
+            meetings=sum(part.meetings for part in inside),
             specs={name: spec for name, spec in specs.items() if name in names},
             samples=is_first,
         )

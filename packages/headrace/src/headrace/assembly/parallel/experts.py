@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace_core import plugins
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_engine.lockstep.waves import Waves
 from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.assembly.parallel.ranks import Ranks
-    from headrace_core.model import ModelInfo
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import CausalLM, ModelInfo
+    from headrace_core.parallel import Communicator
     from headrace_distributed.eplb.background import BackgroundExchange
     from headrace_distributed.eplb.balancer import ExpertBalancer
     from headrace_distributed.eplb.moves import Places
     from headrace_engine.config import EngineConfig
     from headrace_engine.multiproc.config import ParallelConfig
     from headrace_models.layers.moe.division import ExpertDivision
+    from headrace_models.layers.moe.exchange import RowExchange
 
+PASSES_OF_ENGINES = ("forward", "forward_streams")
+"""Methods of models whose mixtures exchange rows between engines."""
 POLICIES = "headrace.eplb_policies"
 _ON, _EPLB = "parallel.enable_expert_parallel", "parallel.enable_eplb"
 
@@ -40,8 +48,30 @@ def check_experts(config: EngineConfig, info: ModelInfo) -> None:
             "divided by their columns",
             field=_ON,
         )
+    _check_shared(config, info)
     if config.parallel.enable_eplb:
         plugins.find(POLICIES, eplb_settings(config.parallel.eplb_config).policy)
+
+
+def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuse what engines with experts in common have not been combined with."""
+    if not config.parallel.shares_experts:
+        return
+    speculative = config.speculative
+    for field, value, why in (
+        ("lora.enable_lora", config.lora.enable_lora, "adapters beside shared experts were not tried"),
+        ("speculative.method", speculative.method, "guesses beside shared experts were not tried"),
+        ("speculative.model", speculative.model, "a draft model's passes would be an engine's own"),
+        ("model.runner", info.runner if info.runner != "generate" else None,
+         "passes that pool are an engine's own"),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(
+                f"{field} = {value!r:.200}: must be left out while "
+                f"{config.parallel.describe_ranks()}: {why}; without enable_expert_parallel engines are "
+                "independent",
+                field=field,
+            )
 
 
 def divided_experts(
@@ -52,7 +82,7 @@ def divided_experts(
     Args:
         max_tokens: of a step.
     """
-    if not config.enable_expert_parallel or not ranks.are_several:
+    if not config.enable_expert_parallel or not (ranks.are_several or ranks.num_engines > 1):
         return None
     from headrace_models.layers.moe.division import ExpertDivision
 
@@ -62,6 +92,8 @@ def divided_experts(
         redundant=settings.num_redundant_experts,
         may_move=config.enable_eplb,
         counts=max_tokens if config.enable_eplb and ranks.rank == 0 else 0,
+        engine=ranks.engine,
+        num_engines=ranks.num_engines,
     )
     return DividedMixtures(division, ranks, settings if config.enable_eplb else None)
 
@@ -97,6 +129,11 @@ class DividedMixtures:
     ) -> None:
         self.division, self._ranks, self._settings = division, ranks, settings
         self._moving: _Move | None = None
+        self.waves = Waves()
+        """Told of the passes of engines that share experts."""
+        self._group: Communicator | None = None
+        """All ranks of these engines."""
+        self._is_serving = False
 
     def check_found(self, architecture: str) -> None:
         """See :func:`check_mixtures`."""
@@ -114,7 +151,7 @@ class DividedMixtures:
         from headrace_models.layers.moe.moving import slot_weights
 
         if self._settings.use_async:
-            self._ranks.expert_group()  # in which all meet while they load
+            self._ranks.moving_group()  # in which all meet while they load
         for mixture in self.division.mixtures:
             weights = slot_weights(mixture)
             if weights is None or not are_alike(weights, self._ranks.communicator()):
@@ -123,6 +160,61 @@ class DividedMixtures:
                     "stored in different ways or sizes, so that one cannot take the place of another",
                     field=_EPLB,
                 )
+
+    def meet_engines(self, model: CausalLM) -> None:
+        """Let a model's passes be those of all engines that share its experts, if there are several. Every
+        rank of every engine must call it, and then :meth:`begin_serving`."""
+        exchange = self.division.exchange
+        if exchange is None:
+            return
+        self._group = self._ranks.expert_group()
+        for name in PASSES_OF_ENGINES:
+            own = getattr(model, name, None)
+            if own is not None:
+                setattr(model, name, partial(self._run_pass, exchange, own))
+
+    def begin_serving(self) -> None:
+        """From now on passes are those of all engines; so far they were this one's, to measure.
+
+        Raises:
+            UnsupportedModel: a mixture is not called once a pass with every token, so that engines could not
+                know what the others do.
+        """
+        exchange = self.division.exchange
+        if exchange is None:
+            return
+        called = [call.experts for call in exchange.calls]
+        for mixture in self.division.mixtures:
+            if called.count(mixture) != 1:
+                raise UnsupportedModel(
+                    f"{mixture.name}: called {called.count(mixture)} times in a pass: data_parallel_size "
+                    f"must be 1, or {_ON} left out, for mixtures that not every token goes to once"
+                )
+        assert self._group is not None
+        exchange.start(self._group)
+        self._is_serving = True
+
+    def _run_pass(
+        self, exchange: RowExchange, own: Callable[..., Any], batch: ForwardBatch, *rest: Any
+    ) -> Any:
+        """A pass of this engine, in which it has rows."""
+        if self._is_serving:
+            self.waves.enter()
+        with exchange.one_pass(batch.num_tokens):
+            return own(batch, *rest)
+
+    def take_part(self) -> bool:
+        """A pass in which this engine has no rows; False: no engine has any, and nothing was computed. All
+        ranks of the engine must call it."""
+        exchange = self.division.exchange
+        assert exchange is not None
+        self.waves.enter()
+        with exchange.one_pass(0) as counts:
+            if not any(counts):
+                self.waves.rest()
+                return False
+            exchange.take_part()
+            return True
 
     def places(self) -> list[Places]:
         """By mixture, where experts are."""
@@ -171,7 +263,7 @@ class DividedMixtures:
         placement, weights = mixture.placement, slot_weights(mixture)
         assert placement is not None
         assert weights is not None  # as settle() saw
-        group, old = self._ranks.expert_group(), placement.places
+        group, old = self._ranks.moving_group(), placement.places
         self._moving = _Move(
             index, places,
             BackgroundExchange(lambda: receive_experts(old, places, weights, group), group),

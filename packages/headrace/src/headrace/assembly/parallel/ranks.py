@@ -21,6 +21,7 @@ from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
+from headrace_engine.lockstep.peers import EXPERT_GROUP
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.expert_settings import eplb_settings
 
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
-EXPERT_GROUP = "eplb"
+MOVING_GROUP = "eplb"
 """Name of the group of all ranks in which experts move beside steps."""
 
 
@@ -59,6 +60,9 @@ class Ranks:
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
         self.rank_here = 0 if place is None else place.rank_here
+        self.engine = 0 if place is None else place.engine
+        self.num_engines = 1 if place is None else place.num_engines
+        """Engines whose ranks share the experts."""
 
     @property
     def are_several(self) -> bool:
@@ -77,9 +81,17 @@ class Ranks:
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
-        if self.share_keys or self.num_stages > 1:
+        whose = (
+            "of several stages"
+            if self.num_stages > 1
+            else "of ranks that share keys"
+            if self.share_keys
+            else "of engines that share experts"
+            if self.num_engines > 1
+            else ""
+        )
+        if whose:
             if self.rank == 0:
-                whose = "of several stages" if self.num_stages > 1 else "of ranks that share keys"
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
         if not self.are_several or self.recorders():
@@ -100,6 +112,14 @@ class Ranks:
         if self.tensor_size == 1:
             return SingleProcess()
         return self._join(tensor_group(self.stage), self.rank % self.tensor_size, self.tensor_size)
+
+    def expert_group(self) -> Communicator:
+        """The group of all ranks of all engines that share experts, which this one joins when it is first
+        asked for; those of an engine are neighbours."""
+        rank = self.engine * self.world_size + self.rank
+        group = self._join(EXPERT_GROUP, rank, self.num_engines * self.world_size)
+        group.barrier()  # then nobody needs the place where they meet any longer
+        return group
 
     def stages(self, partition: str | None) -> Stage | None:
         """This rank's stage, whose ways to others are joined; None: there is one stage.
@@ -149,9 +169,9 @@ class Ranks:
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}
 
-    def expert_group(self) -> Communicator:
+    def moving_group(self) -> Communicator:
         """The ranks once more, for exchanges of experts beside steps; joined when first asked for."""
-        return self._join(EXPERT_GROUP, self.rank, self.world_size)
+        return self._join(MOVING_GROUP, self.rank, self.world_size)
 
     def leave(self) -> None:
         """Leave the groups that this rank has joined. Idempotent."""
@@ -244,7 +264,7 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         *tensor,
         *map(context_group_name, context),
         *(links if num_stages > 1 else ()),
-        *((EXPERT_GROUP,) if moving else ()),
+        *((MOVING_GROUP,) if moving else ()),
     )
 
 
@@ -259,13 +279,20 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
     from headrace_models.stages.division import PARTITION, partition_of
 
     check_device(parallel.communicator, platform.device)
-    if parallel.num_ranks == 1:
+    if parallel.num_ranks == 1 and not parallel.shares_experts:
         return
     if platform.device not in ("cpu", "cuda") or isinstance(platform, BringsWorker):
-        tensor = parallel.tensor_parallel_size > 1
-        field = f"parallel.{'tensor' if tensor else 'pipeline'}_parallel_size"
+        kind = (
+            "tensor"
+            if parallel.tensor_parallel_size > 1
+            else "pipeline"
+            if parallel.pipeline_parallel_size > 1
+            else "data"
+        )
+        field = f"parallel.{kind}_parallel_size"
+        device = config.device.device if isinstance(platform, BringsWorker) else platform.device
         raise ConfigError(
-            f"parallel.{parallel.describe_ranks()}: must be 1 on device {platform.device!r}: ranks are "
+            f"parallel.{parallel.describe_ranks()}: must be 1 on device {device!r}: ranks are "
             "processes on a CPU, or on a GPU each",
             field=field,
         )

@@ -74,9 +74,7 @@ class ExpertsBeside(Layer):
 
     def __call__(self, dense: Tensor, stream: Tensor) -> Tensor:
         """Results of the MLP [T, H], and the stream [T, H] before its norm -> [T, H]."""
-        out = self.experts(self.input_norm(stream), *self.router(stream))
-        if self.communicator.world_size > 1:
-            out = self.communicator.all_reduce(out)
+        out = self.experts.summed(self.experts(self.input_norm(stream), *self.router(stream)))
         return self.ops.add(self.dense_norm(dense), self.output_norm(out))
 
 

@@ -88,9 +88,7 @@ class RoutedMLPs(MLPLayer):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> the same shape."""
         inner = x if self.to_latent is None else self.to_latent(x)
-        out = self.experts(inner, *self.router(x))
-        if self.communicator.world_size > 1:
-            out = self.communicator.all_reduce(out)
+        out = self.experts.summed(self.experts(inner, *self.router(x)))
         out = out if self.from_latent is None else self.from_latent(out)
         return self.ops.add(out, self.shared(x))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_models.layers.moe.exchange import RowExchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,8 @@ class ExpertDivision:
         redundant: copies of experts that each mixture has beside the experts themselves.
         may_move: experts change places while the model serves, so that ranks have equally many.
         counts: remember where tokens go, for so many tokens of a step at most; 0: do not.
+        engine: number of this engine among those that share the experts.
+        num_engines: how many these are.
     """
 
     def __init__(
@@ -65,9 +68,14 @@ class ExpertDivision:
         redundant: int = 0,
         may_move: bool = False,
         counts: int = 0,
+        engine: int = 0,
+        num_engines: int = 1,
     ) -> None:
         self.strategy, self.redundant, self.may_move = strategy, redundant, may_move
         self.counts = counts
+        self.engine, self.num_engines = engine, num_engines
+        self.exchange: RowExchange | None = None
+        """Of rows with the other engines; None: there are none, or no mixture is built yet."""
         self.mixtures: list[Experts] = []
         """In the order of their making."""
 
@@ -81,17 +89,24 @@ class ExpertDivision:
             ConfigError: experts may move, and the ranks do not divide the number of slots, or another
                 mixture has another number of experts.
         """
-        ranks = context.communicator.world_size
+        of_engine = context.communicator
+        ranks = self.num_engines * of_engine.world_size
         if count < ranks:
+            engines = f"data_parallel_size = {self.num_engines} times " * (self.num_engines > 1)
             raise UnsupportedModel(
-                f"{experts.name}: {count} experts cannot be divided over tensor_parallel_size = {ranks}: "
-                "with enable_expert_parallel it must be at most their number"
+                f"{experts.name}: {count} experts cannot be divided over {engines}tensor_parallel_size = "
+                f"{of_engine.world_size}: with enable_expert_parallel it must be at most their number"
             )
         if self.may_move:
             self._check_slots(experts.name, count, ranks)
+        if self.num_engines > 1 and self.exchange is None:
+            self.exchange = RowExchange(of_engine, self.engine, self.num_engines)
         self.mixtures.append(experts)
         places = initial_places(count, ranks, self.strategy, self.redundant)
-        return Placement(context, places, count, identities, top_k, self.counts, self.may_move)
+        rank = self.engine * of_engine.world_size + of_engine.rank
+        return Placement(
+            context, rank, places, count, identities, top_k, self.counts, self.may_move
+        )
 
     def _check_slots(self, name: str, count: int, ranks: int) -> None:
         field = "parallel.eplb_config.num_redundant_experts"
@@ -116,6 +131,7 @@ class Placement:
     """Where a mixture's experts are, and this rank's tables of them.
 
     Args:
+        rank: this one, among all that have experts.
         places: see :data:`Places`.
         identities: I.
         top_k: k.
@@ -126,6 +142,7 @@ class Placement:
     def __init__(
         self,
         context: BuildContext,
+        rank: int,
         places: Places,
         count: int,
         identities: int,
@@ -133,7 +150,7 @@ class Placement:
         counts: int,
         may_move: bool,
     ) -> None:
-        self.ops, self.rank = context.ops, context.communicator.rank
+        self.ops, self.rank = context.ops, rank
         self.count, self.identities = count, identities
         self.places: list[list[int]] = []
         self.num_slots = len(places[self.rank])

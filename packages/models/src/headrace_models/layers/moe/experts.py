@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
     from headrace_models.layers.moe.division import Placement
+    from headrace_models.layers.moe.exchange import RowExchange
     from headrace_models.lora.places import ExpertsPlace
 
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -54,6 +55,9 @@ class Experts(WeightLayer):
     placement: Placement | None = None
     """Where whole experts are; None: every rank has its columns of all."""
 
+    exchange: RowExchange | None = None
+    """Brings together the rows of several engines that share the experts; None: there is one engine."""
+
     low_rank: ExpertsPlace | None = None
     """The experts' adapters; None: they take none. With a place plain weights are packed for two products,
     between which it adds."""
@@ -75,10 +79,12 @@ class Experts(WeightLayer):
         self.ops = context.ops
         self.activation = activation
         self.bias, self.identities = bias, identities
+        self.communicator = context.communicator
         self.is_first_rank = context.communicator.rank == 0
         inner = WHOLE
         if context.experts is not None and top_k:
             self.placement = context.experts.divide(self, context, len(names), identities, top_k)
+            self.exchange = context.experts.exchange
             self.no_adapters = "ranks divide the experts whole (enable_expert_parallel)"
         else:
             what = f"{self.name}, inner size"
@@ -208,7 +214,9 @@ class Experts(WeightLayer):
 
     def __call__(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """x [T, H], weights [T, k] float32 (None: ones), ids [T, k] -> [T, H], this rank's share of the
-        sum."""
+        sum, which :meth:`summed` takes."""
+        if self.placement is not None and self.exchange is not None:
+            return self._of_engines(self.placement, self.exchange, x, weights, ids)
         if self.placement is not None:
             return self._divided(self.placement, x, weights, ids)
         out = self._base(x, weights, ids)
@@ -219,6 +227,26 @@ class Experts(WeightLayer):
             return out
         own = None if weights is None else weights[rows]
         return out.index_copy(0, rows, self._adapted(self.low_rank, x[rows], own, ids[rows], rows))
+
+    def summed(self, shares: Tensor) -> Tensor:
+        """Shares of the ranks, [T, H] each, summed; may reuse the input's memory. Rows of several engines are
+        summed before they come back."""
+        if self.communicator.world_size == 1 or self.exchange is not None:
+            return shares
+        return self.communicator.all_reduce(shares)
+
+    def _of_engines(
+        self,
+        placement: Placement,
+        exchange: RowExchange,
+        x: Tensor,
+        weights: Tensor | None,
+        ids: Tensor,
+    ) -> Tensor:
+        """The whole sum of this engine's rows, while this rank computes its experts for those of all."""
+        per_token = exchange.begin_call(self, x, weights, ids)
+        shares = self._divided(placement, *exchange.gather(x, weights, ids, per_token))
+        return exchange.scatter(shares, per_token)
 
     def _divided(
         self, placement: Placement, x: Tensor, weights: Tensor | None, ids: Tensor

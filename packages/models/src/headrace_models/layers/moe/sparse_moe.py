@@ -78,9 +78,7 @@ class SparseMoE(MLPLayer):
         self.shared = shared
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.experts(x, *self.router(x))
-        if self.communicator.world_size > 1:
-            out = self.communicator.all_reduce(out)
+        out = self.experts.summed(self.experts(x, *self.router(x)))
         return out if self.shared is None else self.ops.add(out, self.shared(x))
 
 
@@ -105,5 +103,4 @@ class GatedExpert(MLPLayer):
         self.experts = Experts(context, [name], hidden_size, intermediate_size, activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.experts(x, *self.router(x))
-        return self.communicator.all_reduce(out) if self.communicator.world_size > 1 else out
+        return self.experts.summed(self.experts(x, *self.router(x)))

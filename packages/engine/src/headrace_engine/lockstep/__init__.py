@@ -1,0 +1,1 @@
+"""Engines that share the experts of a model, and so run their passes together."""

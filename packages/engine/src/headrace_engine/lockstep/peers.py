@@ -1,0 +1,105 @@
+"""One engine's connection to the others with which it shares experts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+
+from headrace_engine.lockstep.relay import MEET, MOST_BYTES
+from headrace_engine.lockstep.waves import Waves
+from headrace_engine.threads import in_this_context
+
+logger = logging.getLogger(__name__)
+
+EXPERT_GROUP = "ep"
+"""Name of the group of all ranks of engines that share experts."""
+MEETING_SECONDS = 600.0
+"""Longest wait for engine 0 to say where the ranks meet: it may be resolving a large checkpoint."""
+_WAVE = b"wave "
+
+
+class EnginePlace(msgspec.Struct, frozen=True):
+    """One of the engines that share experts, as its process is told of it."""
+
+    engine: int
+    """Its number, from 0."""
+    num_engines: int
+    path: str
+    """The socket of :class:`~headrace_engine.lockstep.relay.EngineRelay`."""
+
+
+class OpensGroups(Protocol):
+    """Where ranks of groups find each other."""
+
+    def address(self, name: str) -> str:
+        """The address of the group of that name."""
+
+
+class PeerEngines:
+    """The other engines, as one of them hears and tells.
+
+    Raises:
+        OSError: the front end does not listen.
+    """
+
+    def __init__(self, place: EnginePlace) -> None:
+        self.engine, self.num_engines = place.engine, place.num_engines
+        self.waves = Waves(self._tell_of_wave)
+        self.when_due: Callable[[], None] = lambda: None
+        """Called, from a thread, when another engine has begun a wave."""
+        self._meeting: Future[str] = Future()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(place.path)
+        threading.Thread(
+            target=in_this_context(self._listen), name="headrace-peer-engines", daemon=True
+        ).start()
+
+    def meet(self, opened: OpensGroups | None) -> dict[str, str]:
+        """Where all ranks of all engines meet, by the group's name.
+
+        Args:
+            opened: engine 0's own place, at which they do; it says so to the others.
+
+        Raises:
+            TimeoutError: engine 0 has not said it.
+        """
+        if self.engine == 0:
+            assert opened is not None
+            address = opened.address(EXPERT_GROUP)
+            self._send(MEET + address.encode())
+        else:
+            address = self._meeting.result(MEETING_SECONDS)
+        return {EXPERT_GROUP: address}
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _tell_of_wave(self, number: int) -> None:
+        self._send(_WAVE + str(number).encode())
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the front end has gone, and so will this process
+            self._socket.send(message)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError), self._socket:
+            while message := self._socket.recv(MOST_BYTES):
+                self._take(message)
+
+    def _take(self, message: bytes) -> None:
+        if message.startswith(MEET) and not self._meeting.done():
+            self._meeting.set_result(message.removeprefix(MEET).decode())
+        elif message.startswith(_WAVE) and (number := message.removeprefix(_WAVE)).isdigit():
+            self.waves.begun(int(number))
+            self.when_due()
+        else:
+            logger.error("peer engines: %r is not a message", message[:64])

@@ -1,0 +1,198 @@
+"""Engines that share the experts of a mixture give what one process gives, and end together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import save_model
+from modes import PROMPTS, SETTINGS
+from servers import PATIENCE, SLACK, RunningServer, alive, serving
+from test_data_parallel import by_engine, complete, engines
+from test_expert_parallel import agree, said
+
+from headrace import LLM
+from headrace_testing.sampling import todays
+from headrace_testing.waiting import wait_until
+
+pytestmark = pytest.mark.days(3)
+
+SHARED: dict[str, Any] = {
+    "data_parallel_size": 2,
+    "enable_expert_parallel": True,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 7,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    save_model("qwen3_moe", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[list[tuple[int, float]]]:
+    with LLM(str(folder), **SETTINGS) as llm:
+        return said(llm, PROMPTS)
+
+
+def check(folder: Path, expected: Any, settings: dict[str, Any]) -> None:
+    """Alone, together and again: the same bits, and the tokens of one process."""
+    with LLM(str(folder), **SETTINGS, **settings) as llm:
+        alone = [said(llm, [prompt])[0] for prompt in PROMPTS]
+        batched = said(llm, PROMPTS)
+        assert said(llm, PROMPTS) == batched == alone
+        stats = llm.engine.stats()
+        assert len(stats.by_engine) == settings["data_parallel_size"]
+        assert min(one.generation_tokens for one in stats.by_engine) > 0
+    agree(batched, expected)
+
+
+def test_two_engines_say_what_one_process_says(folder: Path, whole: Any) -> None:
+    """Prompts are cut, while the other engine decodes or has nothing; requests are preempted."""
+    check(folder, whole, {**SHARED, "num_gpu_blocks_override": 24})
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"tensor_parallel_size": 2},
+    "mixtral": {"data_parallel_size": 4, "expert_placement_strategy": "round_robin"},
+    "qwen3_next": {"communicator": "gloo", "async_scheduling": False},
+    "qwen3_moe": {"max_num_batched_tokens": 128},
+}
+"""Latent attention, a shared expert, and two ranks of each engine; an expert an engine; layers with states;
+experts in whole numbers, which each engine rounds whole."""
+ROUNDED = {"qwen3_moe": {"quantization": "experts_int8", "quantization_activations": "float"}}
+
+
+@pytest.mark.parametrize("kind", todays(KINDS, days=3))
+def test_families_and_layouts(kind: str, tmp_path: Path) -> None:
+    save_model(kind, tmp_path)
+    stored = ROUNDED.get(kind, {})
+    with LLM(str(tmp_path), **SETTINGS, **stored) as llm:
+        expected = said(llm, PROMPTS)
+    check(tmp_path, expected, SHARED | KINDS[kind] | stored)
+
+
+def words(folder: Path) -> list[str]:
+    return ["--model", str(folder), "--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "128",
+            "-dp", "2", "-ep", "--kv-cache-memory-bytes", "32m", "--block-size", "8", "--num-threads", "2"
+            ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    with serving(*words(folder)) as running:
+        yield running
+
+
+def tokens(server: RunningServer, index: int, engine: int | None, count: int = 12) -> list[int]:
+    """Greedy tokens after a prompt, on an engine."""
+    rank = None if engine is None else str(engine)
+    answer = complete(server, rank, prompt=PROMPTS[index], max_tokens=count, temperature=0,
+                      ignore_eos=True, return_token_ids=True)  # fmt: skip
+    return answer["choices"][0]["token_ids"]
+
+
+def test_an_idle_engine_beside_a_busy_one(server: RunningServer, whole: Any) -> None:
+    """Each of them in turn has all requests: waves begin and end between them."""
+    for index, expected in enumerate(whole):
+        for engine in (0, 1):
+            assert tokens(server, index, engine) == [token for token, _ in expected]
+    first, second = by_engine(server, "generation_tokens_total")
+    assert first == second > 0
+
+
+def test_requests_that_come_in_the_middle(server: RunningServer, whole: Any) -> None:
+    """While engine 0 decodes, requests come to engine 1, one after the other and side by side."""
+    expected = [[token for token, _ in one] for one in whole]
+    begun = sum(by_engine(server, "generation_tokens_total"))
+    with ThreadPoolExecutor(8) as pool:
+        long = [pool.submit(tokens, server, 0, 0, 120) for _ in range(3)]
+        wait_until(lambda: sum(by_engine(server, "generation_tokens_total")) > begun)
+        for index in range(4):
+            assert tokens(server, index, 1) == expected[index]
+        found = list(pool.map(lambda index: tokens(server, index, index % 2), range(len(PROMPTS))))
+        assert found == expected
+        answers = [future.result(PATIENCE) for future in long]
+    assert answers[0][:12] == expected[0]
+    assert answers == [tokens(server, 0, None, 120)] * 3
+
+
+def test_what_engines_at_rest_cost(server: RunningServer, whole: Any) -> None:
+    """Once nothing runs no engine computes, and the first request after that is served."""
+    wait_until(lambda: sum(by_engine(server, "num_requests_running")) == 0)
+    pids = engines(server)
+    before = [_cpu_ticks(pid) for pid in pids]
+    time.sleep(0.5)  # of rest: what is looked at is that nothing happens
+    assert sum(_cpu_ticks(pid) for pid in pids) - sum(before) < 25
+    assert tokens(server, 2, 1) == [token for token, _ in whole[2]]
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@pytest.mark.req("REL-03")
+def test_a_killed_engine_ends_all(folder: Path) -> None:
+    with serving(*words(folder), fresh=True) as server:
+        pids = engines(server)
+        told: list[str] = []
+
+        def ask(engine: int) -> None:
+            """Ask again and again, until that fails."""
+            try:
+                while True:
+                    tokens(server, 1, engine, 100)
+            except urllib.error.HTTPError as error:
+                told.append(error.read().decode())
+            except OSError:  # it was between two requests, and the server has gone
+                pass
+
+        clients = [threading.Thread(target=ask, args=(index % 2,)) for index in range(4)]
+        for client in clients:
+            client.start()
+        wait_until(lambda: min(by_engine(server, "generation_tokens_total")) > 200)
+        begin = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        for client in clients:
+            client.join(PATIENCE)
+        assert server.process.wait(PATIENCE) != 0
+        assert time.monotonic() - begin < 5 * SLACK
+        pattern = r"engine \d: the engine process ended \(killed by signal 9\).*end together"
+        assert any(re.search(pattern, one) for one in told), told
+        wait_until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"enable_eplb": True}, "parallel.enable_eplb.*share the experts"),
+        ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+         "parallel.decode_context_parallel_size.*share the experts"),
+        ({"distributed_executor_backend": "ray"}, "parallel.distributed_executor_backend.*'mp', or left"),
+        ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend"),
+        ({"enable_lora": True}, "lora.enable_lora.*data_parallel_size = 2"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                   "prompt_lookup_max": 2}},
+         "speculative.method = 'ngram'.*data_parallel_size = 2"),
+        ({"enable_sleep_mode": True}, "device.enable_sleep_mode.*data_parallel_size = 2"),
+        ({"device": "sim"}, "parallel.*must be 1 on device 'sim'"),
+        ({"model_impl": "transformers"}, "parallel.enable_expert_parallel.*transformers"),
+    ],
+)  # fmt: skip
+def test_refused_by_name(folder: Path, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, LookupError), match=text):
+        LLM(str(folder), **{**SETTINGS, **SHARED, **settings})
