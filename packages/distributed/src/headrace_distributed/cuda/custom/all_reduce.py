@@ -22,6 +22,8 @@ BLOCK = 1024
 class CustomAllReduce:
     """Kernels over memory that all ranks of a host have mapped; a collective to make.
 
+    Operations follow each other, on one stream or on streams that wait for each other: the memory holds two.
+
     Args:
         ranks: they have met, on one host.
         slot_bytes: the largest tensor; each rank holds twice as many bytes.
