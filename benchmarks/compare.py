@@ -69,6 +69,8 @@ BOTH = ("qwen06", "llama1b")
 PLAN = (
     Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
     Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS)),
+    Row("batch8", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
+    Row("batch32", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
     Row("mixed", (*BOTH, "tiny"), ("bf16", "int8")),
     Row("prefix", BOTH, ("bf16",)),
     Row("memory", BOTH, ("bf16",)),

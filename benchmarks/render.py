@@ -36,6 +36,10 @@ class Measure(NamedTuple):
 MEASURES: Mapping[str, Sequence[Measure]] = {
     "decode": [Measure("ms_per_token", "ms/token", False, "decode, 128 in, 128 out")],
     "prefill": [Measure("seconds", "s", False, "prefill of 2,048")],
+    **{
+        f"batch{n}": [Measure("output_tok_s", "output tok/s", True, f"decode of {n} together")]
+        for n in (8, 32)
+    },
     "mixed": [Measure("output_tok_s", "output tok/s", True, "64 mixed requests, offline")],
     "prefix": [Measure("seconds", "s", False, "32 requests sharing 1,024 tokens")],
     "memory": [Measure("peak_mib", "MiB", False, "peak memory, offline")],
