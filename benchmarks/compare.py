@@ -67,10 +67,10 @@ class Row(NamedTuple):
 
 BOTH = ("qwen06", "llama1b")
 PLAN = (
-    Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
-    Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS)),
-    Row("batch8", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
-    Row("batch32", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
+    Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
+    Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS, *peers.PACKED)),
+    Row("batch8", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
+    Row("batch32", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
     Row("mixed", (*BOTH, "tiny"), ("bf16", "int8")),
     Row("prefix", BOTH, ("bf16",)),
     Row("memory", BOTH, ("bf16",)),
@@ -426,7 +426,7 @@ def _arguments() -> argparse.Namespace:
         help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
     add("--model", type=_listed(models), default=list(models), metavar="NAMES",
         help="(default: qwen06,llama1b,tiny)")  # fmt: skip
-    precisions = ("bf16", "int8", "int4", *peers.BLOCKS)
+    precisions = ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)
     add("--precision", type=_listed(precisions), default=list(precisions), metavar="NAMES",
         help=f"(default: {','.join(precisions)}; those with q are GGUF files)")  # fmt: skip
     add("--rounds", type=int, default=3, help="(default: 3)")

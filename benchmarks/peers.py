@@ -30,9 +30,13 @@ BLOCKS: Mapping[str, float] = {
 """Precision of a GGUF file -> its bits a weight. llama.cpp and headrace read the same file."""
 _FILES = {precision: f"gguf/{{model}}-{precision}.gguf" for precision in BLOCKS}
 
+PACKED: Mapping[str, float] = {"awq": 4.25, "gptq": 4.25}
+"""Precision of a packed checkpoint -> its bits a weight of the blocks; its head has 16."""
+_FOLDERS = {precision: f"{{model}}-{precision}" for precision in PACKED}
+
 CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
-    "headrace": {"bf16": "{model}", "int8": "{model}", "int4": "{model}", **_FILES},
-    "vllm": {"bf16": "{model}", "int8": "{model}-w8a8", "int4": "{model}-w4a16"},
+    "headrace": {"bf16": "{model}", "int8": "{model}", "int4": "{model}", **_FILES, **_FOLDERS},
+    "vllm": {"bf16": "{model}", "int8": "{model}-w8a8", "int4": "{model}-w4a16", **_FOLDERS},
     "openvino": {"bf16": "{model}-ov-fp16", "int8": "{model}-ov-int8", "int4": "{model}-ov-int4"},
     "llamacpp": {
         "bf16": "gguf/{model}-bf16.gguf",
@@ -274,7 +278,7 @@ def client() -> list[str]:
 
 
 def _quantized(precision: str) -> dict[str, str]:
-    return {} if precision in ("bf16", *BLOCKS) else {"quantization": precision}
+    return {} if precision in ("bf16", *BLOCKS, *PACKED) else {"quantization": precision}
 
 
 def unset(engine: str) -> tuple[str, ...]:

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers import BLOCKS
+from peers import BLOCKS, PACKED
 
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 OURS = "headrace"
 Line = Mapping[str, Any]
-BITS: Mapping[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **BLOCKS}
+BITS: Mapping[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **BLOCKS, **PACKED}
 """Precision -> bits of a weight that a decode step reads."""
-HEAD_BITS = {precision: BLOCKS["q6_k"] for precision in BLOCKS if precision != "q8_0"}
-"""The same of the head, which llama-quantize writes as Q6_K."""
+HEAD_BITS: Mapping[str, float] = {
+    **{precision: BLOCKS["q6_k"] for precision in BLOCKS if precision != "q8_0"},
+    **dict.fromkeys(PACKED, 16),
+}
+"""The same of the head, which llama-quantize writes as Q6_K, and AWQ and GPTQ leave as it is."""
 
 
 class Measure(NamedTuple):
