@@ -175,7 +175,9 @@ class Comparison:
             self._startup(visit)
 
     def _by_worker(self, visit: Visit, workloads: Sequence[str], memory: bool) -> None:
-        launch = self._peers.worker(visit.engine, visit.model, visit.precision)
+        launch = self._peers.worker(
+            visit.engine, visit.model, visit.precision, cache_gib=self._args.cache_gib
+        )
         worker = Worker(launch, self._log(visit))
         try:
             self._offline(visit, worker, workloads)
@@ -431,6 +433,8 @@ def _arguments() -> argparse.Namespace:
         help=f"(default: {','.join(precisions)}; those with q are GGUF files)")  # fmt: skip
     add("--rounds", type=int, default=3, help="(default: 3)")
     add("--threads", type=int, default=os.cpu_count(), help="of engines that must be told")
+    add("--cache-gib", type=int, default=peers.CACHE_GIB, metavar="GIB",
+        help="key-value cache of engines offline, resident before they are timed (default: 4)")  # fmt: skip
     add("--seed", type=int, default=0, help="of the prompts")
     add("--max-others", type=float, default=6.0, metavar="PERCENT",
         help="a run while others take more of the machine is repeated (default: 6)")  # fmt: skip
