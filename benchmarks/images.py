@@ -157,6 +157,7 @@ def _generating(model: Any, path: str, dtype: Any) -> Any:
 def _llamacpp(path: str) -> Any:
     """llama-server with one slot, by chat completions of one token; the image travels as a bitmap."""
     import atexit
+    import signal
 
     from processes import Launch, free_port, stop, wait_for_token
 
@@ -173,6 +174,7 @@ def _llamacpp(path: str) -> Any:
     ], {})  # fmt: skip
     process = launch.start(log)
     atexit.register(stop, process)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server goes too
     wait_for_token(process, url, log, 120)
 
     def ask(image: Any) -> None:
