@@ -4,8 +4,8 @@ Engines run one at a time, in turn, each in the Python of its own environment; e
 nothing comes from a cache. ``--towers`` measures images a second of SigLIP's tower in batches instead.
 
 llama.cpp is asked through its server and reads ``gguf/mistral3_08b-bf16.gguf`` and ``gguf/mmproj-...``, which
-its converter makes from the checkpoint. OpenVINO reads ``mistral3_08b-ov-fp16``, which ``optimum-cli`` makes,
-through optimum-intel: the pipelines of OpenVINO GenAI do not know these classes.
+its converter makes from the checkpoint. OpenVINO reads ``mistral3_08b-ov-fp16``, which ``optimum-cli`` makes
+from ``mistral3_08b-older`` (:func:`for_older`), through optimum-intel: the pipelines of OpenVINO GenAI do not know these classes.
 """
 
 from __future__ import annotations
@@ -70,6 +70,19 @@ def make(folder: Path) -> Path:
     return path
 
 
+def for_older(path: Path) -> Path:
+    """The checkpoint as transformers before 5.20 read it: the tower's rotation is called "default" there."""
+    older = path.with_name(f"{path.name}-older")
+    older.mkdir(exist_ok=True)
+    for file in path.iterdir():
+        if file.name != "config.json" and not (older / file.name).exists():
+            (older / file.name).symlink_to(file.resolve())
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["rope_parameters"]["rope_type"] = "default"
+    (older / "config.json").write_text(json.dumps(config))
+    return older
+
+
 def picture(seed: int, side: int) -> Any:
     import numpy as np
     from PIL import Image
@@ -105,8 +118,8 @@ def _headrace(path: str) -> Any:
 def _vllm(path: str) -> Any:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(path, dtype="bfloat16", max_model_len=8192, kv_cache_memory_bytes=1 << 30,
-              max_num_batched_tokens=4096, tokenizer_mode="hf", config_format="hf",
+    llm = LLM(str(for_older(Path(path))), dtype="bfloat16", max_model_len=8192,
+              kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=4096, tokenizer_mode="hf", config_format="hf",
               limit_mm_per_prompt={"image": 1})  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=1)
     return lambda image: llm.generate(_asked(image), params, use_tqdm=False)
