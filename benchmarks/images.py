@@ -5,7 +5,8 @@ nothing comes from a cache. ``--towers`` measures images a second of SigLIP's to
 
 llama.cpp is asked through its server and reads ``gguf/mistral3_08b-bf16.gguf`` and ``gguf/mmproj-...``, which
 its converter makes from the checkpoint. OpenVINO reads ``mistral3_08b-ov-fp16``, which ``optimum-cli`` makes
-from ``mistral3_08b-older`` (:func:`for_older`), through optimum-intel: the pipelines of OpenVINO GenAI do not know these classes.
+from ``mistral3_08b-older`` (:func:`for_older`), through optimum-intel: the pipelines of OpenVINO GenAI do not
+know these classes.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def _vllm(path: str) -> Any:
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(for_older(Path(path))), dtype="bfloat16", max_model_len=8192,
-              kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=4096, tokenizer_mode="hf", config_format="hf",
-              limit_mm_per_prompt={"image": 1})  # fmt: skip
+              kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=4096, tokenizer_mode="hf",
+              config_format="hf", limit_mm_per_prompt={"image": 1})  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=1)
     return lambda image: llm.generate(_asked(image), params, use_tqdm=False)
 
