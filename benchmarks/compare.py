@@ -67,8 +67,10 @@ class Row(NamedTuple):
 
 BOTH = ("qwen06", "llama1b")
 PLAN = (
-    Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS)),
-    Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS)),
+    Row("decode", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
+    Row("prefill", BOTH, ("bf16", "int8", *peers.BLOCKS, *peers.PACKED)),
+    Row("batch8", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
+    Row("batch32", BOTH, ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)),
     Row("mixed", (*BOTH, "tiny"), ("bf16", "int8")),
     Row("prefix", BOTH, ("bf16",)),
     Row("memory", BOTH, ("bf16",)),
@@ -173,7 +175,9 @@ class Comparison:
             self._startup(visit)
 
     def _by_worker(self, visit: Visit, workloads: Sequence[str], memory: bool) -> None:
-        launch = self._peers.worker(visit.engine, visit.model, visit.precision)
+        launch = self._peers.worker(
+            visit.engine, visit.model, visit.precision, cache_gib=self._args.cache_gib
+        )
         worker = Worker(launch, self._log(visit))
         try:
             self._offline(visit, worker, workloads)
@@ -424,11 +428,13 @@ def _arguments() -> argparse.Namespace:
         help=f"of {', '.join(WORKLOADS)} (default: all)")  # fmt: skip
     add("--model", type=_listed(models), default=list(models), metavar="NAMES",
         help="(default: qwen06,llama1b,tiny)")  # fmt: skip
-    precisions = ("bf16", "int8", "int4", *peers.BLOCKS)
+    precisions = ("bf16", "int8", "int4", *peers.BLOCKS, *peers.PACKED)
     add("--precision", type=_listed(precisions), default=list(precisions), metavar="NAMES",
         help=f"(default: {','.join(precisions)}; those with q are GGUF files)")  # fmt: skip
     add("--rounds", type=int, default=3, help="(default: 3)")
     add("--threads", type=int, default=os.cpu_count(), help="of engines that must be told")
+    add("--cache-gib", type=int, default=peers.CACHE_GIB, metavar="GIB",
+        help="key-value cache of engines offline, resident before they are timed (default: 4)")  # fmt: skip
     add("--seed", type=int, default=0, help="of the prompts")
     add("--max-others", type=float, default=6.0, metavar="PERCENT",
         help="a run while others take more of the machine is repeated (default: 6)")  # fmt: skip

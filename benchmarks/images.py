@@ -2,16 +2,26 @@
 
 Engines run one at a time, in turn, each in the Python of its own environment; every image is new, so that
 nothing comes from a cache. ``--towers`` measures images a second of SigLIP's tower in batches instead.
+
+llama.cpp is asked through its server and reads ``gguf/mistral3_08b-bf16.gguf`` and ``gguf/mmproj-...``, which
+its converter makes from the checkpoint. OpenVINO reads ``mistral3_08b-ov-fp16``, which ``optimum-cli`` makes
+from ``mistral3_08b-older`` (:func:`for_older`), through optimum-intel: the pipelines of OpenVINO GenAI do not
+know these classes.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +71,19 @@ def make(folder: Path) -> Path:
     return path
 
 
+def for_older(path: Path) -> Path:
+    """The checkpoint as transformers before 5.20 read it: the tower's rotation is called "default" there."""
+    older = path.with_name(f"{path.name}-older")
+    older.mkdir(exist_ok=True)
+    for file in path.iterdir():
+        if file.name != "config.json" and not (older / file.name).exists():
+            (older / file.name).symlink_to(file.resolve())
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["rope_parameters"]["rope_type"] = "default"
+    (older / "config.json").write_text(json.dumps(config))
+    return older
+
+
 def picture(seed: int, side: int) -> Any:
     import numpy as np
     from PIL import Image
@@ -69,17 +92,18 @@ def picture(seed: int, side: int) -> Any:
     return Image.fromarray(noise)
 
 
-def run(engine: str, path: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each prompt, by the image's side; the first of each is not counted."""
-    ask = {"headrace": _headrace, "vllm": _vllm, "transformers": _transformers}[engine](path)
+def run(engine: str, path: str, rounds: int, sizes: Sequence[int]) -> dict[str, list[float]]:
+    """Seconds of each prompt, by the image's side; one of the smallest before them is not counted."""
+    ask = ENGINES[engine](path)
+    ask(picture(1, min(sizes)))
     found: dict[str, list[float]] = {}
-    for side in SIZES:
-        for number in range(rounds + 1):
-            image = picture(side + number, side)
+    for side in sizes:
+        for number in range(rounds):
+            # A new image in each turn of an engine too: its server may have a cache on disk.
+            image = picture(time.time_ns() % (1 << 32) + number, side)
             start = time.perf_counter()
             ask(image)
-            if number:
-                found.setdefault(str(side), []).append(time.perf_counter() - start)
+            found.setdefault(str(side), []).append(time.perf_counter() - start)
     return found
 
 
@@ -95,38 +119,107 @@ def _headrace(path: str) -> Any:
 def _vllm(path: str) -> Any:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(path, dtype="bfloat16", max_model_len=8192, kv_cache_memory_bytes=1 << 30,
-              max_num_batched_tokens=4096, tokenizer_mode="hf", config_format="hf",
-              limit_mm_per_prompt={"image": 1})  # fmt: skip
+    llm = LLM(str(for_older(Path(path))), dtype="bfloat16", max_model_len=8192,
+              kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=4096, tokenizer_mode="hf",
+              config_format="hf", limit_mm_per_prompt={"image": 1})  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=1)
     return lambda image: llm.generate(_asked(image), params, use_tqdm=False)
 
 
 def _transformers(path: str) -> Any:
     import torch
-    from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
+    from transformers import Mistral3ForConditionalGeneration
+
+    model = Mistral3ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16).eval()
+    return _generating(model, path, torch.bfloat16)
+
+
+def _openvino(path: str) -> Any:
+    import torch
+    from optimum.intel import OVModelForVisualCausalLM
+
+    # The plugin computes in bfloat16 by itself; its way in is float32.
+    return _generating(
+        OVModelForVisualCausalLM.from_pretrained(f"{path}-ov-fp16"), path, torch.float32
+    )
+
+
+def _generating(model: Any, path: str, dtype: Any) -> Any:
+    """``model.generate`` with inputs made without its processor, which needs torchvision."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
     from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{path}/tokenizer.json", pad_token=MARK)
     images = PixtralImageProcessorPil.from_pretrained(path)
-    model = Mistral3ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
     def ask(image: Any) -> None:
         given = images(images=[image], return_tensors="pt")
         rows, columns = (int(size) // 28 for size in given["image_sizes"][0])
-        # Its processor needs torchvision; breaks between rows cost no more than the text around them.
+        # Breaks between rows cost no more than the text around them.
         ids = tokenizer(MARK * (rows * columns) + QUESTION, return_tensors="pt")
         model.generate(
-            **ids, pixel_values=given["pixel_values"].bfloat16(), image_sizes=given["image_sizes"],
+            input_ids=ids["input_ids"], attention_mask=ids["attention_mask"],
+            pixel_values=given["pixel_values"].to(dtype), image_sizes=given["image_sizes"],
             max_new_tokens=1, do_sample=False,
         )  # fmt: skip
 
     return ask
 
 
+def _llamacpp(path: str) -> Any:
+    """llama-server with one slot, by chat completions of one token; the image travels as a bitmap."""
+    import atexit
+    import signal
+
+    from processes import Launch, free_port, stop, wait_for_token
+
+    port, checkpoint = free_port(), Path(path)
+    url = f"http://127.0.0.1:{port}"
+    files = checkpoint.parent / "gguf"
+    threads, log = str(os.cpu_count()), checkpoint.parent / "llama-server.log"
+    launch = Launch([
+        os.environ["HEADRACE_BENCH_LLAMA_SERVER"], "--host", "127.0.0.1", "--port", str(port),
+        "-m", str(files / f"{checkpoint.name}-bf16.gguf"),
+        "--mmproj", str(files / f"mmproj-{checkpoint.name}-bf16.gguf"),
+        # By itself it shrinks an image to 1,024 tokens.
+        "--image-max-tokens", "4096", "-c", "8192", "-np", "1", "-t", threads, "-b", "4096", "-fa", "on",
+    ], {})  # fmt: skip
+    process = launch.start(log)
+    atexit.register(stop, process)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server goes too
+    wait_for_token(process, url, log, 120)
+
+    def ask(image: Any) -> None:
+        held = io.BytesIO()
+        image.save(held, "BMP")
+        data = "data:image/bmp;base64," + base64.b64encode(held.getvalue()).decode()
+        content = [
+            {"type": "image_url", "image_url": {"url": data}},
+            {"type": "text", "text": QUESTION},
+        ]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0,
+                "cache_prompt": False}  # fmt: skip
+        request = urllib.request.Request(
+            url + "/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=600) as response:
+            json.load(response)
+
+    return ask
+
+
 def _asked(image: Any) -> dict[str, Any]:
     return {"prompt": f"{MARK}{QUESTION}", "multi_modal_data": {"image": image}}
+
+
+ENGINES: dict[str, Callable[[str], Any]] = {
+    "headrace": _headrace, "vllm": _vllm, "transformers": _transformers, "openvino": _openvino,
+    "llamacpp": _llamacpp,
+}  # fmt: skip
 
 
 def towers(folder: Path, engine: str, batch: int, rounds: int) -> list[float]:
@@ -196,37 +289,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where checkpoints are, or are made")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
-                        help="vllm or transformers, and the Python that has it")  # fmt: skip
+                        help="vllm, transformers or openvino, and the Python that has it; llamacpp and "
+                        "its llama-server")  # fmt: skip
+    parser.add_argument("--engines", help="of headrace and the peers (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of the engines")
     parser.add_argument("--prompts", type=int, default=3, help="images of each size in a turn")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sides of the images")
     parser.add_argument("--towers", type=int, default=0, metavar="BATCH")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a line of JSON for each turn")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    sizes = tuple(map(int, given.sizes.split(",")))
     if given.one:
         if given.towers:
-            print(
-                json.dumps({"tower": towers(given.folder, given.one, given.towers, given.prompts)})
-            )
+            found_once = {"tower": towers(given.folder, given.one, given.towers, given.prompts)}
         else:
-            print(json.dumps(run(given.one, str(make(given.folder)), given.prompts)))
+            found_once = run(given.one, str(make(given.folder)), given.prompts, sizes)
+        print(json.dumps(found_once))
         return
     (make_siglip if given.towers else make)(given.folder)
     pythons = {"headrace": sys.executable, **dict(peer.split("=", 1) for peer in given.peer)}
+    wanted = given.engines.split(",") if given.engines else list(pythons)
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(given.rounds):
-        for engine, python in pythons.items():
-            # -P: modules beside this one have names of packages that engines look for.
-            words = [python, "-P", __file__, str(given.folder), "--one", engine,
-                     "--prompts", str(given.prompts), "--towers", str(given.towers)]  # fmt: skip
-            done = subprocess.run(words, capture_output=True, text=True, timeout=1800, check=False)
-            if done.returncode:
-                print(f"{engine}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
-                continue
-            for what, values in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        for engine in wanted:
+            said = _turn(engine, pythons[engine], given)
+            for what, values in said.items():
                 found.setdefault(what, {}).setdefault(engine, []).extend(values)
+            if given.out and said:
+                with given.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"engine": engine, **said}) + "\n")
+    _report(found, "images/s" if given.towers else "s to the first token")
+
+
+def _turn(engine: str, python: str, given: argparse.Namespace) -> dict[str, list[float]]:
+    """The figures of one engine in a process of its own; none where it failed, which is printed."""
+    environment = dict(os.environ)
+    if engine == "llamacpp":
+        environment["HEADRACE_BENCH_LLAMA_SERVER"], python = python, sys.executable
+    elif engine != "headrace":
+        from peers import Peers, unset
+
+        home = Path(python).parent.parent
+        at_best = Peers({engine: home}, given.folder, os.cpu_count() or 1).environment(engine, 1)
+        environment = {k: v for k, v in environment.items() if k not in unset(engine)} | at_best
+    # -P: modules beside this one have names of packages that engines look for.
+    alone = [] if engine == "llamacpp" else ["-P"]
+    words = [python, *alone, __file__, str(given.folder), "--one", engine, "--sizes", given.sizes,
+             "--prompts", str(given.prompts), "--towers", str(given.towers)]  # fmt: skip
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=1800, check=False, env=environment
+    )
+    if done.returncode:
+        print(f"{engine}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
+        return {}
+    said: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(f"{engine}: {said}", file=sys.stderr, flush=True)
+    return said
+
+
+def _report(found: dict[str, dict[str, list[float]]], unit: str) -> None:
     for what, engines in found.items():
         for engine, values in engines.items():
-            unit = "images/s" if given.towers else "s to the first token"
             middle = statistics.median(values)
             print(f"{what:>6} {engine:<13} {middle:8.3f} {unit} (of {len(values)}, "
                   f"{min(values):.3f} to {max(values):.3f})")  # fmt: skip

@@ -13,15 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers import BLOCKS
+from peers import BLOCKS, PACKED
 
 BEGIN, END = "<!-- comparison: begin -->", "<!-- comparison: end -->"
 OURS = "headrace"
 Line = Mapping[str, Any]
-BITS: Mapping[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **BLOCKS}
+BITS: Mapping[str, float] = {"bf16": 16, "int8": 8, "int4": 4, **BLOCKS, **PACKED}
 """Precision -> bits of a weight that a decode step reads."""
-HEAD_BITS = {precision: BLOCKS["q6_k"] for precision in BLOCKS if precision != "q8_0"}
-"""The same of the head, which llama-quantize writes as Q6_K."""
+HEAD_BITS: Mapping[str, float] = {
+    **{precision: BLOCKS["q6_k"] for precision in BLOCKS if precision != "q8_0"},
+    **dict.fromkeys(PACKED, 16),
+}
+"""The same of the head, which llama-quantize writes as Q6_K, and AWQ and GPTQ leave as it is."""
 
 
 class Measure(NamedTuple):
@@ -36,6 +39,10 @@ class Measure(NamedTuple):
 MEASURES: Mapping[str, Sequence[Measure]] = {
     "decode": [Measure("ms_per_token", "ms/token", False, "decode, 128 in, 128 out")],
     "prefill": [Measure("seconds", "s", False, "prefill of 2,048")],
+    **{
+        f"batch{n}": [Measure("output_tok_s", "output tok/s", True, f"decode of {n} together")]
+        for n in (8, 32)
+    },
     "mixed": [Measure("output_tok_s", "output tok/s", True, "64 mixed requests, offline")],
     "prefix": [Measure("seconds", "s", False, "32 requests sharing 1,024 tokens")],
     "memory": [Measure("peak_mib", "MiB", False, "peak memory, offline")],

@@ -25,7 +25,9 @@ class Serving(NamedTuple):
     output_len: int = 128
 
 
-OFFLINE = ("decode", "prefill", "mixed", "prefix")
+BATCHES = {"batch8": 8, "batch32": 32}
+"""Workload -> requests that decode together."""
+OFFLINE = ("decode", "prefill", *BATCHES, "mixed", "prefix")
 SERVING = {
     "serve1": Serving(1, 4),
     "serve8": Serving(8, 24),
@@ -59,6 +61,12 @@ def requests_of(workload: str, salt: int, *, scale: float = 1.0) -> list[list[Re
         return [[Request(draw(128, 0), 1)], [Request(draw(128, 1), 1 + sized(128))]]
     if workload == "prefill":
         return [[Request(draw(2048), 1)]]
+    if workload in BATCHES:
+        places = range(BATCHES[workload])
+        return [
+            [Request(draw(32, turn, place), 1 + turn * sized(64)) for place in places]
+            for turn in (0, 1)
+        ]
     if workload == "mixed":
         lengths = random.Random(7)
         sizes = [(lengths.randint(32, 512), lengths.randint(16, 256)) for _ in range(64)]
@@ -74,6 +82,9 @@ def figures(workload: str, seconds: list[float], batches: list[list[Request]]) -
     if workload == "decode":
         tokens = batches[1][0].num_tokens - batches[0][0].num_tokens
         return {"ms_per_token": 1e3 * (seconds[1] - seconds[0]) / tokens}
+    if workload in BATCHES:
+        tokens = sum(r.num_tokens - 1 for r in batches[1])
+        return {"output_tok_s": tokens / (seconds[1] - seconds[0])}
     if workload == "mixed":
         out = sum(r.num_tokens for r in batches[0])
         total = out + sum(len(r.prompt) for r in batches[0])
