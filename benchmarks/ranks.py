@@ -5,8 +5,8 @@
 
 ``decode`` opens one engine with all threads, and one with two ranks that share them, and has them
 generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``passes`` starts a rank
-without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the other
-rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
+without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
+other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
 """
 
 from __future__ import annotations
@@ -149,10 +149,8 @@ def decode(args: argparse.Namespace) -> None:
             )
             for name, settings in layouts.items()
         }  # fmt: skip
-        print(
-            "| requests | layout | ms a step, median (lowest-highest) | of one process | highest round | lowest |"
-        )
-        print("|---|---|---|---|---|---|")
+        print("| requests | layout | ms a step, median (lowest-highest) | of one process, by round |")
+        print("|---|---|---|---|")
         noise = Noise()
         for num_seqs in args.batch:
             turns = {n: generating(llm, num_seqs, args.tokens) for n, llm in llms.items()}
@@ -166,7 +164,7 @@ def decode(args: argparse.Namespace) -> None:
                 ratios = sorted(b / a for a, b in zip(base, ms, strict=True))
                 print(
                     f"| {num_seqs} | {name} | {statistics.median(ms):.2f} ({min(ms):.2f}-{max(ms):.2f}) | "
-                    f"{statistics.median(ratios):.2f}x | {ratios[-1]:.2f}x | {ratios[0]:.2f}x |",
+                    f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f}) |",
                     flush=True,
                 )
         print(noise.figures())

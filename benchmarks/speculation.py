@@ -7,8 +7,8 @@ the next token of a given answer the likeliest. Guesses come true as often as th
 - ``summary``: a page of these docs, and some of its sentences with words of its own between;
 - ``other``: a page, and another page: what guesses cost where they are wrong.
 
-``--peer vllm=VENV`` and ``--peer llamacpp=VENV`` measure their own speculation on the same tokens, in turns with
-ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings, whose
+``--peer vllm=VENV`` and ``--peer llamacpp=VENV`` measure their own speculation on the same tokens, in turns
+with ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings, whose
 environment is given, and reads ``gguf/MODEL-bf16.gguf`` beside the model's folder.
 """
 

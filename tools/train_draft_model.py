@@ -6,9 +6,9 @@
     python tools/train_draft_model.py train --resume         # go on with the draft model that is there
     python tools/train_draft_model.py measure                # acceptance, tokens a step and a second
 
-The draft model is some of the demo model's layers, trained until they say what all of them say (Hinton et al.
-2015, arXiv:1503.02531: the cross entropy with the larger model's probabilities), on answers of the demo model
-as `tools/train_eagle_head.py` has them. Nothing is downloaded; TIME_NOTE. It needs `torch`, `jinja2` and
+The draft model is some of the demo model's layers, trained until they say what all of them say (Hinton et
+al. 2015, arXiv:1503.02531: the cross entropy with the larger model's probabilities), on answers of the demo
+model as `tools/train_eagle_head.py` has them. Nothing is downloaded. It needs `torch`, `jinja2` and
 `safetensors`, and headrace with its demo model. The draft model is a checkpoint of its own, for
 `--speculative-config '{"method": "draft_model", "model": "build/draft-model", "num_speculative_tokens": 4}'`.
 """

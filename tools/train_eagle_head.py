@@ -7,8 +7,8 @@
     python tools/train_eagle_head.py measure                # acceptance, tokens a step and a second
 
 The head guesses how the model goes on, so its data are answers of the model itself: to questions of
-`tools/train_demo_model.py`, drawn with a temperature. Nothing is downloaded; TIME_NOTE. It needs `torch`, `jinja2` and `safetensors`, and headrace with its demo
-model. The head is a folder in SafeAILab's layout, for
+`tools/train_demo_model.py`, drawn with a temperature. Nothing is downloaded. It needs `torch`, `jinja2` and
+`safetensors`, and headrace with its demo model. The head is a folder in SafeAILab's layout, for
 `--speculative-config '{"method": "eagle", "model": "build/eagle-head", "num_speculative_tokens": 3}'`.
 
 Li et al. 2024, arXiv:2401.15077: a smooth L1 loss between the head's states and the model's, and the cross

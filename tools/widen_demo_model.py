@@ -5,12 +5,12 @@
     python tools/widen_demo_model.py measure --measured 8 --rounds 3
 
 The demo model's step takes less time than the Python around it, so no guess can pay there. The models that
-this script writes say the same, by weights of another size: they are ``--factor`` times as wide, and the model
-has ``--layers`` layers. With 8 and 22 these are the layers of a Llama of 1.1 billion parameters (hidden size
-2048, 32 heads), without its large vocabulary.
+this script writes say the same, by weights of another size: they are ``--factor`` times as wide, and the
+model has ``--layers`` layers. With 8 and 22 these are the layers of a Llama of 1.1 billion parameters (hidden
+size 2048, 32 heads), without its large vocabulary.
 
-- The hidden state is the small one's, ``factor`` times side by side: norms see the same mean square, and weights
-  are copied and divided by the factor, a power of two, so that sums are the same but for their order.
+- The hidden state is the small one's, ``factor`` times side by side: norms see the same mean square, and
+  weights are copied and divided by the factor, a power of two, so that sums are the same but for their order.
 - Heads, and the inner columns of MLPs, are there several times, too.
 - Further layers add zeros.
 """

@@ -1,8 +1,8 @@
 """Peers' own speculation on prescribed answers: ``prescribed.py ENGINE SETTINGS FILE``.
 
 SETTINGS are a JSON object: ``model`` (a path), ``speculation`` (the engine's own config, or null), and what
-else the engine wants. FILE has a JSON object: name -> [prompt, answer], both token ids. Writes one line of
-JSON for each name: tokens a second of decoding, with the prompt in the cache, and how many guesses were right.
+else the engine wants. FILE has a JSON object: name -> [prompt, answer], both token ids. Writes a line of JSON
+for each name: tokens a second of decoding, with the prompt in the cache, and how many guesses were right.
 Everything that the engine prints goes to standard error.
 """
 
