@@ -149,7 +149,9 @@ def decode(args: argparse.Namespace) -> None:
             )
             for name, settings in layouts.items()
         }  # fmt: skip
-        print("| requests | layout | ms a step, median (lowest-highest) | of one process, by round |")
+        print(
+            "| requests | layout | ms a step, median (lowest-highest) | of one process, by round |"
+        )
         print("|---|---|---|---|")
         noise = Noise()
         for num_seqs in args.batch:

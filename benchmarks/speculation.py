@@ -8,8 +8,8 @@ the next token of a given answer the likeliest. Guesses come true as often as th
 - ``other``: a page, and another page: what guesses cost where they are wrong.
 
 ``--peer vllm=VENV`` and ``--peer llamacpp=VENV`` measure their own speculation on the same tokens, in turns
-with ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings, whose
-environment is given, and reads ``gguf/MODEL-bf16.gguf`` beside the model's folder.
+with ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings,
+whose environment is given; it reads ``gguf/MODEL-bf16.gguf`` beside the model's folder.
 """
 
 from __future__ import annotations

@@ -446,12 +446,21 @@ def test_the_wide_demo_model_says_the_same(tmp_path):
     head = {"method": "eagle", "model": str(tmp_path / "eagle-head"), "num_speculative_tokens": 2}
     draft = {**head, "method": "draft_model", "model": str(tmp_path / "draft-model")}
     params = SamplingParams(temperature=0, max_tokens=24)
-    asked = ["<|im_start|>user\nWhat is headrace?<|im_end|>\n<|im_start|>assistant\n", "one two three"]
+    asked = [
+        "<|im_start|>user\nWhat is headrace?<|im_end|>\n<|im_start|>assistant\n",
+        "one two three",
+    ]
     said = []
     wide = {"model": str(tmp_path / "model")}
-    for settings in ({}, {**wide, "speculative_config": head}, {**wide, "speculative_config": draft}):
+    for settings in (
+        {},
+        {**wide, "speculative_config": head},
+        {**wide, "speculative_config": draft},
+    ):
         with LLM(dtype="float32", max_model_len=256, **settings) as llm:
-            said.append([o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)])
+            said.append(
+                [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+            )
     assert said[0] == said[1] == said[2]
 
 
@@ -459,7 +468,11 @@ def ran_tool(tool: str, *words: str) -> str:
     """What a tool wrote."""
     path = Path(__file__).parents[1] / "tools" / tool
     ran = subprocess.run(
-        [sys.executable, str(path), *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(path), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
