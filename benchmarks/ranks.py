@@ -3,7 +3,7 @@
     python benchmarks/ranks.py decode MODEL [--batch 1 8] [--rounds 5] [--communicators shm gloo]
     python benchmarks/ranks.py passes [--batch 1 8 32] [--work-ms 5]
 
-``decode`` opens one engine with all threads, and one with two ranks that share them, and has them
+``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
 generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``passes`` starts a rank
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
 other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
@@ -12,11 +12,13 @@ other rank's worker is called, and until rank 0 begins its own. Rank 0 works bet
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -116,59 +118,81 @@ def passes(args: argparse.Namespace) -> None:
     others.stop()
 
 
-def generating(llm: Any, num_seqs: int, num_tokens: int) -> Callable[[], float]:
-    """Seconds a decode step of so many requests takes."""
-    from headrace import SamplingParams
+class Engine:
+    """An engine in a process of its own: two in one process would share its threads.
 
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    prompts = [[100 + i, *range(200, 327)] for i in range(num_seqs)]
+    Args:
+        settings: of :class:`headrace.LLM`.
+    """
 
-    def generate() -> float:
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return (time.perf_counter() - start) / num_tokens
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, model, settings))
+        self._process.start()
+        self._pipe.recv()
 
-    generate()
-    return generate
+    def decode(self, num_seqs: int, num_tokens: int) -> float:
+        """Milliseconds a decode step of so many requests takes."""
+        self._pipe.send((num_seqs, num_tokens))
+        seconds: float = self._pipe.recv()
+        return seconds * 1000
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.send(None)
+        self._process.join()
+
+
+def serve(pipe: Connection, model: str, settings: dict[str, Any]) -> None:
+    """Decode what is asked for until None is."""
+    from headrace import LLM, SamplingParams
+
+    with LLM(model, max_model_len=1024, kv_cache_memory_bytes=512 << 20, kv_cache_ahead_bytes=-1,
+             **settings) as llm:  # fmt: skip
+        pipe.send("ready")
+        while (asked := pipe.recv()) is not None:
+            num_seqs, num_tokens = asked
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            prompts = [[100 + i, *range(200, 327)] for i in range(num_seqs)]
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            pipe.send((time.perf_counter() - start) / num_tokens)
 
 
 def decode(args: argparse.Namespace) -> None:
     """Print the times of decode steps, by layout and number of requests."""
-    from headrace import LLM
-
     threads = len(os.sched_getaffinity(0))
     layouts: dict[str, dict[str, Any]] = {f"1 process, {threads} threads": {}} | {
         f"2 ranks, {name}": {"tensor_parallel_size": 2, "communicator": name}
         for name in args.communicators
     }
     with ExitStack() as stack:
-        llms = {
-            name: stack.enter_context(
-                LLM(args.model, max_model_len=1024, num_threads=threads, seed=0,
-                    kv_cache_memory_bytes=512 << 20, kv_cache_ahead_bytes=-1, **settings)
-            )
-            for name, settings in layouts.items()
-        }  # fmt: skip
+        engines = {
+            name: stack.enter_context(closing(Engine(args.model, {"num_threads": threads, **own})))
+            for name, own in layouts.items()
+        }
         print(
             "| requests | layout | ms a step, median (lowest-highest) | of one process, by round |"
         )
         print("|---|---|---|---|")
         noise = Noise()
         for num_seqs in args.batch:
-            turns = {n: generating(llm, num_seqs, args.tokens) for n, llm in llms.items()}
-            times: dict[str, list[float]] = {name: [] for name in turns}
-            for _ in range(args.rounds):
-                for name, turn in turns.items():
+            times: dict[str, list[float]] = {name: [] for name in engines}
+            for turn in range(args.rounds + 1):
+                for name, engine in engines.items():
                     time.sleep(SETTLE_SECONDS)
-                    times[name].append(turn() * 1000)
+                    ms = engine.decode(num_seqs, args.tokens if turn else 4)
+                    if turn:  # the first is to warm up: prompts are cached then
+                        times[name].append(ms)
             base = next(iter(times.values()))
-            for name, ms in times.items():
-                ratios = sorted(b / a for a, b in zip(base, ms, strict=True))
+            for name, each in times.items():
+                ratios = sorted(b / a for a, b in zip(base, each, strict=True))
                 print(
-                    f"| {num_seqs} | {name} | {statistics.median(ms):.2f} ({min(ms):.2f}-{max(ms):.2f}) | "
-                    f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f}-{ratios[-1]:.2f}) |",
-                    flush=True,
-                )
+                    f"| {num_seqs} | {name} | {statistics.median(each):.1f} "
+                    f"({min(each):.1f}-{max(each):.1f}) | {statistics.median(ratios):.2f}x "
+                    f"({ratios[0]:.2f}-{ratios[-1]:.2f}) |", flush=True,
+                )  # fmt: skip
         print(noise.figures())
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peers import DRIVEN, Peers, homes, unset
+from peers import DRIVEN, Absent, Peers, homes, unset
 from processes import Launch, last_words, stop
 from tokenizers import Tokenizer
 
@@ -136,21 +136,12 @@ def measure_peer(
     peers: Peers, engine: str, model: str, method: str, found: Runs, file: Path
 ) -> None:
     """One round of a peer's method, on the texts in ``file``."""
-    settings = {
-        "model": str(peers.checkpoint(engine, model, "bf16")), "speculation": PEERS[engine][method],
-        "num_threads": peers.num_threads,
-    }  # fmt: skip
-    words = [
-        peers.python(engine),
-        str(DRIVEN / "prescribed.py"),
-        engine,
-        json.dumps(settings),
-        str(file),
-    ]
-    threads = {"OMP_NUM_THREADS": str(peers.num_threads)}
     log = file.with_suffix(f".{engine}.log")
-    launch = Launch(words, peers.environment(engine) | threads, unset(engine)[:1])
-    process = launch.start(log, stdout=subprocess.PIPE)
+    try:
+        process = launched(peers, engine, model, method, file).start(log, stdout=subprocess.PIPE)
+    except Absent as absent:
+        print(f"{engine} {method} is left out: {absent}", flush=True)
+        return
     try:
         output, _ = process.communicate()
     finally:
@@ -160,6 +151,24 @@ def measure_peer(
     for line in output.splitlines():
         one = json.loads(line)
         note(found, f"{one.pop('name')}, batch 1", f"{engine} {method}", one)
+
+
+def launched(peers: Peers, engine: str, model: str, method: str, file: Path) -> Launch:
+    """``prescribed.py`` in a peer's environment. Raises Absent."""
+    settings = {
+        "model": str(peers.checkpoint(engine, model, "bf16")),
+        "speculation": PEERS[engine][method],
+        "num_threads": peers.num_threads,
+    }
+    words = [
+        peers.python(engine),
+        str(DRIVEN / "prescribed.py"),
+        engine,
+        json.dumps(settings),
+        str(file),
+    ]
+    threads = {"OMP_NUM_THREADS": str(peers.num_threads)}
+    return Launch(words, peers.environment(engine) | threads, unset(engine)[:1])
 
 
 def note(found: Runs, text: str, way: str, one: dict[str, float]) -> None:

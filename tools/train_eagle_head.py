@@ -82,7 +82,7 @@ def train(out: Path, *, count: int, steps: int, passes: int, seed: int, resume: 
     Args:
         count: questions.
         steps: of training, a batch each.
-        passes: of each batch through the head.
+        passes: of a batch through the head in the last part of the training; in the first part one.
         resume: begin with the head that is in ``out``.
     """
     torch.manual_seed(seed)
@@ -104,7 +104,8 @@ def train(out: Path, *, count: int, steps: int, passes: int, seed: int, resume: 
     for step, batch in enumerate(islice(drawn, steps)):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min(1.0, (step + 1) / 50) * max(0.02, 1 - step / steps)
-        loss, shares = loss_of(model, head, batch, passes)
+        # What comes out of an untrained head is no state: later passes begin once earlier ones are learnt.
+        loss, shares = loss_of(model, head, batch, 1 + passes * step // steps)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -134,7 +135,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=_HEAD, help="folder of the head")
     parser.add_argument("--questions", type=int, default=4000, help="to train on")
     parser.add_argument("--steps", type=int, default=700, help="of training")
-    parser.add_argument("--passes", type=int, default=3, help="of each batch through the head")
+    parser.add_argument(
+        "--passes", type=int, default=3, help="of a batch through the head, at the end of training"
+    )
     parser.add_argument("--resume", action="store_true", help="begin with the head that is there")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
