@@ -28,6 +28,8 @@ from processes import Noise
 from headrace_core.batch import ForwardBatch, GroupBatch
 
 BLOCK_SIZE = 16
+MOST_OTHERS_PCT = 3.0
+"""Of the machine; a round in which others took more is not counted."""
 SETTLE_SECONDS = 0.05
 """Rest before a turn: idle threads of the one before look for work for a while."""
 
@@ -160,6 +162,17 @@ def serve(pipe: Connection, model: str, settings: dict[str, Any]) -> None:
             pipe.send((time.perf_counter() - start) / num_tokens)
 
 
+def turn(
+    engines: dict[str, Engine], num_seqs: int, num_tokens: int
+) -> tuple[dict[str, float], float]:
+    """Milliseconds of a step by layout, and per cent of the machine that others took meanwhile."""
+    noise, times = Noise(), {}
+    for name, engine in engines.items():
+        time.sleep(SETTLE_SECONDS)
+        times[name] = engine.decode(num_seqs, num_tokens)
+    return times, noise.figures()["others_pct"]
+
+
 def decode(args: argparse.Namespace) -> None:
     """Print the times of decode steps, by layout and number of requests."""
     threads = len(os.sched_getaffinity(0))
@@ -176,15 +189,19 @@ def decode(args: argparse.Namespace) -> None:
             "| requests | layout | ms a step, median (lowest-highest) | of one process, by round |"
         )
         print("|---|---|---|---|")
-        noise = Noise()
         for num_seqs in args.batch:
+            for engine in engines.values():  # prompts are cached then
+                engine.decode(num_seqs, 4)
             times: dict[str, list[float]] = {name: [] for name in engines}
-            for turn in range(args.rounds + 1):
-                for name, engine in engines.items():
-                    time.sleep(SETTLE_SECONDS)
-                    ms = engine.decode(num_seqs, args.tokens if turn else 4)
-                    if turn:  # the first is to warm up: prompts are cached then
+            tries = 0
+            while len(next(iter(times.values()))) < args.rounds and tries < 3 * args.rounds:
+                tries += 1
+                one, others = turn(engines, num_seqs, args.tokens)
+                if others < MOST_OTHERS_PCT:
+                    for name, ms in one.items():
                         times[name].append(ms)
+            if not all(times.values()):
+                raise SystemExit(f"others took more than {MOST_OTHERS_PCT} % in every round")
             base = next(iter(times.values()))
             for name, each in times.items():
                 ratios = sorted(b / a for a, b in zip(base, each, strict=True))
@@ -193,7 +210,6 @@ def decode(args: argparse.Namespace) -> None:
                     f"({min(each):.1f}-{max(each):.1f}) | {statistics.median(ratios):.2f}x "
                     f"({ratios[0]:.2f}-{ratios[-1]:.2f}) |", flush=True,
                 )  # fmt: skip
-        print(noise.figures())
 
 
 def main() -> None:
