@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import DRIVEN, Absent, Peers, homes, unset
-from processes import Launch, last_words, stop
+from processes import Launch, Noise, last_words, stop
 from tokenizers import Tokenizer
 
 from headrace import LLM, SamplingParams
@@ -122,26 +122,28 @@ def texts_of(model: Path, num_prompt_tokens: int, num_tokens: int) -> Texts:
 
 def measure_ours(args: argparse.Namespace, method: str, texts: Texts, found: Runs) -> None:
     """One round of a method."""
-    settings = {} if METHODS[method] is None else {"speculative_config": METHODS[method]}
-    with LLM(
-        str(args.model), max_model_len=4096, logits_processors=[Prescribed], **settings
-    ) as llm:
+    settings: dict[str, Any] = {"num_threads": args.threads, "max_model_len": 4096}
+    if METHODS[method] is not None:
+        settings["speculative_config"] = METHODS[method]
+    with LLM(str(args.model), logits_processors=[Prescribed], **settings) as llm:
         for name, (prompt, answer) in texts.items():
             for batch in args.batch:
-                one = measure(llm, prompt, answer, batch)
+                noise = Noise()
+                one = measure(llm, prompt, answer, batch) | noise.figures()
                 note(found, f"{name}, batch {batch}", f"headrace {method}", one)
 
 
 def measure_peer(
-    peers: Peers, engine: str, model: str, method: str, found: Runs, file: Path
+    peers: Peers, engine: str, args: argparse.Namespace, method: str, found: Runs, file: Path
 ) -> None:
     """One round of a peer's method, on the texts in ``file``."""
     log = file.with_suffix(f".{engine}.log")
     try:
-        process = launched(peers, engine, model, method, file).start(log, stdout=subprocess.PIPE)
+        process = launched(peers, engine, args, method, file).start(log, stdout=subprocess.PIPE)
     except Absent as absent:
         print(f"{engine} {method} is left out: {absent}", flush=True)
         return
+    noise = Noise()
     try:
         output, _ = process.communicate()
     finally:
@@ -150,13 +152,16 @@ def measure_peer(
         print(f"{engine} {method} is left out: {last_words(log)}", flush=True)
     for line in output.splitlines():
         one = json.loads(line)
-        note(found, f"{one.pop('name')}, batch 1", f"{engine} {method}", one)
+        note(found, f"{one.pop('name')}, batch 1", f"{engine} {method}", one | noise.figures())
 
 
-def launched(peers: Peers, engine: str, model: str, method: str, file: Path) -> Launch:
+def launched(
+    peers: Peers, engine: str, args: argparse.Namespace, method: str, file: Path
+) -> Launch:
     """``prescribed.py`` in a peer's environment. Raises Absent."""
     settings = {
-        "model": str(peers.checkpoint(engine, model, "bf16")),
+        "model": str(peers.checkpoint(engine, args.model.name, "bf16")),
+        "eager": args.eager,
         "speculation": PEERS[engine][method],
         "num_threads": peers.num_threads,
     }
@@ -177,7 +182,7 @@ def note(found: Runs, text: str, way: str, one: dict[str, float]) -> None:
 
 
 def table(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
-    """Medians, and the ratio to the same engine's without guesses."""
+    """Medians, the ratio to the same engine's without guesses, the most that others took of the machine."""
     for text, ways in found.items():
         rates = {w: [r["tokens_per_second"] for r in runs] for w, runs in ways.items()}
         for way, each in rates.items():
@@ -187,8 +192,9 @@ def table(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
             right, guessed = (
                 round(statistics.median(r[k] for r in ways[way])) for k in ("right", "guessed")
             )
+            others = max(run["others_pct"] for run in ways[way])
             print(f"| {text} | {way} | {rate:.1f} ({min(each):.1f}-{max(each):.1f}) | {share:.2f}x "
-                  f"| {right} of {guessed} |")  # fmt: skip
+                  f"| {right} of {guessed} | {others:.0f} % |")  # fmt: skip
 
 
 def main() -> None:
@@ -227,7 +233,7 @@ def main() -> None:
                     if engine == "headrace":
                         measure_ours(args, method, texts, found)
                     elif method in PEERS[engine]:
-                        measure_peer(peers, engine, args.model.name, method, found, file)
+                        measure_peer(peers, engine, args, method, found, file)
     table(found)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1))

@@ -29,7 +29,7 @@ class VLLM:
         self._llm = self._module.LLM(
             model=settings["model"], dtype="bfloat16", max_model_len=4096, max_num_seqs=1,
             speculative_config=settings["speculation"], disable_log_stats=False,
-            async_scheduling=False,
+            async_scheduling=False, enforce_eager=settings["eager"],
         )  # fmt: skip
         self.answer: list[int] = []
         self._num_prompt_tokens = 0

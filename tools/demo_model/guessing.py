@@ -54,11 +54,11 @@ def measure(
             threads = torch.get_num_threads()
             with LLM(max_model_len=1024, num_threads=threads, **path, **settings) as llm:
                 for temperature in _TEMPERATURES:
-                    run = _answered(llm, prompts, temperature)
-                    found.setdefault((name, temperature), []).append(run)
-    for (name, temperature), runs in found.items():
-        base = found["none", temperature]
-        print(f"{name}, temperature {temperature:g}: {_told(runs, base)}", flush=True)
+                    runs = found.setdefault((name, temperature), [])
+                    runs.append(_answered(llm, prompts, temperature))
+                    if len(runs) == rounds:
+                        told = _told(runs, found["none", temperature])
+                        print(f"{name}, temperature {temperature:g}: {told}", flush=True)
 
 
 def _answered(llm: LLM, prompts: Sequence[str], temperature: float) -> _Run:
