@@ -180,8 +180,14 @@ def test_a_table_whose_rows_are_in_images_is_refused(tmp_path: Path, towers: boo
 
 
 def test_rows_are_those_of_the_item_alone(tmp_path: Path) -> None:
-    """With native kernels an item's vectors are the same bits alone and beside others, and each slot's are
-    its own."""
+    """An item's vectors are the same bits alone and beside others, and each slot's are its own.
+
+    The reference promises no such thing, and this package's own environment has nothing else: products of
+    torch sum up in another order for another number of rows on some processors. The kernels are held to it at
+    each instruction set by their own test_items_apart.
+    """
+    if not bind_ops(KernelNeed(device="cpu", dtype="float32")).row_invariant:
+        pytest.skip("the native kernels are not installed here")
     case = CASES["qwen2_5_vl"]
     base = reference(case, tmp_path / "base")
     model, slots = opened(tmp_path / "base", native=True, max_loras=2)
