@@ -212,8 +212,9 @@ def main() -> None:
     )
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of peers"
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every engine"
     )
+    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
     parser.add_argument(
         "--out", type=Path, help="a file of earlier rounds, which further ones join"
     )
