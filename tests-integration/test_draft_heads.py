@@ -440,14 +440,53 @@ def test_a_stream_that_there_is_not_is_refused(llama, monkeypatch):
         run(llama[0], speculative_config={"method": "recorder", "num_speculative_tokens": 3})
 
 
-def test_the_tool_trains_a_head_that_serves(tmp_path):
-    """A few steps of ``tools/train_eagle_head.py``, and its own measuring of what they are good for."""
-    tool = Path(__file__).parents[1] / "tools/train_eagle_head.py"
-    ran = subprocess.run(
-        [sys.executable, str(tool), "--out", str(tmp_path), "--questions", "6", "--steps", "4",
-         "--measured", "2", "--rounds", "1"],
-        capture_output=True, text=True, timeout=300, check=False,
+@pytest.mark.parametrize("tool", ["train_eagle_head.py", "train_draft_model.py"])
+def test_the_tools_train_what_serves(tool, tmp_path):
+    """A few steps of a tool, more from there, and its own measuring of what they are good for."""
+    words = ["--out", str(tmp_path), "--questions", "6", "--steps", "4"]
+    assert "4 steps" in ran_tool(tool, "train", *words)
+    told = ran_tool(tool, *words, "--resume", "--measured", "2", "--rounds", "1")
+    assert told.count("the same answers: True") == 6
+    assert "right by position" in told
+
+
+def test_the_wide_demo_model_says_the_same(tmp_path):
+    for tool, name in (("train_eagle_head.py", "head"), ("train_draft_model.py", "draft")):
+        ran_tool(tool, "train", "--out", str(tmp_path / name), "--questions", "2", "--steps", "1")
+    ran_tool(
+        "widen_demo_model.py", "write", "--factor", "4", "--layers", "6", "--out", str(tmp_path),
+        "--head", str(tmp_path / "head"), "--draft", str(tmp_path / "draft"),
     )  # fmt: skip
+    head = {"method": "eagle", "model": str(tmp_path / "eagle-head"), "num_speculative_tokens": 2}
+    draft = {**head, "method": "draft_model", "model": str(tmp_path / "draft-model")}
+    params = SamplingParams(temperature=0, max_tokens=24)
+    asked = [
+        "<|im_start|>user\nWhat is headrace?<|im_end|>\n<|im_start|>assistant\n",
+        "one two three",
+    ]
+    said = []
+    wide = {"model": str(tmp_path / "model")}
+    for settings in (
+        {},
+        {**wide, "speculative_config": head},
+        {**wide, "speculative_config": draft},
+    ):
+        with LLM(dtype="float32", max_model_len=256, **settings) as llm:
+            said.append(
+                [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+            )
+    assert said[0] == said[1] == said[2]
+
+
+def ran_tool(tool: str, *words: str) -> str:
+    """What a tool wrote."""
+    path = Path(__file__).parents[1] / "tools" / tool
+    ran = subprocess.run(
+        [sys.executable, str(path), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("the same answers: True") == 3
-    assert "right by position" in ran.stdout
+    return ran.stdout

@@ -7,6 +7,7 @@ else is not plain data is refused where it is packed.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import socket
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
+COPIED_BYTES = 16 << 10
+"""Size up to which a tensor's bytes are copied: a view of them takes longer to make."""
 CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
@@ -183,7 +186,9 @@ def _all(values: Iterable[Any], tensors: list[Tensor], offsets: list[int]) -> li
 
 
 def _packed_tensor(value: Tensor, tensors: list[Tensor], offsets: list[int]) -> Any:
-    tensor = value.detach().to("cpu").contiguous()
+    tensor = value
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor = tensor.detach().to("cpu").contiguous()
     start = offsets[-1]
     tensors.append(tensor)
     end = start + tensor.numel() * tensor.element_size()
@@ -192,12 +197,14 @@ def _packed_tensor(value: Tensor, tensors: list[Tensor], offsets: list[int]) -> 
 
 
 def _bytes(tensor: Tensor) -> bytes | memoryview:
+    """Content of a contiguous tensor in the host's memory."""
+    size = tensor.numel() * tensor.element_size()
+    if size <= COPIED_BYTES:
+        return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     import torch
 
-    if not tensor.numel():
-        return b""
     # As bytes: numpy has no bfloat16.
-    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
+    return memoryview(cast(Any, tensor.detach().view(-1).view(torch.uint8).numpy()))
 
 
 def _tensor(dtype: str, shape: list[int], start: int, data: bytearray) -> Tensor:

@@ -3,8 +3,9 @@
 On another host than rank 0's there is a second descriptor: of a pair of sockets with the host's process,
 which says over it what the rank is, and whose end ends the rank, too.
 
-The main thread builds the worker and does what rank 0 says, in its order. Another one reads what rank 0 says,
-so that its end, however it comes, is seen at once and is the end of this process, too. Adapters are read in
+The main thread builds the worker, reads what rank 0 says and does it: a thread between the two would have to
+be woken for each pass. Another one only waits for rank 0's end, which is seen at once, however it comes, and
+is the end of this process, too. Adapters are read in
 further ones, and blocks outside the cache are looked for in one of their own.
 """
 
@@ -14,7 +15,7 @@ import contextlib
 import importlib
 import logging
 import os
-import queue
+import select
 import signal
 import socket
 import sys
@@ -77,13 +78,12 @@ def main() -> None:
             target=_end_with, args=(host,), name="headrace-host-watch", daemon=True
         ).start()
     _configure_logging(hello)
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     replies = Replies(connection)
     threading.Thread(
-        target=_read, args=(connection, messages), name="headrace-rank-reader", daemon=True
+        target=_end_after, args=(connection,), name="headrace-rank-watch", daemon=True
     ).start()
     try:
-        follow(lambda: _make(hello), replies, messages)
+        follow(lambda: _make(hello), replies, lambda: _next(connection))
     except BaseException as error:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
         with contextlib.suppress(OSError):
@@ -120,15 +120,21 @@ def _configure_logging(hello: RankHello) -> None:
     logging.getLogger().setLevel(hello.log_level)
 
 
-def _read(connection: socket.socket, messages: queue.SimpleQueue[Any]) -> None:
-    """Queue what rank 0 says; end this process, whatever it is doing, when rank 0 is gone."""
+def _next(connection: socket.socket) -> Any:
+    """What rank 0 says next; ends this process when rank 0 is gone."""
     try:
-        while True:
-            messages.put(frames.receive(connection))
+        return frames.receive(connection)
     except (EOFError, OSError):
         os._exit(EXIT_ORPHANED)
-    except BaseException as error:
-        messages.put(error)
+
+
+def _end_after(connection: socket.socket) -> None:
+    """End this process, whatever it is doing, when rank 0 is gone."""
+    gone = select.poll()
+    hung_up = getattr(select, "POLLRDHUP", select.POLLHUP)  # the first is Linux's
+    gone.register(connection, hung_up)  # not for what there is to read
+    gone.poll()
+    os._exit(EXIT_ORPHANED)
 
 
 def _end_with(host: socket.socket) -> None:
@@ -143,20 +149,20 @@ def _make(hello: RankHello) -> Any:
     return getattr(importlib.import_module(module), name)(hello.config, hello.place)
 
 
-def follow(make: Callable[[], Any], replies: Replies, messages: queue.SimpleQueue[Any]) -> None:
+def follow(make: Callable[[], Any], replies: Replies, receive: Callable[[], Any]) -> None:
     """Make a rank's worker and do what rank 0 says until it says to stop.
 
     Args:
-        messages: of rank 0; an exception among them is raised.
+        receive: waits for rank 0's next message; one that is an exception is raised.
 
-    Raises: what a pass, or making the worker, raises.
+    Raises: what a pass, making the worker, or ``receive`` raises.
     """
     worker = make()
     replies.send(Answer(STARTED, os.getpid()))
     # Both start threads when they are needed.
     readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")
     finder = ThreadPoolExecutor(1, "headrace-kv-finder")
-    while not isinstance(message := messages.get(), Stop):
+    while not isinstance(message := receive(), Stop):
         if isinstance(message, ModelPass):
             worker.run_pass(message.method, message.args)
         elif isinstance(message, WorkerCall) and message.method in BESIDE:

@@ -71,7 +71,7 @@ class GuestRank:
     def _run(self) -> None:
         replies = Replies(self._connection)
         try:
-            follow(lambda: self._make(self._place), replies, self._messages)
+            follow(lambda: self._make(self._place), replies, self._messages.get)
         except BaseException as error:
             logger.debug("rank %d ends", self._place.rank, exc_info=True)
             self.failure = error
