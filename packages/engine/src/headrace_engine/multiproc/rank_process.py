@@ -5,8 +5,8 @@ which says over it what the rank is, and whose end ends the rank, too.
 
 The main thread builds the worker, reads what rank 0 says and does it: a thread between the two would have to
 be woken for each pass. Another one only waits for rank 0's end, which is seen at once, however it comes, and
-is the end of this process, too. Adapters are read in
-further ones, and blocks outside the cache are looked for in one of their own.
+is the end of this process, too. Adapters are read in further ones, and blocks outside the cache are looked
+for in one of their own.
 """
 
 from __future__ import annotations
