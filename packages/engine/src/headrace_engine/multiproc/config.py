@@ -120,8 +120,9 @@ class ParallelConfig:
     @property
     def is_elastic(self) -> bool:
         """True if the number of engines may change."""
-        divides_experts = self.enable_expert_parallel and self.data_parallel_size > 1
-        return self.is_replicated and self.enable_elastic_ep is not False and not divides_experts
+        return (
+            self.is_replicated and self.enable_elastic_ep is not False and not self.shares_experts
+        )
 
     @property
     def num_ranks(self) -> int:
