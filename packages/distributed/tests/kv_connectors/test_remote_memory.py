@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from test_p2p import KEYS, closing, fetch, save
-from test_ranks import free_ports
+from test_rank_connectors import free_ports
 
 from headrace_core.errors import ConfigError
 from headrace_distributed.kv_connectors.p2p.connector import P2PConnector
