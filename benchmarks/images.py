@@ -173,7 +173,7 @@ def _llamacpp(path: str) -> Any:
     import atexit
     import signal
 
-    from processes import Launch, free_port, stop, wait_for_token
+    from processes import Launch, free_port, stop
 
     port, checkpoint = free_port(), Path(path)
     url = f"http://127.0.0.1:{port}"
@@ -189,7 +189,7 @@ def _llamacpp(path: str) -> Any:
     process = launch.start(log)
     atexit.register(stop, process)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server goes too
-    wait_for_token(process, url, log, 120)
+    _wait_for_health(process, url)
 
     def ask(image: Any) -> None:
         held = io.BytesIO()
@@ -214,6 +214,17 @@ def _llamacpp(path: str) -> Any:
 
 def _asked(image: Any) -> dict[str, Any]:
     return {"prompt": f"{MARK}{QUESTION}", "multi_modal_data": {"image": image}}
+
+
+def _wait_for_health(process: subprocess.Popen[str], url: str) -> None:
+    """Until the server has its model; with a tower it takes no prompts of token ids to ask for one."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(url + "/health", timeout=10).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise RuntimeError(f"the server ended with status {process.returncode}")
 
 
 ENGINES: dict[str, Callable[[str], Any]] = {
