@@ -52,7 +52,6 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.dummy import DummySteps
-from headrace_engine.execution.kept_costs import KeptCosts, StepCost
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,
@@ -68,6 +67,7 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.kept_costs import KeptCosts, StepCost
 from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
@@ -398,7 +398,7 @@ class ServingWorker:
         Where requests bring media, what the most of them that a step can hold take is added to both.
 
         What an earlier start of the same has measured is taken instead
-        (:mod:`~headrace_engine.execution.kept_costs`), but for ``weights`` and ``available``.
+        (:mod:`~headrace_engine.kept_costs`), but for ``weights`` and ``available``.
         """
         cost = None if self._kept_costs is None else self._kept_costs.find()
         if cost is None:
