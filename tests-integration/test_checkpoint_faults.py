@@ -184,7 +184,7 @@ def test_a_context_beyond_the_memory_is_refused_before_weights_are_read(folder: 
 _SECOND = """
 from headrace import LLM
 from headrace_core.platform import CpuPlatform
-from headrace_engine.execution.measure import ProcessMeter
+from headrace_engine.execution.measuring.measure import ProcessMeter
 from headrace_engine.execution.populate import unwritten_bytes
 
 first = LLM(kv_cache_memory_bytes=6 << 30, kv_cache_ahead_bytes=0)

@@ -13,7 +13,7 @@ import torch
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from headrace_engine import freed_memory
 from headrace_engine.execution.cache import bind_cache, unbind
-from headrace_engine.execution.measure import resident_bytes
+from headrace_engine.execution.measuring.measure import resident_bytes
 
 MIB = 1 << 20
 

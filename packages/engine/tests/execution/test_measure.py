@@ -9,7 +9,7 @@ import torch
 
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from headrace_engine.execution.cache import bind_cache
-from headrace_engine.execution.measure import memory_meter
+from headrace_engine.execution.measuring.measure import memory_meter
 
 MIB = 1 << 20
 METER = memory_meter(torch.device("cpu"))

@@ -17,7 +17,7 @@ from headrace_core.model import INPUT_EMBEDS
 from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling.params import SamplingParams
-from headrace_engine.execution.largest import LargestItem
+from headrace_engine.execution.measuring.largest import LargestItem
 from headrace_reference.attention import attend
 
 GREEDY = SamplingParams(temperature=0.0)

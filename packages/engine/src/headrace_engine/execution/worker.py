@@ -57,8 +57,9 @@ from headrace_engine.execution.kv_scales import (
     measuring_batch,
     one_byte_layers,
 )
-from headrace_engine.execution.largest import LargestItem, LargestStep
-from headrace_engine.execution.measure import MemoryMeter, memory_meter
+from headrace_engine.execution.measuring.kept_costs import KeptCosts, StepCost
+from headrace_engine.execution.measuring.largest import LargestItem, LargestStep
+from headrace_engine.execution.measuring.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.memory import readable
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows
 from headrace_engine.execution.populate import WHOLE, CachePopulator
@@ -67,7 +68,6 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
-from headrace_engine.kept_costs import KeptCosts, StepCost
 from headrace_engine.kv.grouping import of_layers
 from headrace_engine.kv.spare_states import spare_states
 from headrace_engine.kv.states import state_groups
@@ -385,7 +385,7 @@ class ServingWorker:
     def profile(self) -> MemoryProfile:
         """Measure the largest step without a cache, its sampling included.
 
-        On a CPU it is run only if it is small (:mod:`~headrace_engine.execution.largest`); a
+        On a CPU it is run only if it is small (:mod:`~headrace_engine.execution.measuring.largest`); a
         larger one is reckoned from one prompt of that length, for what grows with the tokens, and
         one step of that many requests, for what grows with the rows that are sampled.
 
@@ -398,7 +398,7 @@ class ServingWorker:
         Where requests bring media, what the most of them that a step can hold take is added to both.
 
         What an earlier start of the same has measured is taken instead
-        (:mod:`~headrace_engine.kept_costs`), but for ``weights`` and ``available``.
+        (:mod:`~headrace_engine.execution.measuring.kept_costs`), but for ``weights`` and ``available``.
         """
         cost = None if self._kept_costs is None else self._kept_costs.find()
         if cost is None:

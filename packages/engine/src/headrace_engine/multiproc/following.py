@@ -18,7 +18,7 @@ from headrace_core.lora import AdapterSlots
 from headrace_core.model import DividesVocabulary, SupportsPooling
 from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.capture import capture_steps
-from headrace_engine.execution.measure import Peak
+from headrace_engine.execution.measuring.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.execution.worker import ServingWorker
 from headrace_engine.kv.states import state_groups

@@ -23,7 +23,7 @@ from headrace_core.model import (
     SupportsRecurrence,
 )
 from headrace_engine.execution.cache import cache_specs
-from headrace_engine.execution.measure import MemoryMeter
+from headrace_engine.execution.measuring.measure import MemoryMeter
 from headrace_engine.execution.memory import readable
 from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.sampling.sampler import Sampler

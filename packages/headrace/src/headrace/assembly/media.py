@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_core.multimodal import MediaProcessor, Modality
     from headrace_engine.config import MultiModalConfig
-    from headrace_engine.execution.largest import LargestItem
+    from headrace_engine.execution.measuring.largest import LargestItem
     from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.input_processing.media_embeds import MediaEmbeds
     from headrace_engine.input_processing.media_items import ContentHash
@@ -188,7 +188,7 @@ def _check_pixels(modality: str, stated: object, most: int) -> None:
 def _largest(
     processor: MediaProcessor, modality: Modality, resolved: ResolvedConfig
 ) -> LargestItem:
-    from headrace_engine.execution.largest import MEASURED_TOKENS, LargestItem
+    from headrace_engine.execution.measuring.largest import MEASURED_TOKENS, LargestItem
 
     sizes = _sizes(modality, resolved)
     try:

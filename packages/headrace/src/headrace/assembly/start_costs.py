@@ -16,7 +16,7 @@ from headrace_core import plugins
 if TYPE_CHECKING:
     from headrace_core.ops import OpTable
     from headrace_engine.cores import CpuThreads
-    from headrace_engine.kept_costs import KeptCosts
+    from headrace_engine.execution.measuring.kept_costs import KeptCosts
 
 CACHE_ROOT = "HEADRACE_CACHE_ROOT"
 _MEASURED = ("HEADRACE_CPU_ISA", "HEADRACE_BATCH_INVARIANT", "LD_PRELOAD", "GLIBC_TUNABLES")
@@ -47,7 +47,7 @@ def kept_costs(
     root = cache_root(environ)
     if root is None or not wanted or resolved.platform.device != "cpu":
         return None
-    from headrace_engine.kept_costs import KeptCosts
+    from headrace_engine.execution.measuring.kept_costs import KeptCosts
 
     return KeptCosts(root / "start-costs", _subject(resolved, ops, threads, environ))
 

@@ -128,7 +128,7 @@ class EngineLoader:
     @property
     def budget(self) -> Mapping[str, int]:
         """See :attr:`headrace_server.multi_model.loading.Loader.budget`."""
-        from headrace_engine.execution.measure import resident_bytes
+        from headrace_engine.execution.measuring.measure import resident_bytes
 
         budget = self._budget
         return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace_core.multimodal import MediaInput
 from headrace_engine.execution.dummy import DummySteps
-from headrace_engine.execution.measure import MemoryMeter
+from headrace_engine.execution.measuring.measure import MemoryMeter
 
 MEASURED_TOKENS, MEASURED_SEQS = 256, 16
 """On a CPU the largest step is measured whole up to these sizes, beyond them from steps of these

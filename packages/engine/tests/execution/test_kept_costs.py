@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine import kept_costs
-from headrace_engine.kept_costs import KeptCosts, StepCost
+from headrace_engine.execution.measuring import kept_costs
+from headrace_engine.execution.measuring.kept_costs import KeptCosts, StepCost
 
 COST = StepCost(activations=3 << 20, seconds=0.5, media=7, media_seconds=0.25)
 

@@ -1,0 +1,1 @@
+"""Cost of steps: bytes at their peak, and seconds."""
