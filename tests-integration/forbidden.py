@@ -46,6 +46,17 @@ ALLOWED = {
     ("models/stages/cut.py", "cut: wait result"): "as forward without stages: a rank's end fails it",
     ("models/stages/stage.py", "Link._receive_all: wait get"):
         "idle: close puts the end mark; a daemon thread",
+    ("distributed/cuda/nccl.py", "Nccl._begin: wait wait"):
+        "the current stream waits, not the host; the group's own limit ends it, with an error",
+    ("distributed/eplb/background.py", "BackgroundExchange.result: wait result"):
+        "an exchange of ranks: the communicator's own limit ends it, with an error",
+    ("distributed/eplb/background.py", "BackgroundExchange.close: wait join"): "the same",
+    ("headrace/assembly/parallel/experts.py", "DividedMixtures.end_move: wait result"): "the same",
+    ("engine/kv_transfer/whole_blocks.py", "WholeBlocks._result: wait result"): "the call is done",
+    ("engine/kv_transfer/worker.py", "BlockMover.run: wait result"):
+        "a rank's reading of blocks, or its end, which fails the future",
+    ("engine/lockstep/relay.py", "EngineRelay.close: wait join"):
+        "of a thread that was woken just before to end",
     ("distributed/gloo.py", "Gloo._wait: wait wait"): "the group's own limit ends it, with an error",
     ("engine/multiproc/executor.py", "MultiProcExecutor.call: wait result"):
         "as UniProcExecutor.call; a rank's end fails it",
@@ -53,8 +64,6 @@ ALLOWED = {
         "a rank's answer, or its end, which fails the future",
     ("engine/multiproc/adapters.py", "_check_same: wait result"):
         "a rank's reading of files, or its end, which fails the future",
-    ("engine/multiproc/rank_process.py", "follow: wait get"):
-        "idle: the thread that reads puts Stop, or an error when the connection ends",
     ("engine/multiproc/rank_processes.py", "RankProcesses.wait_started: wait result"):
         "a worker's creation has no limit; a rank's end fails it",
     ("engine/multiproc/rank_processes.py", "RankProcesses.stop: wait join"):

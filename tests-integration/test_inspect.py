@@ -89,7 +89,8 @@ def test_one_rank_of_several(folder: Path, capsys: pytest.CaptureFixture[str]) -
     path = folder / "ranked"
     save_model("llama", path)
     layer = (64 + 32 + 32 + 64) * 64 + 3 * 112 * 64
-    rank = F32 * (4 * (layer // 2 + 2 * 64) + 2 * 320 * 64 + 64) + TABLE
+    own_rows = 320 * (8 + F32)  # for each token its row on this rank, and whether it has one
+    rank = F32 * (4 * (layer // 2 + 2 * 64) + 2 * 160 * 64 + 64) + TABLE + own_rows
     token = 2 * 2 * 16 * F32 * 4
     limit = 1 << 30
     found = memory(path, capsys, "-tp", "2", "-dp", "2", "--max-memory-bytes", str(limit))

@@ -5,70 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from families import save_model
-from modes import PROMPTS, SETTINGS
-from together import together
+from lora_over_ranks import ONE, PARAMS, TARGETS, Case, Said, agree, made, picked, said
+from modes import PROMPTS
 
-from headrace import LLM, LoRARequest, SamplingParams
+from headrace import LLM, LoRARequest
 from headrace_core.errors import RequestError
-from headrace_testing.model.adapters import linear_modules, write_adapter
+from headrace_testing.model.adapters import write_adapter
 
 pytestmark = pytest.mark.days(3)
 
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-ONE = {**SETTINGS, "enable_lora": True, "max_loras": 2}
 TWO = {**ONE, "tensor_parallel_size": 2}
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-RANKS = (5, 16, 8)
-"""Of three adapters; no number of processes divides the first."""
-
-Said = list[list[tuple[int, float]]]
-
-
-class Case(NamedTuple):
-    base: str
-    adapters: list[LoRARequest]
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("lora-ranks")
     return made("llama", folder, TARGETS)
-
-
-def made(family: str, folder: Path, targets: tuple[str, ...]) -> Case:
-    (folder / "base").mkdir()
-    model = save_model(family, folder / "base")
-    modules = {name: s for name, s in linear_modules(model).items() if name.endswith(targets)}
-    for number, rank in enumerate(RANKS, 1):
-        write_adapter(folder / f"adapter-{number}", modules, rank, number, scale=2.0)
-    return Case(
-        str(folder / "base"),
-        [LoRARequest(f"adapter-{n}", n, str(folder / f"adapter-{n}")) for n in (1, 2, 3)],
-    )
-
-
-def said(llm: LLM, adapters: Sequence[LoRARequest | None]) -> Said:
-    """Tokens and log-probabilities of all prompts, each with the next of the adapters, in one batch."""
-    chosen = [adapters[i % len(adapters)] for i in range(len(PROMPTS))]
-    for adapter in adapters:
-        if adapter is not None:  # what is read first would hold the others up
-            llm.llm_engine.add_lora(adapter)
-    with together(llm, len(PROMPTS)):
-        outputs = llm.generate(PROMPTS, PARAMS, lora_request=chosen, use_tqdm=False)
-    return [
-        [(t, e[t].logprob) for t, e in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]
-        for o in outputs
-    ]  # fmt: skip
-
-
-def agree(found: Said, wanted: Said) -> None:
-    assert [[t for t, _ in one] for one in found] == [[t for t, _ in one] for one in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        assert [p for _, p in one] == pytest.approx([p for _, p in other], abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +38,6 @@ def divided(case: Case) -> Iterator[LLM]:
     """Two ranks that keep two adapters, in as many slots."""
     with LLM(case.base, **TWO) as llm:
         yield llm
-
-
-def picked(case: Case, which: Sequence[int | None]) -> list[LoRARequest | None]:
-    return [None if i is None else case.adapters[i] for i in which]
 
 
 @pytest.mark.parametrize(

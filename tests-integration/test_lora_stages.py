@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lora_over_ranks import ONE, TARGETS, Case, Said, made, picked, said
 from modes import PROMPTS
-from test_lora_ranks import ONE, TARGETS, Case, Said, made, picked, said
 
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace_core.errors import RequestError

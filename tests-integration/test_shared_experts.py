@@ -164,12 +164,11 @@ def test_a_killed_engine_ends_all(folder: Path) -> None:
         for client in clients:
             client.start()
         wait_until(lambda: min(by_engine(server, "generation_tokens_total")) > 200)
-        begin = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         for client in clients:
-            client.join(PATIENCE)
-        assert server.process.wait(PATIENCE) != 0
-        assert time.monotonic() - begin < 5 * SLACK
+            client.join(5 * SLACK)
+        assert not any(client.is_alive() for client in clients)
+        assert server.process.wait(5 * SLACK) != 0
         pattern = r"engine \d: the engine process ended \(killed by signal 9\).*end together"
         assert any(re.search(pattern, one) for one in told), told
         wait_until(lambda: not any(map(alive, pids)))

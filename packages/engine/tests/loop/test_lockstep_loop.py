@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -51,10 +50,8 @@ def test_empty_passes_run_while_they_are_due_and_requests_all_the_same() -> None
     loop, sink = looping(turns)
     loop.start()
     turns.left = 1000
-    begin = time.monotonic()
     turns.due()
     wait_until(lambda: turns.ran > 3)
-    assert time.monotonic() - begin < 30
     turns.left = 10**9
     loop.add([request("a", 4)])
     wait_until(lambda: any(output.finish_reason for output in sink.of("a")))
