@@ -43,7 +43,7 @@ class Fuzz:
         self._address = urlsplit(url)
         self.statuses: Counter[tuple[str, int]] = Counter()
         self.problems: list[str] = []
-        self.slowest = 0.0
+        self.slowest = {"answered": 0.0, "refused": 0.0}
         with urllib.request.urlopen(url + "/openapi.json", timeout=30) as answer:
             self.document: dict[str, Any] = json.load(answer)
         self._schema = schemathesis.openapi.from_dict(self.document)
@@ -120,7 +120,8 @@ class Fuzz:
     def note(self, label: str, sent: bytes, answer: Answer) -> None:
         """Count an answer and judge it."""
         self.statuses[label, answer.status] += 1
-        self.slowest = max(self.slowest, answer.seconds)
+        kind = "refused" if answer.status >= 400 else "answered"
+        self.slowest[kind] = max(self.slowest[kind], answer.seconds)
         problem = answer.problem(sent)
         if problem:
             self.problems.append(f"{label}: {problem}; sent {sent[:500]!r}")
@@ -150,7 +151,9 @@ def _report(fuzz: Fuzz, alive: bool) -> bool:
     for (_, status), number in fuzz.statuses.items():
         totals[status] += number
     print(f"{fuzz.num_requests} requests: {dict(sorted(totals.items()))}")
-    print(f"slowest answer {fuzz.slowest:.2f} s; server {'lives' if alive else 'is gone'}")
+    answered, refused = fuzz.slowest["answered"], fuzz.slowest["refused"]
+    print(f"slowest: answered in {answered:.2f} s, refused in {refused:.2f} s; "
+          f"server {'lives' if alive else 'is gone'}")  # fmt: skip
     for problem in fuzz.problems[:30]:
         print(f"wrong: {problem}")
     print(f"{len(fuzz.problems)} answers were wrong")
