@@ -46,7 +46,7 @@ ALLOWED = {
     ("models/stages/cut.py", "cut: wait result"): "as forward without stages: a rank's end fails it",
     ("models/stages/stage.py", "Link._receive_all: wait get"):
         "idle: close puts the end mark; a daemon thread",
-    ("distributed/cuda/nccl.py", "Nccl._begin: wait wait"):
+    ("distributed/cuda/nccl.py", "Nccl._operate: wait wait"):
         "the current stream waits, not the host; the group's own limit ends it, with an error",
     ("distributed/eplb/background.py", "BackgroundExchange.result: wait result"):
         "an exchange of ranks: the communicator's own limit ends it, with an error",
@@ -57,7 +57,7 @@ ALLOWED = {
         "a rank's reading of blocks, or its end, which fails the future",
     ("engine/lockstep/relay.py", "EngineRelay.close: wait join"):
         "of a thread that was woken just before to end",
-    ("distributed/gloo.py", "Gloo._wait: wait wait"): "the group's own limit ends it, with an error",
+    ("distributed/gloo.py", "Gloo._operate: wait wait"): "the group's own limit ends it, with an error",
     ("engine/multiproc/executor.py", "MultiProcExecutor.call: wait result"):
         "as UniProcExecutor.call; a rank's end fails it",
     ("engine/multiproc/executor.py", "_on_every_rank: wait result"):

@@ -21,7 +21,6 @@ SLEEPS: dict[str, tuple[int, str]] = {
     "tests-integration/endurance.py": (1, "a tool that measures: it looks ten times a second"),
     "tests-integration/soak.py": (2, "a tool that measures: streams begin one after the other"),
     "tests-integration/soak_adapters.py": (1, "a tool that measures: ten changes a second"),
-    "tests-integration/test_shared_experts.py": (1, "engines at rest: that nothing happens"),
     "tests-integration/soak_several.py": (1, "a tool that measures: it looks each second"),
 }
 """Files that sleep -> how often, and why."""

@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from headrace_core.parallel import Communicator
 from headrace_distributed.arguments import check_ranks, on_cpu
-from headrace_distributed.byte_mover import ByteMover
 from headrace_distributed.errors import GroupError, PeerLost, PeerTimeout
 from headrace_distributed.peers import PeerWatch, introduce
+from headrace_distributed.process_group import ProcessGroupMover
 from headrace_distributed.rendezvous import DEFAULT_TIMEOUT, connect, parse_address
 
 
@@ -44,7 +44,7 @@ def create(
     return Gloo(rank, world_size, store, parse_address(rendezvous).host, timeout)
 
 
-class Gloo(ByteMover):
+class Gloo(ProcessGroupMover):
     """Ranks that talk over TCP; see :func:`create`."""
 
     def __init__(self, rank: int, world_size: int, store: Store, host: str, timeout: float) -> None:
@@ -61,7 +61,7 @@ class Gloo(ByteMover):
         self._group = ProcessGroupGloo(store, self._rank, self._world_size, options)
 
     def barrier(self) -> None:
-        self._wait("barrier", lambda group: group.barrier())
+        self._operate("barrier", lambda group: group.barrier())
 
     def close(self) -> None:
         self._group = None
@@ -70,18 +70,7 @@ class Gloo(ByteMover):
     def _accepted(self, tensor: Tensor, operation: str) -> Tensor:
         return on_cpu(tensor, operation)
 
-    def _gather(self, found: Tensor, flat: Tensor, operation: str) -> None:
-        self._wait(operation, lambda group: group._allgather_base(found, flat))
-
-    def _exchange(self, found: Tensor, flat: Tensor, operation: str) -> None:
-        self._wait(operation, lambda group: group.alltoall_base(found, flat, [], []))
-
-    def _spread(self, flat: Tensor, source: int, operation: str) -> None:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._wait(operation, lambda group: group.broadcast([flat], options))
-
-    def _wait(self, operation: str, begin: Callable[[Any], Any]) -> None:
+    def _operate(self, operation: str, begin: Callable[[Any], Any]) -> None:
         """Begin an operation of gloo's, and wait for its end."""
         group = self._group
         if group is None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]
     AllreduceOptions,
-    BroadcastOptions,
     ReduceScatterOptions,
     Store,
 )
@@ -23,12 +22,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from headrace_core.errors import MissingDependency
 from headrace_core.parallel import Communicator
 from headrace_distributed.arguments import normal_dim
-from headrace_distributed.byte_mover import ByteMover
 from headrace_distributed.cuda import settings
 from headrace_distributed.cuda.arguments import can_be_added, on_device, pieces_of
 from headrace_distributed.cuda.joining import GpuRanks, meet
 from headrace_distributed.errors import GroupError, PeerLost
 from headrace_distributed.peers import PeerWatch
+from headrace_distributed.process_group import ProcessGroupMover
 from headrace_distributed.rendezvous import DEFAULT_TIMEOUT
 
 GroupMaker = Callable[[Store, int, int, float], Any]
@@ -96,7 +95,7 @@ def nccl_group(store: Store, rank: int, world_size: int, timeout: float) -> Any:
     return ProcessGroupNCCL(store, rank, world_size, options)
 
 
-class Nccl(ByteMover):
+class Nccl(ProcessGroupMover):
     """Ranks that talk by torch's NCCL; see :func:`create`."""
 
     def __init__(self, ranks: GpuRanks, group: Any, *, fixed_order: bool) -> None:
@@ -114,7 +113,7 @@ class Nccl(ByteMover):
         own = self._accepted(tensor, "all_reduce").contiguous()
         if own.numel():
             # Options of sums: that is the default.
-            self._begin("all_reduce", lambda group: group.allreduce([own], AllreduceOptions()))
+            self._operate("all_reduce", lambda group: group.allreduce([own], AllreduceOptions()))
         return own
 
     def reduce_scatter(self, tensor: Tensor, dim: int = -1) -> Tensor:
@@ -124,7 +123,7 @@ class Nccl(ByteMover):
         dim = normal_dim(tensor, dim, "reduce_scatter", parts=self.world_size)
         pieces = pieces_of(self._accepted(tensor, "reduce_scatter"), dim, self.world_size)
         result = torch.empty_like(pieces[0])
-        self._begin(
+        self._operate(
             "reduce_scatter",
             lambda group: group._reduce_scatter_base(
                 result.view(-1), pieces.view(-1), ReduceScatterOptions()
@@ -135,7 +134,7 @@ class Nccl(ByteMover):
     def barrier(self) -> None:
         # NCCL's barrier is a sum, too; here the host waits for it.
         own = torch.zeros(1, device=self.device)
-        self._begin("barrier", lambda group: group.allreduce([own], AllreduceOptions()))
+        self._operate("barrier", lambda group: group.allreduce([own], AllreduceOptions()))
         own.item()
 
     def close(self) -> None:
@@ -145,24 +144,13 @@ class Nccl(ByteMover):
     def _accepted(self, tensor: Tensor, operation: str) -> Tensor:
         return on_device(tensor, self.device, operation)
 
-    def _gather(self, found: Tensor, flat: Tensor, operation: str) -> None:
-        self._begin(operation, lambda group: group._allgather_base(found, flat))
-
-    def _exchange(self, found: Tensor, flat: Tensor, operation: str) -> None:
-        self._begin(operation, lambda group: group.alltoall_base(found, flat, [], []))
-
-    def _spread(self, flat: Tensor, source: int, operation: str) -> None:
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = source, 0
-        self._begin(operation, lambda group: group.broadcast([flat], options))
-
-    def _begin(self, operation: str, call: Callable[[Any], Any]) -> None:
+    def _operate(self, operation: str, begin: Callable[[Any], Any]) -> None:
         """Put an operation on the stream; with NCCL ``wait`` has the current stream wait, not the host."""
         group = self._group
         if group is None:
             raise GroupError(f"{operation}: rank {self.rank} has left the group")
         try:
-            call(group).wait()
+            begin(group).wait()
         except RuntimeError as error:
             self._group = None
             dead = self._watch.dead(1.0)
