@@ -6,8 +6,8 @@ trained on Python's standard library and filled up so that every id of the vocab
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +128,20 @@ def num_parameters(path: Path) -> int:
         return sum(torch.Size(file.get_slice(n).get_shape()).numel() for n in file.keys())  # noqa: SIM118
 
 
+def main() -> None:
+    """Write the named checkpoints, or all of them."""
+    parser = argparse.ArgumentParser(
+        description="Write random checkpoints of real shapes, with a tokenizer that covers every id."
+    )
+    parser.add_argument("folder", type=Path, help="where they are written, each below its name")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)} (all)")
+    args = parser.parse_args()
+    for name in args.names:
+        if name not in SHAPES:
+            parser.error(f"there is no shape {name!r}; there are {', '.join(SHAPES)}")
+    for name in args.names or SHAPES:
+        print(make(name, args.folder))
+
+
 if __name__ == "__main__":
-    for each in sys.argv[2:] or SHAPES:
-        print(make(each, Path(sys.argv[1])))
+    main()

@@ -6,9 +6,9 @@ by itself, which is enough for speed and for nothing else. Embedding and head st
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,25 @@ def _layer(method: str, weight: Tensor) -> dict[str, Tensor]:
     return gptq_tensors(weight, bits=4, group_size=GROUP, symmetric=True)[0]
 
 
+def main() -> None:
+    """Write the named copies of a checkpoint, or all of them."""
+    parser = argparse.ArgumentParser(description="Write packed copies of a checkpoint.")
+    parser.add_argument("folder", type=Path, help="where checkpoints.py wrote the checkpoint")
+    parser.add_argument("model", help="its name there; copies are called MODEL-METHOD")
+    parser.add_argument(
+        "methods", nargs="*", metavar="METHOD", help=f"of {', '.join(CONFIGS)} (all)"
+    )
+    args = parser.parse_args()
+    if not (args.folder / args.model / "model.safetensors").is_file():
+        parser.error(
+            f"{args.folder / args.model} is no checkpoint: write it by checkpoints.py first"
+        )
+    for method in args.methods:
+        if method not in CONFIGS:
+            parser.error(f"there is no method {method!r}; there are {', '.join(CONFIGS)}")
+    for method in args.methods or CONFIGS:
+        print(make(args.folder, args.model, method))
+
+
 if __name__ == "__main__":
-    for each in sys.argv[3:] or CONFIGS:
-        print(make(Path(sys.argv[1]), sys.argv[2], each))
+    main()
