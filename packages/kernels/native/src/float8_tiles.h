@@ -99,7 +99,7 @@ template <> struct FloatCodes<FLOAT6> {
     for (int i = 0; i < 2; ++i) widen<E4M3>(raw_table(l.table[i]), lowers[i], uppers[i]);
   }
   HR_INLINE void read(const uint8_t* step, int j, Raw& lower, Raw& upper) const {
-    const Field f = field(6, j, 0);
+    const Field f = FIELDS<6>.at[0][j];
     const Raw main = kept(raw_codes(step + f.vector * VECTOR_BYTES), raw_mask(f.mask));
     const Raw plane = rotated(raw_codes(step + plane_at(FLOAT6)), f.rotate);
     const Raw code = lowered(either(main, kept(plane, raw_mask(f.plane_mask))), f.shift);

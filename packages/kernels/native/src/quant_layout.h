@@ -66,6 +66,19 @@ constexpr Field field(int kind, int v, int u) {
   }
 }
 
+// Fields of all vectors of a unit, by step: a table, as the compiler calls a function of so many cases out of line.
+struct Fields {
+  Field at[2][QV];
+};
+constexpr Fields fields_of(int kind) {
+  Fields fields{};
+  for (int u = 0; u < 2; ++u) {
+    for (int v = 0; v < QV; ++v) fields.at[u][v] = field(kind, v, u);
+  }
+  return fields;
+}
+template <int KIND> constexpr Fields FIELDS = fields_of(KIND);
+
 constexpr int64_t bytes_of_stored(int32_t stored) {
   return stored == ABSENT ? 0 : stored == F32 ? 4 : stored == BF16 || stored == F16 ? 2 : 1;
 }

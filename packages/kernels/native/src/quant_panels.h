@@ -5,10 +5,12 @@ namespace {
 namespace quant {
 
 // Minimums of group g; `at` is where the panel's begin.
-inline vf minimums_at(const uint8_t* at, int32_t stored, int64_t g, int v) {
-  if (stored != NIBBLE) return values_at(at + g * QPANEL * bytes_of_stored(stored), stored, v);
-  const Raw two = (Raw)ild_bytes(at + g / 2 * QPANEL + v * W);
-  return to_floats((vi)kept(lowered(two, g % 2 ? 4 : 0), raw_mask(15)));
+HR_INLINE inline void minimums_at(const uint8_t* at, int32_t stored, int64_t g, vf (&x)[QV]) {
+  if (stored != NIBBLE) return values_of<QV>(at + g * QPANEL * bytes_of_stored(stored), stored, 0, x);
+  HR_UNROLL for (int v = 0; v < QV; ++v) {
+    const Raw two = (Raw)ild_bytes(at + g / 2 * QPANEL + v * W);
+    x[v] = to_floats((vi)kept(lowered(two, g % 2 ? 4 : 0), raw_mask(15)));
+  }
 }
 
 constexpr int64_t READY_GROUPS = 64;  // whose minimums are summed up at a time
@@ -32,7 +34,8 @@ struct Minimums {
       left = p.block_groups;
     }
     --left;
-    HR_UNROLL for (int v = 0; v < QV; ++v) to[v] = vmul(minimums_at(p.front + p.minimums_at, l.minimums, g, v), outer[v]);
+    minimums_at(p.front + p.minimums_at, l.minimums, g, to);
+    HR_UNROLL for (int v = 0; v < QV; ++v) to[v] = vmul(to[v], outer[v]);
   }
 };
 
