@@ -393,6 +393,8 @@ class ServingWorker:
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""
         begin = time.perf_counter()
+        if self._ranks.leader is not None and step.num_scheduled_tokens:
+            self._ranks.leader.expect()
         if not self._profiler.armed:
             result = self._run(step)
         else:

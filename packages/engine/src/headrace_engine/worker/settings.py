@@ -51,6 +51,10 @@ class LeadsPasses(Protocol):
         """Those of a model or of its experts, from now on."""
         ...
 
+    def expect(self) -> None:
+        """A pass is about to come."""
+        ...
+
     def lead_replays(self, graph: StepGraph | None) -> None:
         """Those that are recorded."""
         ...
