@@ -1,12 +1,14 @@
 """Ranks beside one process: decoding, and how soon a rank knows of a pass.
 
     python benchmarks/ranks.py decode MODEL [--batch 1 8] [--rounds 5] [--communicators shm gloo]
-    python benchmarks/ranks.py passes [--batch 1 8 32] [--work-ms 5]
+    python benchmarks/ranks.py passes [--batch 1 8 64 256] [--work-ms 5] [--ahead-us 300]
 
 ``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
 generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``passes`` starts a rank
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
-other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
+other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits:
+asleep, or awake as rank 0 has said a while ahead that a pass is about to come, as it does when a step begins.
+Each pass is of a step further: a token more of each request, and a block more of every sixteenth.
 """
 
 from __future__ import annotations
@@ -67,14 +69,15 @@ class Model:
         self.begun.append(time.perf_counter_ns())
 
 
-def decode_batch(num_seqs: int, context: int = 1024) -> ForwardBatch:
-    """A decode step's batch."""
-    lengths = torch.full((num_seqs,), context, dtype=torch.int32)
-    table = torch.arange(num_seqs * context // BLOCK_SIZE, dtype=torch.int32).view(num_seqs, -1)
+def decode_batch(num_seqs: int, step: int, context: int = 1024) -> ForwardBatch:
+    """A decode step's batch, of a run in which requests have their blocks at different steps."""
     ids = torch.arange(num_seqs)
+    lengths = context - BLOCK_SIZE + (ids + step) % BLOCK_SIZE + 1
+    table = torch.arange(num_seqs * context // BLOCK_SIZE, dtype=torch.int32).view(num_seqs, -1)
+    table[:, -1] += (ids.int() + step) // BLOCK_SIZE
     return ForwardBatch(
-        ids, lengths.long() - 1, torch.arange(num_seqs + 1, dtype=torch.int32), lengths, 1, context,
-        (GroupBatch(table, ids * context),), logits_rows=ids,
+        ids + step, lengths - 1, torch.arange(num_seqs + 1, dtype=torch.int32), lengths.int(), 1,
+        context, (GroupBatch(table, ids * context + lengths - 1),),
     )  # fmt: skip
 
 
@@ -98,26 +101,57 @@ def passes(args: argparse.Namespace) -> None:
     others = RankProcesses(ranked, {}, lambda error: print(error))
     others.wait_started()
     model = Model()
-    PassLeader(others.run_pass, lambda error: error, others.call).lead(model)
-    print("| requests | known to the other rank, us: p10 | p50 | p90 | rank 0 begins, us: p50 |")
-    print("|---|---|---|---|---|")
+    leader = PassLeader(others.run_pass, lambda error: error, others.call, others.expect_pass)
+    leader.lead(model)
+    print(
+        "| requests | bytes of a pass | known to the other rank, asleep, us: p10 | p50 | p90 "
+        "| awake: p10 | p50 | p90 | rank 0 begins, awake, us: p50 |"
+    )
+    print("|" + "---|" * 9)
     for num_seqs in args.batch:
-        batch, called = decode_batch(num_seqs), []
-        model.begun.clear()
-        for _ in range(args.passes + 20):
-            busy(args.work_ms / 1000)
-            called.append(time.perf_counter_ns())
-            model.forward(batch)
-        stamps = others.call("report", ())[0].result()["ns"]
-        known, begun = (
-            sorted((b - a) / 1000 for a, b in list(zip(called, each, strict=True))[20:])
-            for each in (stamps, model.begun)
-        )
-        p10, p50, p90 = (known[len(known) * share // 100] for share in (10, 50, 90))
-        print(
-            f"| {num_seqs} | {p10:.0f} | {p50:.0f} | {p90:.0f} | {statistics.median(begun):.0f} |"
-        )
+        size, times = pass_bytes(num_seqs), []
+        for is_expected in (False, True):
+            known, begun = timed_passes(args, model, leader, others, num_seqs, is_expected)
+            times += [known[len(known) * share // 100] for share in (10, 50, 90)]
+        times.append(statistics.median(begun))
+        print(f"| {num_seqs} | {size} | " + " | ".join(f"{us:.0f}" for us in times) + " |")
     others.stop()
+
+
+def pass_bytes(num_seqs: int) -> int:
+    """Bytes of the second pass of a run."""
+    from headrace_engine.multiproc.messages import ModelPass
+    from headrace_engine.multiproc.pass_frames import PassEncoder
+
+    encoder = PassEncoder()
+    sent = [encoder.encode(ModelPass("forward", (decode_batch(num_seqs, n),))) for n in range(2)]
+    return len(sent[-1] or b"")
+
+
+def timed_passes(
+    args: argparse.Namespace, model: Any, leader: Any, others: Any, num_seqs: int, is_expected: bool
+) -> tuple[list[float], list[float]]:
+    """Microseconds until a pass is known to the other rank, and until rank 0 begins its own; sorted.
+
+    Args:
+        is_expected: the other rank is told ahead.
+    """
+    called: list[int] = []
+    batches = [decode_batch(num_seqs, step) for step in range(args.passes + 20)]
+    model.begun.clear()
+    for batch in batches:
+        busy(args.work_ms / 1000)
+        if is_expected:
+            leader.expect()
+            busy(args.ahead_us / 1e6)
+        called.append(time.perf_counter_ns())
+        model.forward(batch)
+    stamps = others.call("report", ())[0].result()["ns"]
+    known, begun = (
+        sorted((b - a) / 1000 for a, b in list(zip(called, each, strict=True))[20:])
+        for each in (stamps, model.begun)
+    )
+    return known, begun
 
 
 class Engine:
@@ -225,9 +259,12 @@ def main() -> None:
     one.add_argument("--communicators", nargs="+", default=["shm"], choices=["shm", "gloo"])
     one.set_defaults(run=decode)
     two = commands.add_parser("passes", help="how soon a rank knows of a pass")
-    two.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    two.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     two.add_argument("--passes", type=int, default=500)
     two.add_argument("--work-ms", type=float, default=5.0, help="of rank 0 between two passes")
+    two.add_argument(
+        "--ahead-us", type=float, default=300.0, help="from saying that a pass comes to the pass"
+    )
     two.set_defaults(run=passes)
     args = parser.parse_args()
     args.run(args)

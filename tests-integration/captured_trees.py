@@ -52,7 +52,7 @@ def _outcome(kind: str, folder: Path) -> str:
 @torch.inference_mode()
 def _why_not(worker) -> str:
     runner = worker._ready()
-    graph = worker._capture.factory()()
+    graph = worker._settings.capture.factory()()
     try:
         graph.capture(runner.whole_step, GraphNeed((16,), 8, len(runner.backends)))
     except CaptureRefused as error:

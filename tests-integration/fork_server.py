@@ -31,7 +31,7 @@ from headrace_core.reliability import failpoints
 LONGEST = 1 << 17
 """Most bytes of a message: as many as the system lets a command line have."""
 IMPORTED = (
-    "headrace.assembly.inspection", "headrace.assembly.worker", "headrace.cli.generate",
+    "headrace.assembly.inspection", "headrace.assembly.worker.factory", "headrace.cli.generate",
     "headrace.cli.inspect", "headrace.cli.main", "headrace.cli.quantize", "headrace.cli.run_batch",
     "headrace.cli.serve", "headrace_attention.paged", "headrace_demo", "headrace_engine.clients.inproc",
     "headrace_engine.engine", "headrace_engine.execution.capture", "headrace_engine.execution.late",

@@ -138,7 +138,7 @@ class TestProposers(DraftProposerConformance):
         if self.kind == "suffix":
 
             def forget(worker: Any) -> None:
-                proposer = worker._speculative.make_proposer()
+                proposer = worker._settings.drafts.config.make_proposer()
                 worker.model_runner.drafter._proposer = proposer
 
             self.llm.collective_rpc(forget)

@@ -11,7 +11,7 @@ import pytest
 from headrace import LLM
 from headrace.assembly.front import check_shared_items, share_items
 from headrace.assembly.served import tokenizer_info
-from headrace.assembly.worker import tower_chooser
+from headrace.assembly.worker.context import tower_chooser
 from headrace_attention.sdpa import SDPABackend
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import ConfigError, ModelError

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headrace.assembly.worker import cut_files_raise
+from headrace.assembly.worker.model import cut_files_raise
 
 
 def test_without_the_kernels_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
+from headrace_engine.worker.settings import WorkerLimits, WorkerSettings
 from headrace_reference.attention import attend
 from headrace_testing.fakes.requests import new_request
 
@@ -196,17 +198,19 @@ class Harness:
     def __init__(self, model: TinyLM, **settings: Any) -> None:
         self.model = model
         groups = self._groups(model)
-        self.worker = ModelWorker(
-            lambda *slots: model,
+        told = WorkerSettings(
+            build_model=lambda *slots: model,
             ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
             device="cpu",
             dtype="float32",
-            vocab_size=VOCAB,
-            max_model_len=MAX_LEN,
-            max_num_batched_tokens=64,
-            max_num_seqs=16,
-            **settings,
+            limits=WorkerLimits(
+                vocab_size=VOCAB,
+                max_model_len=MAX_LEN,
+                max_num_batched_tokens=64,
+                max_num_seqs=16,
+            ),
         )
+        self.worker = ModelWorker(dataclasses.replace(told, **settings))
         self.worker.load()
         self.config = KVCacheConfig((400,), groups)
         self.worker.allocate_cache(self.config)

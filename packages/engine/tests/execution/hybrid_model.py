@@ -34,6 +34,7 @@ from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.kv.states import state_groups
 from headrace_engine.scheduler.scheduler import Scheduler
+from headrace_engine.worker.settings import WorkerLimits, WorkerSettings
 from headrace_reference.attention import attend
 
 VOCAB, HIDDEN, HEADS, BLOCK_SIZE, MAX_LEN = 37, 16, 4, 4, 96
@@ -202,12 +203,18 @@ def _normed(x: Tensor) -> Tensor:
 
 def make_worker(model: HybridLM, max_num_seqs: int = 8) -> ModelWorker:
     """One that has loaded the model."""
+    limits = WorkerLimits(
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=max_num_seqs,
+    )
+    ops = bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"})
     worker = ModelWorker(
-        lambda: model,
-        ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
-        device="cpu", dtype="float32", vocab_size=VOCAB, max_model_len=MAX_LEN,
-        max_num_batched_tokens=BUDGET, max_num_seqs=max_num_seqs,
-    )  # fmt: skip
+        WorkerSettings(
+            build_model=lambda: model, ops=ops, device="cpu", dtype="float32", limits=limits
+        )
+    )
     worker.load()
     return worker
 

@@ -17,6 +17,7 @@ from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep
 from headrace_engine.execution.capture import Capture
 from headrace_engine.lora.store import AdapterStore
+from headrace_engine.worker.settings import AdapterSettings, WeightSettings
 
 NUM_SLOTS = 2
 PROMPT = [1, 2, 3, 4, 5]
@@ -78,7 +79,7 @@ class Shifted:
 
         model.compute_logits, model.forward = compute_logits, checked
         self.harness = tiny.Harness(
-            model, make_adapters=self._make, adapter_store=self.store, **settings
+            model, adapters=AdapterSettings(make_slots=self._make, store=self.store), **settings
         )
 
     def _make(self) -> ShiftSlots:
@@ -198,7 +199,8 @@ def test_slots_count_as_weights_and_are_warmed_up(tiny: Any) -> None:
 
 
 def test_weights_read_again_have_empty_slots(tiny: Any) -> None:
-    shifted = Shifted(tiny, rebuild_model=lambda changes, slots: shifted.harness.model)
+    weights = WeightSettings(rebuild_model=lambda changes, slots: shifted.harness.model)
+    shifted = Shifted(tiny, weights=weights)
     shifted.step({"a": 5}, [shifted.new("a", 20)], {0: 20})
     shifted.step({}, gone=["a"])
     known = shifted.store.find(20)

@@ -19,6 +19,7 @@ from headrace_engine.execution.kv_scales import (
     measuring_batch,
 )
 from headrace_engine.execution.scale_constants import ScaleConstants
+from headrace_engine.worker.settings import WorkerLimits
 
 CONSTANTS = ScaleConstants(90.0, 100.0)
 
@@ -123,8 +124,13 @@ def test_they_are_the_same_whatever_else_is_configured(tiny: Any) -> None:
     found = []
     for tokens, seqs in ((64, 16), (5, 2)):
         model = scaled_model(tiny)
-        made = tiny.Harness(model, kv_scales=CONSTANTS)
-        made.worker._max_num_batched_tokens, made.worker._max_num_seqs = tokens, seqs
+        limits = WorkerLimits(
+            vocab_size=tiny.VOCAB,
+            max_model_len=tiny.MAX_LEN,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+        )
+        made = tiny.Harness(model, kv_scales=CONSTANTS, limits=limits)
         made.worker.warm_up()
         found.append([(layer.spec.k_scale, layer.spec.v_scale) for layer in model.layers])
     for one, other in zip(*found, strict=True):

@@ -14,6 +14,7 @@ from headrace_core.step import NewRequest, StepResult
 from headrace_engine.structured import matching
 from headrace_engine.structured.budget import MatchingBudget
 from headrace_engine.structured.matching import SLOW_MATCH
+from headrace_engine.worker.settings import SamplingSettings
 
 PROMPT, OTHER = [3, 1, 4, 1, 5], [7, 7, 2]
 SETTINGS = [
@@ -67,7 +68,7 @@ def late_run(h: Any, backend: HeldBackend, count: int, params: Any) -> list[Any]
 def test_late_tokens_are_those_that_would_have_come_in_time(
     harness: Any, backend: HeldBackend, params: SamplingParams
 ) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     late = late_run(h, backend, 6, params)
     h.step({}, gone=["slow"])
     in_time = []
@@ -80,7 +81,7 @@ def test_late_tokens_are_those_that_would_have_come_in_time(
 
 
 def test_neighbours_get_their_tokens_meanwhile(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     new = [constrained(h), h.new("other", OTHER)]
     first = h.step({"slow": 5, "other": 3}, new, allows_late=True)
     tokens = list(first.requests["other"].token_ids)
@@ -100,7 +101,7 @@ def test_neighbours_get_their_tokens_meanwhile(harness: Any, backend: HeldBacken
 
 
 def test_a_step_that_allows_nothing_late_has_all_tokens(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     h.step({"slow": 5}, [constrained(h)])
     backend.open()
     assert len(h.step({"slow": 1}).requests["slow"].token_ids) == 1
@@ -109,7 +110,7 @@ def test_a_step_that_allows_nothing_late_has_all_tokens(harness: Any, backend: H
 def test_scheduled_behind_its_late_token_it_is_waited_for(
     harness: Any, backend: HeldBackend
 ) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     params = SamplingParams(temperature=0.0, logprobs=2)
     straight = late_run(h, backend, 3, params)
     h.step({}, gone=["slow"])
@@ -122,7 +123,7 @@ def test_scheduled_behind_its_late_token_it_is_waited_for(
 
 
 def test_who_is_gone_is_forgotten(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     h.step({"slow": 5}, [constrained(h)], allows_late=True)
     h.step({"slow": 1}, allows_late=True)
     assert h.step({}, gone=["slow"], allows_late=True).late == {}
@@ -133,7 +134,7 @@ def test_who_is_gone_is_forgotten(harness: Any, backend: HeldBackend) -> None:
 
 
 def test_resumed_after_a_preemption_while_late(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     params = SETTINGS[1]
     straight = late_run(h, backend, 3, params)
     h.step({}, gone=["slow"])
@@ -147,7 +148,7 @@ def test_resumed_after_a_preemption_while_late(harness: Any, backend: HeldBacken
 
 
 def test_beyond_its_budget_it_ends_alone(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     h.step({"slow": 5, "other": 3}, [constrained(h), h.new("other", OTHER)], allows_late=True)
     backend.seconds = 1.0
     result = h.step({"slow": 1, "other": 1}, allows_late=True)
@@ -159,7 +160,7 @@ def test_beyond_its_budget_it_ends_alone(harness: Any, backend: HeldBackend) -> 
 
 
 def test_what_is_raised_in_the_thread_ends_it_alone(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     h.step({"slow": 5, "other": 3}, [constrained(h), h.new("other", OTHER)], allows_late=True)
     result = h.step({"slow": 1, "other": 1}, allows_late=True)
     backend.raises = ValueError("the library is broken")
@@ -168,7 +169,7 @@ def test_what_is_raised_in_the_thread_ends_it_alone(harness: Any, backend: HeldB
 
 
 def test_no_thread_outlives_the_worker(harness: Any, backend: HeldBackend) -> None:
-    h = harness(grammars=HeldStore(backend))
+    h = harness(sampling=SamplingSettings(grammars=HeldStore(backend)))
     before = set(threading.enumerate())
     h.step({"slow": 5}, [constrained(h)], allows_late=True)
     assert backend.entered.acquire(timeout=PATIENCE)

@@ -18,6 +18,7 @@ from headrace_core.multimodal import MediaInput
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.execution.measuring.largest import LargestItem
+from headrace_engine.worker.settings import MediaSettings
 from headrace_reference.attention import attend
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -165,7 +166,7 @@ def test_an_encoder_that_miscounts_is_named(tiny: Any, hearing: Any) -> None:
 
 
 def test_memory_is_measured_with_the_largest_item(tiny: Any, hearing: Any) -> None:
-    h = tiny.Harness(hearing(), largest_media=lambda: [LargestItem(item(40, 6))])
+    h = tiny.Harness(hearing(), media=MediaSettings(largest=lambda: [LargestItem(item(40, 6))]))
     h.model.encoded.clear()
     h.worker.profile()
     h.worker.warm_up()
@@ -183,7 +184,9 @@ def test_memory_is_reckoned_from_a_smaller_item(tiny: Any, hearing: Any) -> None
             return super().encode(inputs)
 
     def activations(factor: float) -> int:
-        h = tiny.Harness(Growing(), largest_media=lambda: [LargestItem(item(40, 6), factor)])
+        h = tiny.Harness(
+            Growing(), media=MediaSettings(largest=lambda: [LargestItem(item(40, 6), factor)])
+        )
         return int(h.worker.profile().activations)
 
     assert activations(4.0) > 3 * (32 << 20)

@@ -21,6 +21,7 @@ from headrace_core.sampling.params import SamplingParams
 from headrace_engine.config import EngineConfig
 from headrace_engine.logits_adapter import AdapterLogitsProcessor
 from headrace_engine.sampling.processors import make_processors
+from headrace_engine.worker.settings import SamplingSettings
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -142,12 +143,15 @@ def test_a_forced_token_and_untouched_neighbours(
 
     processors, make = made(cls)
     alone = run(harness(), with_targets=False)
-    got = run(harness(make_processors=make), with_targets=True)
+    got = run(harness(sampling=SamplingSettings(make_processors=make)), with_targets=True)
     for name, target in targets.items():
         assert [tokens for tokens, _ in got[name]] == [[target]] * 6
     # Bit for bit, also the log-probabilities.
     assert {name: got[name] for name in "bd"} == {name: alone[name] for name in "bd"}
-    assert run(harness(make_processors=made(cls)[1]), with_targets=False) == alone
+    assert (
+        run(harness(sampling=SamplingSettings(make_processors=made(cls)[1])), with_targets=False)
+        == alone
+    )
     assert processors
 
 
@@ -155,14 +159,18 @@ def test_raw_logprobs_are_those_before_the_processors(harness: Any) -> None:
     params = SamplingParams(temperature=0.0, logprobs=-1, extra_args={"target": 9})
     plain = SamplingParams(temperature=0.0, logprobs=-1)
     _, make = made(Target)
-    forced = harness(make_processors=make)
+    forced = harness(sampling=SamplingSettings(make_processors=make))
     [a] = forced.step({"a": 5}, [forced.new("a", PROMPT, params)]).requests.values()
     h = harness()
     [b] = h.step({"a": 5}, [h.new("a", PROMPT, plain)]).requests.values()
     assert a.token_ids == [9]
     as_map = [dict(zip(e.token_ids, e.logprobs)) for e in (a.logprobs[0], b.logprobs[0])]
     assert as_map[0] == as_map[1]
-    processed = harness(make_processors=made(Target)[1], logprobs_mode="processed_logprobs")
+    processed = harness(
+        sampling=SamplingSettings(
+            make_processors=made(Target)[1], logprobs_mode="processed_logprobs"
+        )
+    )
     [c] = processed.step({"a": 5}, [processed.new("a", PROMPT, params)]).requests.values()
     assert c.logprobs[0].token_ids[0] == 9
     assert c.logprobs[0].logprobs[0] == 0.0
@@ -208,7 +216,7 @@ def test_invariant_processors_work_after_temperature_and_min_p(harness: Any) -> 
                 got[name] += result.token_ids
         return got
 
-    h = harness(make_processors=make)
+    h = harness(sampling=SamplingSettings(make_processors=make))
     got, plain = run(h), run(harness())
     assert got["a"] == h.model.dense_greedy([*PROMPT, 0], 8)
     assert plain["a"] != got["a"]
@@ -223,7 +231,7 @@ def test_invariant_processors_work_after_temperature_and_min_p(harness: Any) -> 
 def test_only_invariant_processors_are_left_out_of_greedy_steps(harness: Any) -> None:
     processors, make = made(Recorder, InvariantRecorder)
     changing, invariant = processors
-    h = harness(make_processors=make)
+    h = harness(sampling=SamplingSettings(make_processors=make))
     drawn = SamplingParams(temperature=1.0, seed=3, extra_args={"name": "b"})
     h.step({"a": 5}, [h.new("a", PROMPT, greedy(name="a"))])
     h.step({"a": 1})
@@ -237,7 +245,7 @@ def test_only_invariant_processors_are_left_out_of_greedy_steps(harness: Any) ->
 
 def test_prompts_under_way_have_no_slot_and_no_call(harness: Any) -> None:
     [recorder], make = made(Recorder)
-    h = harness(make_processors=make)
+    h = harness(sampling=SamplingSettings(make_processors=make))
     h.step({"a": 2}, [h.new("a", PROMPT, greedy(name="a"), first=2)])
     assert (recorder.num_updates, recorder.num_applied, recorder.slots) == (1, 0, {})
     [token] = h.step({"a": 3}).requests["a"].token_ids
@@ -251,7 +259,7 @@ def test_replaying_the_updates_gives_every_steps_batch(harness: Any, seed: int) 
     """Arrivals, chunks, finishes, aborts and preemptions at random; greedy tokens stay the same."""
     rng = random.Random(seed)
     [recorder], make = made(Recorder)
-    h = harness(make_processors=make)
+    h = harness(sampling=SamplingSettings(make_processors=make))
     prompts: dict[str, list[int]] = {}
     outputs: dict[str, list[int]] = {}
     left: dict[str, int] = {}
@@ -328,7 +336,7 @@ def test_a_failing_processor_fails_the_step_by_name(
     harness: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(Raises, "where", where)
-    h = harness(make_processors=made(Raises)[1])
+    h = harness(sampling=SamplingSettings(make_processors=made(Raises)[1]))
     with pytest.raises(EngineError, match="Raises") as caught:
         h.step({"a": 5}, [h.new("a", PROMPT, greedy(name="a"))])
     assert "secret" not in str(caught.value)
@@ -339,7 +347,7 @@ def test_a_failing_update_reaches_the_other_processors(
 ) -> None:
     monkeypatch.setattr(Raises, "where", "update_state")
     [_, recorder], make = made(Raises, Recorder)
-    h = harness(make_processors=make)
+    h = harness(sampling=SamplingSettings(make_processors=make))
     with pytest.raises(EngineError, match="Raises failed in update_state"):
         h.step({"a": 5}, [h.new("a", PROMPT, greedy(name="a"))])
     assert [name for name, _, _ in recorder.slots.values()] == ["a"]

@@ -7,6 +7,7 @@ import torch
 
 from headrace_core.grammar import Constraint, GrammarSpec
 from headrace_core.sampling.params import SamplingParams
+from headrace_engine.worker.settings import SamplingSettings
 
 PROMPTS = {
     "a": [3, 1, 4, 1, 5, 9, 2, 6, 5],
@@ -227,7 +228,7 @@ def test_results_do_not_depend_on_the_batch_for_random_requests(harness: Any) ->
         "c": SamplingParams(temperature=1.0, min_p=0.05, seed=2, presence_penalty=1.0),
         "d": SamplingParams(temperature=1.0),
     }
-    h = harness(seed=11)
+    h = harness(sampling=SamplingSettings(seed=11))
     alone = {n: h.generate(h.new(n, PROMPTS[n], params[n]), 8) for n in PROMPTS}
     together: dict[str, list[int]] = {name: [] for name in PROMPTS}
     news = [h.new(n, PROMPTS[n], params[n]) for n in PROMPTS]
@@ -257,7 +258,7 @@ def test_seeded_output_survives_preemption(harness: Any) -> None:
     "mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 )
 def test_logprobs_modes(harness: Any, mode: str) -> None:
-    h = harness(logprobs_mode=mode)
+    h = harness(sampling=SamplingSettings(logprobs_mode=mode))
     params = SamplingParams(temperature=0.5, seed=3, logprobs=4, top_k=10)
     result = h.step({"a": 9}, [h.new("a", PROMPTS["a"], params)]).requests["a"]
     logits = h.model.dense_logits(PROMPTS["a"])[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,21 +26,31 @@ from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep
 from headrace_engine.execution import ModelWorker
+from headrace_engine.worker.settings import (
+    SamplingSettings,
+    WeightSettings,
+    WorkerLimits,
+    WorkerSettings,
+)
 from headrace_testing.fakes.requests import new_request
+
+LIMITS = WorkerLimits(vocab_size=37, max_model_len=96, max_num_batched_tokens=64, max_num_seqs=16)
 
 
 def make_worker(model: Any, **changes: Any) -> ModelWorker:
-    settings: dict[str, Any] = {
-        "ops": bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
-        "device": "cpu",
-        "dtype": "float32",
-        "vocab_size": 37,
-        "max_model_len": 96,
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 16,
-        **changes,
-    }
-    return ModelWorker(lambda: model, **settings)
+    """A worker that builds a model.
+
+    Args:
+        changes: further fields of its settings.
+    """
+    settings = WorkerSettings(
+        build_model=lambda: model,
+        ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
+        device="cpu",
+        dtype="float32",
+        limits=LIMITS,
+    )
+    return ModelWorker(dataclasses.replace(settings, **changes))
 
 
 def config_for(tiny: Any, num_blocks: int = 50) -> KVCacheConfig:
@@ -87,9 +98,10 @@ def test_no_position_of_a_dummy_step_is_beyond_the_context(
             return super().forward(batch)
 
     model = Checked()
-    worker = make_worker(
-        model, max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=longest
+    limits = dataclasses.replace(
+        LIMITS, max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=longest
     )
+    worker = make_worker(model, limits=limits)
     worker.load()
     worker.profile()
     worker.allocate_cache(config_for(tiny))
@@ -135,7 +147,8 @@ def test_a_large_step_is_reckoned_from_small_ones(tiny: Any) -> None:
             return super().compute_logits(hidden)
 
     model = Hungry()
-    worker = make_worker(model, max_num_batched_tokens=4096, max_num_seqs=64, max_model_len=96)
+    limits = dataclasses.replace(LIMITS, max_num_batched_tokens=4096, max_num_seqs=64)
+    worker = make_worker(model, limits=limits)
     worker.load()
     profile = worker.profile()
     assert max(model.forwards) <= 256
@@ -195,8 +208,8 @@ def test_weights_are_read_again_under_the_same_plan(tiny: Any) -> None:
         seen.append((dict(changes), gone() is None))  # memory for one model is enough
         return new
 
-    worker = make_worker(old, rebuild_model=rebuild)
-    worker._build_model = [old].pop  # the lambda of make_worker would keep it
+    build = [old].pop  # keeps nothing, as the lambda of make_worker would
+    worker = make_worker(None, build_model=build, weights=WeightSettings(rebuild_model=rebuild))
     del old
     worker.load()
     worker.allocate_cache(config_for(tiny))
@@ -215,7 +228,7 @@ def test_weights_that_cannot_be_read_are_read_later(tiny: Any) -> None:
             raise WeightsError("model.safetensors: it is torn")
         return tiny.LM()
 
-    worker = make_worker(tiny.LM(), rebuild_model=rebuild)
+    worker = make_worker(tiny.LM(), weights=WeightSettings(rebuild_model=rebuild))
     worker.load()
     worker.allocate_cache(config_for(tiny))
     worker.warm_up()
@@ -307,7 +320,7 @@ def test_groups_share_tensors(tiny: Any) -> None:
 
 def test_a_wrong_mode_is_refused_before_anything_is_loaded(tiny: Any) -> None:
     with pytest.raises(ConfigError, match="logprobs_mode"):
-        make_worker(tiny.LM(), logprobs_mode="some")
+        make_worker(tiny.LM(), sampling=SamplingSettings(logprobs_mode="some"))
 
 
 def test_the_profile_is_a_memory_profile(tiny: Any) -> None:
@@ -326,8 +339,8 @@ def test_memory_is_given_back_and_taken_again(tiny: Any) -> None:
         seen.append(dict(changes))
         return models.pop(0)
 
-    worker = make_worker(None, rebuild_model=rebuild)
-    worker._build_model = lambda: models.pop(0)
+    weights = WeightSettings(rebuild_model=rebuild)
+    worker = make_worker(None, build_model=lambda: models.pop(0), weights=weights)
     worker.load()
     worker.allocate_cache(config_for(tiny))
     worker.warm_up()
@@ -396,8 +409,8 @@ def test_memory_that_sleeps_below_objects_that_stay(tiny: Any) -> None:
         seen.append(dict(changes))
         return tiny.LM()
 
-    worker = make_worker(None, rebuild_model=rebuild, memory_pool=pool)
-    worker._build_model = lambda: models.pop(0)
+    weights = WeightSettings(rebuild_model=rebuild, memory_pool=pool)
+    worker = make_worker(None, build_model=lambda: models.pop(0), weights=weights)
     worker.load()
     worker.allocate_cache(config_for(tiny))
     worker.warm_up()
@@ -436,7 +449,9 @@ def test_memory_that_sleeps_below_objects_that_stay(tiny: Any) -> None:
 
 def test_a_host_that_cannot_keep_the_weights_leaves_them_awake(tiny: Any) -> None:
     pool = FakePool()
-    worker = make_worker(tiny.LM(), rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    worker = make_worker(
+        tiny.LM(), weights=WeightSettings(rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    )
     worker.load()
     worker.allocate_cache(config_for(tiny))
     pool.error = CapacityError("the host is full")
@@ -450,7 +465,9 @@ def test_a_host_that_cannot_keep_the_weights_leaves_them_awake(tiny: Any) -> Non
 
 def test_a_device_without_room_sleeps_on(tiny: Any) -> None:
     pool = FakePool()
-    worker = make_worker(tiny.LM(), rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    worker = make_worker(
+        tiny.LM(), weights=WeightSettings(rebuild_model=lambda changes: tiny.LM(), memory_pool=pool)
+    )
     worker.load()
     worker.allocate_cache(config_for(tiny))
     model = worker.get_model()

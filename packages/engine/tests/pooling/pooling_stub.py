@@ -35,6 +35,7 @@ from headrace_engine.execution.capture import Capture
 from headrace_engine.input_processing.input_processor import InputProcessor
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
+from headrace_engine.worker.settings import WorkerLimits, WorkerSettings
 from headrace_reference.attention import attend
 from headrace_testing.fakes.engine import fake_served_model
 from headrace_testing.model.decoders import ReferenceAttention
@@ -339,16 +340,20 @@ class Made:
     def _worker(self) -> ModelWorker:
         setting = self.setting
         return ModelWorker(
-            lambda: self.model,  # type: ignore[arg-type, return-value]
-            ops=reference_ops(),
-            device="cpu",
-            dtype="float32",
-            vocab_size=VOCAB,
-            max_model_len=setting.max_model_len,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            max_num_seqs=setting.max_num_seqs,
-            pooling=self.model.info,
-            capture=setting.capture,
+            WorkerSettings(
+                build_model=lambda: self.model,  # type: ignore[arg-type, return-value]
+                ops=reference_ops(),
+                device="cpu",
+                dtype="float32",
+                limits=WorkerLimits(
+                    vocab_size=VOCAB,
+                    max_model_len=setting.max_model_len,
+                    max_num_batched_tokens=setting.max_num_batched_tokens,
+                    max_num_seqs=setting.max_num_seqs,
+                ),
+                pooling=self.model.info,
+                capture=setting.capture,
+            )
         )
 
     def offline(self) -> OfflineEngine:

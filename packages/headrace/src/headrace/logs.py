@@ -35,7 +35,7 @@ RESOLUTION = ("headrace.assembly.resolution", "headrace_models.resolve", "headra
 """Loggers of the resolution of ``auto``, which every process does for itself with the same result."""
 LOADING = (
     *RESOLUTION, "headrace_core.ops.binding", "headrace_attention.selection", "headrace_kernels.cpu.provider",
-    "headrace_models.loading.loader", "headrace_engine.startup", "headrace_engine.execution.worker",
+    "headrace_models.loading.loader", "headrace_engine.startup", "headrace_engine.worker.serving",
     "headrace_engine.execution.capture", "headrace_server.routes.pooling",
 )  # fmt: skip
 """Loggers of how one model is loaded, step by step."""

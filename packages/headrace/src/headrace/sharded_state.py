@@ -39,7 +39,8 @@ def save_sharded_state(
     """
     with starting() as timeline:
         resolved = resolve_engine(config)
-        from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
+        from headrace.assembly.worker.context import backend_chooser, build_context
+        from headrace.assembly.worker.ops import choose_ops, cpu_threads
         from headrace.progress import progress_bars
         from headrace_models.formats.sharded import MAX_FILE_BYTES, PATTERN
         from headrace_models.loading.sharded_state import save_sharded_state as save

@@ -73,7 +73,7 @@ class MultiProcExecutor(UniProcExecutor):
                 rendezvous |= ranked.peers.meet(meeting)
             nodes = gather(ranked, rendezvous)
             self._others = others = RankProcesses(ranked, rendezvous, self._rank_died, nodes)
-            leader = PassLeader(others.run_pass, self._broken, others.call)
+            leader = PassLeader(others.run_pass, self._broken, others.call, others.expect_pass)
             self.worker_factory = partial(ranked.make, ranked.place(0, rendezvous), leader)
             super().start()
             others.wait_started()

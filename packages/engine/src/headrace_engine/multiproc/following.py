@@ -16,12 +16,8 @@ from headrace_core.executor import MemoryProfile
 from headrace_core.kv import KVCacheConfig
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import DividesVocabulary, SupportsPooling
-from headrace_engine.execution.cache import cross_groups
-from headrace_engine.execution.capture import capture_steps
 from headrace_engine.execution.measuring.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
-from headrace_engine.execution.worker import ServingWorker
-from headrace_engine.kv.states import state_groups
 from headrace_engine.kv_transfer.finding import BlockFinder
 from headrace_engine.kv_transfer.moves import KVMove, block_sizes
 from headrace_engine.kv_transfer.rank_blocks import RankBlocks
@@ -36,22 +32,20 @@ from headrace_engine.multiproc.leader import (
     REPLAY,
     VOCABULARY,
 )
+from headrace_engine.worker.recording import step_recorder
+from headrace_engine.worker.serving import ServingWorker
+from headrace_engine.worker.settings import WorkerSettings
 
 
 class FollowingWorker(ServingWorker):
-    """Runs the passes that rank 0 runs. One thread only. Arguments as :class:`ServingWorker`'s.
+    """Runs the passes that rank 0 runs. One thread only.
 
     Args:
-        has_inputs: False: it is on a later stage, and runs nothing of what makes inputs or logits.
-        reads_states: rank 0's steps give hidden states of all rows, which something reads that guesses.
+        settings: everything that it is told; what belongs to requests is rank 0's, and is left out.
     """
 
-    def __init__(
-        self, *args: Any, has_inputs: bool = True, reads_states: bool = False, **settings: Any
-    ) -> None:
-        super().__init__(*args, **settings)
-        self._has_inputs = has_inputs
-        self._reads_states = reads_states
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
         self._hidden: Tensor | None = None
         """What the last pass ``forward`` returned, if logits may be made of it."""
         self._measuring = ExitStack()
@@ -78,12 +72,12 @@ class FollowingWorker(ServingWorker):
             return
         if method not in (*PASSES, *VOCABULARY, LOGITS_OF_ROWS):
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", *OF_EXPERTS) and not self._has_inputs:
+        if method not in ("forward", *OF_EXPERTS) and not self._ranks.has_inputs:
             return  # of what makes inputs and logits, which the first stage has
         if method == LOGITS_OF_ROWS:
             self._compute_logits(*args)
             return
-        runs = self._experts if method in OF_EXPERTS else self._loaded()
+        runs = self._ranks.experts if method in OF_EXPERTS else self._loaded()
         result = getattr(runs, method)(*(self._prepared(arg) for arg in args))
         if method == "forward" and self._divides_head:
             self._hidden = result
@@ -125,7 +119,8 @@ class FollowingWorker(ServingWorker):
     @property
     def _records_logits(self) -> bool:
         """True if this rank computes logits in recorded steps, as rank 0 does."""
-        return self._divides_head and self._pooling is None and not self._reads_states
+        reads_states = self._settings.drafts.reads_states
+        return self._divides_head and self._settings.pooling is None and not reads_states
 
     def _recorded(self, batch: ForwardBatch) -> Tensor:
         """The step that is recorded (:data:`headrace_core.graph.Step`)."""
@@ -141,8 +136,9 @@ class FollowingWorker(ServingWorker):
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """See :meth:`ServingWorker.allocate_cache`."""
         super().allocate_cache(config)
-        if self._connector is not None and self._cache is not None:
-            own = RankBlocks(self._connector, self._parts, block_sizes(self._cache))
+        connector = self._settings.transfer.connector
+        if connector is not None and self._cache is not None:
+            own = RankBlocks(connector, self._parts, block_sizes(self._cache))
             self._finder = BlockFinder(own)
 
     def load_blocks(
@@ -190,16 +186,16 @@ class FollowingWorker(ServingWorker):
 
     def _make_slots(self) -> tuple[AdapterSlots, ...]:
         """Slots that do what rank 0 tells."""
-        if self._make_adapters is None:
+        if self._settings.adapters.make_slots is None:
             return ()
-        self._following = FollowingAdapters(self._make_adapters())
+        self._following = FollowingAdapters(self._settings.adapters.make_slots())
         return (self._following.slots,)
 
     def _gives_all_rows(self) -> bool:
         """True if rank 0's recorded steps give hidden states of all rows."""
-        if self._pooling is None:
-            return self._reads_states
-        return needs_all_rows(cast(SupportsPooling, self._loaded()), self._pooling)
+        if self._settings.pooling is None:
+            return self._settings.drafts.reads_states
+        return needs_all_rows(cast(SupportsPooling, self._loaded()), self._settings.pooling)
 
     def begin_profile(self) -> None:
         """Measure from now until :meth:`profile`."""
@@ -216,29 +212,20 @@ class FollowingWorker(ServingWorker):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
-        if self._capture is not None and self._has_inputs:  # steps of stages are not recorded
+        is_recorded = self._settings.capture is not None
+        if is_recorded and self._ranks.has_inputs:  # steps of stages are not recorded
             runner, cache = self._ready(), self._cache
             assert cache is not None
-            record = partial(
-                capture_steps,
-                self._capture,
-                self._recorded,
-                max_num_seqs=self._max_num_seqs,
-                num_groups=len(runner.backends),
-                device=self._device.type,
-                all_rows=self._gives_all_rows(),
-                token_types=self._takes_token_types,
-                cross_groups=tuple(cross_groups(cache)),
-                state_groups=tuple(state_groups(cache)),
-            )
+            recorder = step_recorder(self._settings, runner, cache, self._gives_all_rows())
+            record = partial(recorder, self._recorded)
             runner.graph = record()
             if self._following is not None:
-                slots = torch.full((self._max_num_batched_tokens,), NONE, dtype=torch.int32)
+                slots = torch.full((self._limits.max_num_batched_tokens,), NONE, dtype=torch.int32)
                 self._following.slots.choose(slots, slots)
                 runner.adapter_graph = record(kind="steps with adapters")
                 self._following.slots.choose(None)
         for populator in self._populators:
             populator.start()
         self._binding.narrow()
-        if self._experts is not None:
-            self._experts.begin_serving()
+        if self._ranks.experts is not None:
+            self._ranks.experts.begin_serving()

@@ -50,6 +50,7 @@ class PassLeader:
         broken: is told what a pass raised: the ranks are no longer in step then. Returns what is to be
             raised instead.
         call: calls a method of the other ranks' workers, in any thread; results by rank from 1.
+        expect: tells the other ranks that a pass is about to come.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class PassLeader:
         send: Callable[[ModelPass], None],
         broken: Callable[[BaseException], BaseException],
         call: Callable[[str, Sequence[Any]], list[Future[Any]]],
+        expect: Callable[[], None] = lambda: None,
     ) -> None:
         self._send = send
+        self._expect = expect
         self._broken = broken
         self._call = call
         self._is_running = False
@@ -81,6 +84,11 @@ class PassLeader:
                 setattr(model, name, partial(ways.get(name, partial(self._run, name)), own))
         if isinstance(model, LaunchesPasses):
             setattr(model, "launch", partial(self._launch, model.launch))  # noqa: B010 - as above
+
+    def expect(self) -> None:
+        """A pass is about to come: other ranks may wake up while this one makes it ready."""
+        if self._failure is None:
+            self._expect()
 
     def lead_replays(self, graph: StepGraph | None) -> None:
         """Have what a graph replays run on every rank, from its own recording or eagerly."""
@@ -195,7 +203,7 @@ def _first_row(hidden: Tensor, states: Tensor) -> int | None:
 def _sent(arg: Any) -> Any:
     """An argument as other ranks get it: a batch without attention metadata, which each prepares itself."""
     if isinstance(arg, ForwardBatch):
-        return dataclasses.replace(arg, attention=())
+        return dataclasses.replace(arg, attention=()) if arg.attention else arg
     if isinstance(arg, Sequence) and not isinstance(arg, str):
         return list(arg)
     return arg

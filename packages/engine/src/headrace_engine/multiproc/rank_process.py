@@ -28,11 +28,13 @@ import msgspec
 
 from headrace_core.context import MODEL
 from headrace_engine.clients.wire import as_data
+from headrace_engine.cores import most_threads
 from headrace_engine.kv_transfer.calls import FIND, FORGET, LOAD, SAVE
 from headrace_engine.log_lines import JsonLines, LineFormatter, ThreadedHandler
 from headrace_engine.lora.store import READ_THREADS
 from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.adapters import READ
+from headrace_engine.multiproc.incoming import Incoming
 from headrace_engine.multiproc.messages import (
     Answer,
     Failed,
@@ -83,7 +85,10 @@ def main() -> None:
         target=_end_after, args=(connection,), name="headrace-rank-watch", daemon=True
     ).start()
     try:
-        follow(lambda: _make(hello), replies, lambda: _next(connection))
+        place = hello.place
+        spins = most_threads() >= place.size_here * place.num_engines
+        incoming = Incoming(connection, spins=spins)
+        follow(lambda: _make(hello), replies, lambda: _next(incoming))
     except BaseException as error:
         logger.debug("rank %d ends", hello.place.rank, exc_info=True)
         with contextlib.suppress(OSError):
@@ -120,10 +125,10 @@ def _configure_logging(hello: RankHello) -> None:
     logging.getLogger().setLevel(hello.log_level)
 
 
-def _next(connection: socket.socket) -> Any:
+def _next(incoming: Incoming) -> Any:
     """What rank 0 says next; ends this process when rank 0 is gone."""
     try:
-        return frames.receive(connection)
+        return incoming.receive()
     except (EOFError, OSError):
         os._exit(EXIT_ORPHANED)
 

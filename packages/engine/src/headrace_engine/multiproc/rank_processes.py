@@ -15,9 +15,11 @@ from headrace_core.errors import EngineDead
 from headrace_engine.clients.wire import as_exception
 from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.handles import ChildRank, NodeRank, RankHandle, start_child
+from headrace_engine.multiproc.incoming import EXPECT, pass_pieces
 from headrace_engine.multiproc.messages import Answer, Failed, ModelPass, Raised, Stop, WorkerCall
 from headrace_engine.multiproc.nodes.joined import JoinedNode
 from headrace_engine.multiproc.nodes.messages import NodeEnds
+from headrace_engine.multiproc.pass_frames import PassEncoder
 from headrace_engine.multiproc.places import RankedWorkers
 from headrace_engine.multiproc.rank_process import STARTED
 from headrace_engine.threads import in_this_context
@@ -71,6 +73,7 @@ class RankProcesses:
         """Guards who waits for answers, and :attr:`failure`."""
         self._sending = threading.Lock()
         """Held while one message is sent."""
+        self._encoder = PassEncoder()
         self.failure: EngineDead | None = None
         self._has_failed = threading.Event()
         self._stopping = False
@@ -106,7 +109,14 @@ class RankProcesses:
 
     def run_pass(self, message: ModelPass) -> None:
         """Send a pass to every rank. Raises OSError."""
-        self._send(message)
+        with self._sending:  # in this order, too, are passes encoded
+            body = self._encoder.encode(message)
+            self._send_pieces(frames.pack(message) if body is None else pass_pieces(body))
+
+    def expect_pass(self) -> None:
+        """Tell every rank that a pass is about to come."""
+        with contextlib.suppress(OSError), self._sending:  # the pass will meet that, too
+            self._send_pieces([EXPECT])
 
     def call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
         """Call a method of every rank's worker; results by rank from 1.
@@ -170,8 +180,11 @@ class RankProcesses:
     def _send(self, message: ModelPass | WorkerCall | Stop) -> None:
         pieces = frames.pack(message)
         with self._sending:
-            for rank in self._ranks:
-                frames.send(rank.connection, pieces)
+            self._send_pieces(pieces)
+
+    def _send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
+        for rank in self._ranks:
+            frames.send(rank.connection, pieces)
 
     def _leave_nobody_waiting(self, dead: EngineDead) -> None:
         """Calls beside the steps may still wait for answers, or come later."""

@@ -15,7 +15,6 @@ from headrace_core.model import (
     CausalLM,
     SupportsRecurrence,
 )
-from headrace_core.ops import OpTable
 from headrace_engine.execution.cache import (
     bind_buffers,
     cache_specs,
@@ -23,17 +22,18 @@ from headrace_engine.execution.cache import (
 )
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
-from headrace_engine.execution.worker import ServingWorker, close_runner
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS
 from headrace_engine.speculation.draft_head import DraftHead
-from headrace_engine.weights.beside import BuildBeside, Candidate, ModelsBeside, Running
+from headrace_engine.weights.beside import Candidate, ModelsBeside, Running
 from headrace_engine.weights.holder import HeldWeights, WeightHolder
 from headrace_engine.weights.messages import WeightsMessage
 from headrace_engine.weights.order import Probe
 from headrace_engine.weights.probe import Limits
 from headrace_engine.weights.updates import keeps_no_weights
+from headrace_engine.worker.serving import ServingWorker, close_runner
+from headrace_engine.worker.settings import WorkerSettings
 
 _OF_MODEL = (
     "_model", "_runner", "_head", "_draft_proposer", "_adapters", "_layers", "_states", "_weights",
@@ -55,43 +55,25 @@ class ModelWorker(ServingWorker):
     """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
 
     Args:
-        build_model: as of :class:`~headrace_engine.execution.worker.ServingWorker`, as are all that are
-            not named here.
-        rebuild_model: as ``build_model``, given changes of the load configuration first, and ``path`` of
-            another checkpoint that serves by now; None: weights are read once.
-        build_beside: builds the model of another checkpoint while this one serves; None: nothing does.
-        head_within: the head that guesses is layers of the model's checkpoint, and comes with it.
-        max_bytes: what the engine may hold in all; None: what is free.
-        weights: what comes of new weights; knows the models that are built. None: there is no way for
-            them.
+        settings: everything that it is told; ``weights`` is read here only.
     """
 
-    def __init__(
-        self,
-        build_model: Callable[..., CausalLM],
-        *,
-        ops: OpTable,
-        rebuild_model: Callable[..., CausalLM] | None = None,
-        build_beside: BuildBeside | None = None,
-        head_within: bool = False,
-        max_bytes: int | None = None,
-        weights: WeightHolder | None = None,
-        **serving: Any,
-    ) -> None:
-        super().__init__(build_model, ops=ops, **serving)
-        self._rebuild_model = rebuild_model
-        self._new_weights = weights or WeightHolder()
-        self._head_within = head_within
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        weights, drafts, limits = settings.weights, settings.drafts, settings.limits
+        self._new_weights = weights.holder or WeightHolder()
         self._load_changes: Mapping[str, str] = {}
         self._loaded_with: Mapping[str, str] = {}
         """Changes with which the weights were read that it has, or had last."""
         self._beside: ModelsBeside | None = None
-        if build_beside is not None:
-            raw = Sampler(ops.sample, ops.top_logprobs)
-            limits = Limits(self._vocab_size, self._max_model_len, self._max_num_batched_tokens)
+        if weights.build_beside is not None:
+            raw = Sampler(settings.ops.sample, settings.ops.top_logprobs)
+            of_probes = Limits(
+                limits.vocab_size, limits.max_model_len, limits.max_num_batched_tokens
+            )
             self._beside = ModelsBeside(
-                build_beside, raw, limits, self._meter, self._device, max_bytes,
-                build_head=self._build_head if head_within else None,
+                weights.build_beside, raw, of_probes, self._meter, self._device, weights.max_bytes,
+                build_head=drafts.build_head if drafts.head_within else None,
             )  # fmt: skip
 
     def update_config(self, changes: object) -> None:
@@ -133,8 +115,8 @@ class ModelWorker(ServingWorker):
             return
         self._forget_draft()
         self._free_all_but_plan()
-        if self._adapter_store is not None:
-            self._adapter_store.bind(None)
+        if self._settings.adapters.store is not None:
+            self._settings.adapters.store.bind(None)
         gc.collect()
         self._memory.sleep(keep=False)
         self._meter.trim()
@@ -152,8 +134,8 @@ class ModelWorker(ServingWorker):
         with self._memory.region(WEIGHTS):
             other = {} if self._path is None else {"path": self._path}
             model, draft = rebuild(changes, *self._make_slots(), **other), self._draft
-            if draft is None and self._build_draft is not None:
-                draft = self._build_draft()
+            if draft is None and self._settings.drafts.build_model is not None:
+                draft = self._settings.drafts.build_model()
         self._hold(model, draft)
         self._loaded_with = changes
 
@@ -172,13 +154,14 @@ class ModelWorker(ServingWorker):
         changes only while nothing is built."""
         self._check_rereads("swap_weights")
         beside, model = self._models_beside(), self._loaded()
-        slots = None if self._make_adapters is None else self._make_adapters()
+        make_slots = self._settings.adapters.make_slots
+        slots = None if make_slots is None else make_slots()
         states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
         cache = 0 if self._cache is None else self._cache.num_bytes
         running = Running(
             cache_specs(model.attention_layers(), states),
             self._weights + self._activations + cache,
-            generates=self._pooling is None,
+            generates=self._settings.pooling is None,
         )
         with self._memory.region(WEIGHTS):
             return beside.build(path, slots, running, probes, max_perplexity)
@@ -200,8 +183,8 @@ class ModelWorker(ServingWorker):
         self._binding.widen()
         try:
             if candidate.slots is not None:
-                assert self._adapter_store is not None
-                content = self._adapter_store.content
+                assert self._settings.adapters.store is not None
+                content = self._settings.adapters.store.content
                 self._adapters = StepAdapters(candidate.slots, content, self._device)
             self._path = candidate.path
             self._hold(candidate.model, self._draft, self._head_for(candidate))
@@ -219,10 +202,10 @@ class ModelWorker(ServingWorker):
             self._binding.narrow()
         self._weights = candidate.num_bytes
         self._new_weights.loaded(candidate.loaded)
-        if self._head_within:
+        if self._settings.drafts.head_within:
             self._new_weights.draft_loaded(candidate.loaded_head)
-        if self._adapter_store is not None:
-            self._adapter_store.bind(candidate.slots)
+        if self._settings.adapters.store is not None:
+            self._settings.adapters.store.bind(candidate.slots)
         close_runner(*old)
         before.clear()
         del old, model, candidate
@@ -230,7 +213,7 @@ class ModelWorker(ServingWorker):
 
     def _head_for(self, candidate: Candidate) -> DraftHead | None:
         """The head that guesses for a candidate; None: none does."""
-        if self._head_within or self._head is None:
+        if self._settings.drafts.head_within or self._head is None:
             return candidate.head
         self._head.retarget(candidate.model)
         return self._head
@@ -287,10 +270,12 @@ class ModelWorker(ServingWorker):
             self._memory.wake(WEIGHTS)
             with self._memory.region(WEIGHTS):
                 self._new_weights.begin_blank(*self._make_slots())
-                if self._draft is None and self._build_draft is not None:
-                    self._draft = self._build_draft()
-                if self._build_head is not None:
-                    self._head = self._build_head(self._new_weights.model, self._path)
+                if self._draft is None and self._settings.drafts.build_model is not None:
+                    self._draft = self._settings.drafts.build_model()
+                if self._settings.drafts.build_head is not None:
+                    self._head = self._settings.drafts.build_head(
+                        self._new_weights.model, self._path
+                    )
         if self._model is not None and self._new_weights.model is not self._model:
             raise UnsupportedFeature(
                 "update_weights: it is not known how the model was loaded that serves now",
@@ -321,7 +306,8 @@ class ModelWorker(ServingWorker):
             self._new_weights.apply()
             self._hold(self._new_weights.model, self._draft, self._head)
             return
-        takes_media = self._largest_media is not None and bool(self._largest_media())
+        largest = self._settings.media.largest
+        takes_media = largest is not None and bool(largest())
         if keep_requests and takes_media and self._new_weights.changes_model:
             raise RequestError(
                 "update_weights: mode = 'keep': must be 'wait' or 'abort' for a model that takes media: "
@@ -385,8 +371,8 @@ class ModelWorker(ServingWorker):
     @property
     def model_config(self) -> WorkerModelConfig:
         """Facts about the model; for worker extensions."""
-        dtype = getattr(torch, self._dtype)
-        return WorkerModelConfig(dtype, self._vocab_size, self._max_model_len)
+        dtype = getattr(torch, self._settings.dtype)
+        return WorkerModelConfig(dtype, self._limits.vocab_size, self._limits.max_model_len)
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
@@ -420,20 +406,20 @@ class ModelWorker(ServingWorker):
         runner = self._ready()
         runner.media_vectors.clear()
         bind_buffers(self._buffers, self._layers, self._states, self._cache)
-        if measure and self._kv_scales is not None:
-            self._measure_kv_scales(self._kv_scales)
+        if measure and self._settings.kv_scales is not None:
+            self._measure_kv_scales(self._settings.kv_scales)
         if record:
             self._settle_and_record()
 
     def _check_rereads(self, call: str) -> Callable[..., CausalLM]:
-        if self._rebuild_model is None or self._cache is None:
+        if self._settings.weights.rebuild_model is None or self._cache is None:
             raise UnsupportedFeature(f"{call}: this worker reads its weights once")
         if self._transfer is not None:
             raise UnsupportedFeature(
                 f"{call}: engines of a disaggregated encoder read their weights once, as they know "
                 "vectors by the model (ec_transfer_config)"
             )
-        return self._rebuild_model
+        return self._settings.weights.rebuild_model
 
     def _free_all_but_plan(self) -> None:
         cache = self._cache

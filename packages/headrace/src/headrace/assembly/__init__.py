@@ -32,12 +32,9 @@ from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.resolved import ResolvedConfig, choose_platform, resolve_engine
 from headrace.assembly.served import default_sampling_params, served_model
 from headrace.assembly.templates import TemplateSettings, templates_of
-from headrace.assembly.worker import (
-    build_model,
-    choose_ops,
-    cpu_threads,
-    worker_factory,
-)
+from headrace.assembly.worker.factory import worker_factory
+from headrace.assembly.worker.model import build_model
+from headrace.assembly.worker.ops import choose_ops, cpu_threads
 
 __all__ = [
     "FrontEnd",

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
+from headrace.assembly.worker.context import backend_chooser, build_context
+from headrace.assembly.worker.model import cut_files_raise
 from headrace_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def beside_builder(
 
     Args:
         resolved: the running model.
-        slices: see :func:`headrace.assembly.worker.build_model`.
+        slices: see :func:`headrace.assembly.worker.model.build_model`.
     """
 
     def build(

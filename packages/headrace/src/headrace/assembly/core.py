@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
 from headrace.assembly.transfer.kv import kv_connector, model_name, with_engine_id
-from headrace.assembly.worker import MEMORY_POOLS, platforms_worker, ranked_workers
+from headrace.assembly.worker.factory import platforms_worker, ranked_workers
+from headrace.assembly.worker.settings import MEMORY_POOLS
 from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, UnsupportedFeature

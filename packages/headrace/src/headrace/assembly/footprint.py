@@ -16,7 +16,8 @@ from headrace.assembly.parallel.experts import check_mixtures, divided_experts
 from headrace.assembly.parallel.ranks import Ranks
 from headrace.assembly.read_speed import read_speed
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
+from headrace.assembly.worker.context import backend_chooser, build_context
+from headrace.assembly.worker.ops import choose_ops, cpu_threads
 from headrace_core.config import LoadConfig
 from headrace_core.errors import CapacityError, ConfigError, HeadraceError
 from headrace_core.executor import MemoryProfile

@@ -92,7 +92,8 @@ class RankModels:
 
     @cached_property
     def context(self) -> BuildContext:
-        from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
+        from headrace.assembly.worker.context import backend_chooser, build_context
+        from headrace.assembly.worker.ops import choose_ops, cpu_threads
         from headrace_engine.startup import StartupTimeline
 
         resolved = self._resolved

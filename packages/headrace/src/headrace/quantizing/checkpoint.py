@@ -35,7 +35,8 @@ def quantize_checkpoint(
     config = args.create_engine_config()
     with starting() as timeline:
         resolved = resolve_engine(config)
-        from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
+        from headrace.assembly.worker.context import backend_chooser, build_context
+        from headrace.assembly.worker.ops import choose_ops, cpu_threads
         from headrace.progress import progress_bars
         from headrace_models.loading.quantized_copy import write_quantized
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_core.errors import EngineDead
-from headrace_engine.multiproc import frames
+from headrace_engine.multiproc.incoming import Incoming
 from headrace_engine.multiproc.messages import Failed
 from headrace_engine.multiproc.nodes.joining import Joined
 from headrace_engine.multiproc.places import RankPlace
@@ -60,9 +60,10 @@ class GuestRank:
         self._joined.close()
 
     def _read(self) -> None:
+        incoming = Incoming(self._connection)
         try:
             while True:
-                self._messages.put(frames.receive(self._connection))
+                self._messages.put(incoming.receive())
         except (EOFError, OSError):
             self._messages.put(EngineDead("rank 0 is gone"))
         except BaseException as error:

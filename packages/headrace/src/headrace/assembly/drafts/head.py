@@ -122,7 +122,8 @@ def head_builder(
     found = _find(config, info)
     if found is None:
         return None
-    from headrace.assembly.worker import backend_chooser, build_context, cut_files_raise
+    from headrace.assembly.worker.context import backend_chooser, build_context
+    from headrace.assembly.worker.model import cut_files_raise
     from headrace_models.loading.update import LoadRecord
     from headrace_models.speculators.load import load_head
 

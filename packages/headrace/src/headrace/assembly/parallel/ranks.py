@@ -347,7 +347,7 @@ def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
 def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:
     """The worker of a rank other than 0, from a configuration alone: the entry point of its process."""
     from headrace.assembly.resolved import resolve_engine
-    from headrace.assembly.worker import worker_factory
+    from headrace.assembly.worker.factory import worker_factory
     from headrace.logs import RESOLUTION, leave_to_another
     from headrace_engine.startup import StartupTimeline
 

@@ -21,7 +21,7 @@ from headrace_engine.speculation.config import BY_MODEL
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
     from headrace_engine.config import EngineConfig
-    from headrace_engine.execution.worker import DividesBlocks
+    from headrace_engine.worker.settings import DividesBlocks
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,136 @@
+"""The model: built, and its weights read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from headrace.assembly.memory_check import check_room
+from headrace.assembly.parallel.context_parallel import share_blocks
+from headrace.assembly.resolved import ResolvedConfig
+from headrace.assembly.worker.context import backend_chooser, build_context
+from headrace_core.model import CausalLM
+from headrace_core.ops import OpTable
+
+if TYPE_CHECKING:
+    from headrace.assembly.parallel.experts import DividedMixtures
+    from headrace.assembly.parallel.ranks import Ranks
+    from headrace_core.lora import AdapterSlots
+    from headrace_engine.encoder.slices import EncoderSlices
+    from headrace_engine.startup import StartupTimeline
+    from headrace_engine.weights.update_set import LoadedModel
+
+
+def cut_files_raise() -> AbstractContextManager[None]:
+    """See :func:`headrace_kernels.mapped.cut_files.cut_files_raise`; without that package, which is an extra,
+    a file that is cut may end the process (SIGBUS)."""
+    try:
+        from headrace_kernels.mapped.cut_files import cut_files_raise as watched
+    except ModuleNotFoundError:
+        return nullcontext()
+    return watched()
+
+
+def build_model(
+    resolved: ResolvedConfig,
+    ops: OpTable,
+    timeline: StartupTimeline,
+    slices: EncoderSlices | None = None,
+    adapters: AdapterSlots | None = None,
+    *,
+    again: bool = False,
+    told: Callable[[LoadedModel], None] | None = None,
+    ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
+) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights.
+
+    Args:
+        slices: where towers pause; None: they never do.
+        adapters: the slots of :func:`adapter_slots`; None: requests have no adapters.
+        again: the model takes the place of one that is still held, so that free memory says nothing.
+        told: is told how the model was loaded, so that its weights can be replaced.
+        ranks: over which its layers are divided; None: it is whole.
+        experts: that ranks have whole; None: they are divided as all else is.
+    """
+    with timeline.phase("import models"):
+        from headrace.progress import progress_bars
+        from headrace_models.loading.loader import load_model
+        from headrace_models.loading.update import LoadRecord
+
+        config, info = resolved.config, resolved.info
+        choose = backend_chooser(resolved, ops)
+        context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
+        record = None if told is None else LoadRecord()
+        share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
+
+    def admit(model: CausalLM) -> None:
+        if ranks is not None and ranks.share_keys:
+            share_blocks(model, config.parallel.decode_context_parallel_size)
+        if again:
+            return
+        if experts is not None:
+            experts.check_found(info.architecture)
+        check_room(resolved, model, share)
+
+    with (
+        progress_bars(config.load.use_tqdm_on_load) as progress,
+        timeline.phase("read and pack weights"),
+        cut_files_raise(),
+    ):
+        model = load_model(
+            info,
+            context,
+            load=config.load,
+            seed=config.model.seed,
+            progress=progress,
+            admit=admit,
+            only_towers=config.multimodal.only_encodes and info.source == "native",
+            record=record,
+        )
+    choose.check_used()
+    if experts is not None:
+        experts.settle()
+        experts.meet_engines(model)
+    if told is not None and record is not None:
+        told(record)
+    return model
+
+
+def without_weights(
+    resolved: ResolvedConfig,
+    ops: OpTable,
+    slices: EncoderSlices | None = None,
+    adapters: AdapterSlots | None = None,
+) -> LoadedModel:
+    """Build the model, whose weights are to come by an update. Arguments as :func:`build_model`'s."""
+    from headrace_models.loading.update import blank_model
+
+    choose = backend_chooser(resolved, ops)
+    return blank_model(resolved.info, build_context(resolved, ops, choose, slices, adapters))
+
+
+def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:
+    """Slots for low-rank adapters of the model that is built next.
+
+    Raises:
+        ConfigError: no kernel provider computes adapters here.
+    """
+    from headrace_models.lora.adapters import Adapters
+
+    config, info, platform, _ = resolved
+    tokens = config.scheduler.max_num_batched_tokens
+    assert tokens is not None
+    dtype = info.dtype if config.lora.lora_dtype == "auto" else config.lora.lora_dtype
+    return Adapters(
+        ops,
+        max_loras=config.lora.max_loras,
+        max_lora_rank=config.lora.max_lora_rank,
+        dtype=dtype,
+        device=platform.device,
+        max_tokens=tokens,
+        max_logits_rows=tokens,
+        towers=config.lora.enable_tower_connector_lora,
+        fully_sharded=config.lora.fully_sharded_loras,
+    )
