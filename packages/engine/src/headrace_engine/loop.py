@@ -316,10 +316,11 @@ class EngineLoop:
             return
         self._began = self._clock()  # of the step behind it, if there is one
         self._pace.record(step, result.forward_seconds)
+        tokens: dict[str, int] = {}
         if self._timer is None:
-            self._emit(self._core.update(step, result))
+            self._emit(self._core.update(step, result, tokens), tokens=tokens)
         else:
-            self._emit(*self._timer.update(self._core.update, step, result))
+            self._emit(*self._timer.update(self._core.update, step, result, tokens), tokens)
 
     def _wait_for(self, future: Future[StepResult]) -> StepResult:
         """The step's result; an executor that fails without ending its steps is noticed too."""
@@ -332,11 +333,17 @@ class EngineLoop:
                 if self._core.executor.failure is not None:
                     raise self._core.executor.failure from None
 
-    def _emit(self, outputs: list[CoreOutput], timed: TimedStep | None = None) -> None:
-        if outputs or timed is not None:
-            weights = self._core.weights
-            earlier = weights.take_earlier(outputs) if weights.has_changed_beside else None
-            step = CoreOutputs(outputs, self._clock(), timed, weights.current, earlier)
+    def _emit(
+        self,
+        outputs: list[CoreOutput],
+        timed: TimedStep | None = None,
+        tokens: dict[str, int] | None = None,
+    ) -> None:
+        if outputs or tokens or timed is not None:
+            weights, earlier, tokens = self._core.weights, None, tokens or {}
+            if weights.has_changed_beside:
+                earlier = weights.take_earlier([*(one.request_id for one in outputs), *tokens])
+            step = CoreOutputs(outputs, self._clock(), timed, weights.current, earlier, tokens)
             self._sink.on_outputs(step)
 
     def _add(self, requests: Sequence[CoreRequest], *, again: bool = False) -> None:

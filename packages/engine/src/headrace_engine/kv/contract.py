@@ -137,6 +137,11 @@ class KVCacheManager(ABC):
         state which it leaves can serve other requests; 0 = anywhere. Never needed for correctness."""
         return 0
 
+    def quiet_until(self, request_id: str) -> int:
+        """Number of a request's tokens up to which :meth:`allocate` gives it nothing and changes nothing;
+        0 = not known."""
+        return 0
+
     @abstractmethod
     def block_ids(self, request_id: str) -> BlockIds:
         """The request's block table, by group."""
