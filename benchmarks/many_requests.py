@@ -5,9 +5,12 @@ Two parts, both without a model:
 - ``scheduler``: one thread drives scheduler, cache manager and output processor; a stub in the worker's
   place answers with a token for each request. Columns are times of one step in which all requests run:
   the median and the longest of ``schedule``, ``update`` and ``outputs`` (taking the step's outputs in), and
-  the longest pause of the garbage collector.
+  the longest pause of the garbage collector, all in milliseconds of the thread's processor time.
 - ``engine``: ``LLM.generate`` on the simulated device, whose steps take no time: tokens per second, all
   threads included, the longest step, and the longest pause.
+
+The collector is set as in the server's own processes, unless ``--own-collector``: a program that uses
+``LLM`` has its own.
 
 Requests have prompts of 32 tokens and outputs of ``--output`` tokens, so blocks of 16 tokens fill up, and in
 ``scheduler`` requests end and others take their places, a few in each step.
@@ -190,7 +193,7 @@ def measure_engine(running: int, output: int, settings: dict[str, Any]) -> str:
 
     EngineLoop._finish = finished
     draw, pauses = random.Random(0), Pauses()
-    settings = {"max_model_len": 512, "max_num_seqs": running,
+    settings = {"sim_step_ms": 0, "sim_token_us": 0, "max_model_len": 512, "max_num_seqs": running,
                 "max_num_batched_tokens": max(8192, 2 * running)} | settings  # fmt: skip
     with LLM(device="sim", use_tqdm_on_load=False, **settings) as llm:
         prompts = [
@@ -223,7 +226,13 @@ def main() -> None:
     parser.add_argument("--part", choices=("scheduler", "engine", "both"), default="both")
     parser.add_argument("--objects", action="store_true", help="a result object for each request")
     parser.add_argument("--settings", type=json.loads, default={}, help="engine settings, JSON")
+    parser.add_argument("--own-collector", action="store_true", help="leave the collector as it is")
     arguments = parser.parse_args()
+    if not arguments.own_collector:
+        from headrace_engine.startup import collector_paused
+
+        with collector_paused(freeze=True):
+            pass
     if arguments.part != "engine":
         print("| running | schedule, ms (longest) | update | outputs | step | pauses |")
         print("|---|---|---|---|---|---|")

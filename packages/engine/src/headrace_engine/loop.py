@@ -29,6 +29,7 @@ from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import BETWEEN_STEPS, EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.startup import collect_at_rest
 from headrace_engine.threads import in_this_context
 from headrace_engine.weights.updates import JOIN, UPDATE, comes_by_broadcast
 
@@ -394,12 +395,13 @@ class EngineLoop:
     def _leave(self) -> None:
         self._stopping = True
 
-    def _handle_commands(self, wait: float = 0.0) -> None:
-        """Run all commands that are there, waiting for the first so many seconds."""
-        command = self._next_command(wait)
+    def _handle_commands(self, wait: float = 0.0) -> bool:
+        """Run all commands that are there, waiting for the first so many seconds. False if none came."""
+        command = first = self._next_command(wait)
         while command is not None:
             self._handle(command)
             command = self._next_command(0.0)
+        return first is not None
 
     def _next_command(self, wait: float) -> _LoopCommand | None:
         try:
@@ -425,7 +427,8 @@ class EngineLoop:
         blocked = not self._core.is_idle
         self._idle = not blocked
         try:
-            self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT)
+            if not self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT) and not blocked:
+                collect_at_rest()
         finally:
             self._beat = self._clock()
             self._idle = False

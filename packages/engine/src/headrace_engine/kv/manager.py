@@ -253,8 +253,10 @@ class PagedKVCacheManager(KVCacheManager):
         last = (len(sequence.all_token_ids) - 1) // self.block_size * self.block_size
         return next((end for end in (branch, last) if end > num_computed_tokens), 0)
 
-    def quiet_until(self, request_id: str) -> int:
-        return self._entries[request_id].no_allocation_until
+    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
+        until = self._entries[request_id].no_allocation_until
+        # The token that fills a block makes it findable only once that token is known.
+        return until + (self.enable_prefix_caching and not last_is_known and until > 0)
 
     def block_ids(self, request_id: str) -> BlockIds:
         return tuple(list(table) for table in self._entries[request_id].tables)

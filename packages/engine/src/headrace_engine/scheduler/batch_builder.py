@@ -106,7 +106,7 @@ class BatchBuilder:
         are_alike = self._drafts is None and not waits_for_tokens and failpoints.PLAN is None
         while index < len(running) and plan.budget > 0 and len(plan.entries) < plan.max_requests:
             state = running[index]
-            if are_alike and state.num_computed_tokens < state.quiet_until:
+            if are_alike and state.is_quiet:
                 index = plan.add_quiet(running, index)
                 continue
             index += 1
@@ -141,12 +141,17 @@ class BatchBuilder:
             if decodes:
                 plan.add_decode(state, num_drafts)
                 if are_alike and not state.is_slow:
-                    known = self._kv.quiet_until(state.request_id)
-                    state.quiet_until = min(known, state.max_num_tokens - 1)
+                    self._keep_quiet(state)
             else:
                 self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
+
+    def _keep_quiet(self, state: SchedulerRequest) -> None:
+        """Look at a decoding request again only when something will happen to it."""
+        quiet_until, last = self._kv.quiet_until, state.max_num_tokens - 1
+        state.quiet_until = min(quiet_until(state.request_id), last)
+        state.quiet_until_known = min(quiet_until(state.request_id, last_is_known=False), last)
 
     def _add(
         self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False

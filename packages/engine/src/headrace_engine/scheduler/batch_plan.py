@@ -117,7 +117,9 @@ class BatchPlan:
         for index in range(start, end):
             state = states[index]
             computed = state.num_computed_tokens
-            if computed >= state.quiet_until:
+            if computed >= state.quiet_until and not (
+                computed < state.quiet_until_known and state.num_placeholders
+            ):
                 end = index
                 break
             state.num_computed_tokens = computed + 1

@@ -77,6 +77,8 @@ class SchedulerRequest:
     quiet_until: int = 0
     """While fewer tokens than this are computed, it goes on by one token a step, and gains no block and
     reaches no limit by that; 0: it is looked at in each step."""
+    quiet_until_known: int = 0
+    """The same while it has placeholders."""
     told_epoch: int = -1
     """The epoch in which its outputs have said all that can be said of it but for further tokens; -1: they
     have not, or it has ended."""
@@ -190,9 +192,18 @@ class SchedulerRequest:
             return "stop"
         return "length" if len(token_ids) >= self.max_num_tokens else None
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing happens to it in the next step; see :attr:`quiet_until`."""
+        computed = self.num_computed_tokens
+        return computed < self.quiet_until or (
+            computed < self.quiet_until_known and self.num_placeholders > 0
+        )
+
     def disturb(self) -> None:
         """It does not go on as before: it is looked at, and told of, once more."""
-        self.quiet_until, self.told_epoch = 0, -1
+        self.quiet_until = self.quiet_until_known = 0
+        self.told_epoch = -1
 
     @property
     def finished(self) -> bool:
