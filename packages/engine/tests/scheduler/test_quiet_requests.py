@@ -18,10 +18,10 @@ from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine.kv_managers import cache_config
-from headrace_testing.engine.schedulers import CheckingWorker, batched
+from headrace_testing.engine.schedulers import CheckingWorker, batched, expected_tokens
 
 VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 7, 40, 4
-ALL = range(100)
+PROMPT = [1, 2, 3]
 
 
 class Watchful(PagedKVCacheManager):
@@ -188,14 +188,14 @@ def test_bulk_is_one_by_one(world: dict[str, Any], moves: list[tuple[str, Any]])
         assert counts[0] == counts[1]
 
 
-def quiet_twin(num_requests: int = 4, max_tokens: int = 20) -> Twin:
+def quiet_twin(num_requests: int = 4, max_tokens: int = 20, **changes: Any) -> Twin:
     world = {
         "num_blocks": 60, "groups": ("full",), "budget": 40, "max_num_seqs": 8, "policy": "fcfs",
-        "caching": True, "overlapped": True,
+        "caching": True, "overlapped": True, **changes,
     }  # fmt: skip
     twin = Twin(world, batches=True)
     for number in range(num_requests):
-        move(twin, "add", ([1, 2, number % 4], max_tokens, (), 0, 0), number)
+        move(twin, "add", (PROMPT, max_tokens, (), 0, 0), number)
     return twin
 
 
@@ -222,3 +222,42 @@ def test_without_somewhere_to_put_tokens_each_request_has_an_output() -> None:
         outputs += twin.scheduler.update(step, batched(twin.worker.execute(step)))
     assert [one.request_id for one in outputs] == ["r0", "r1"] * 6
     assert all(len(one.new_token_ids) == 1 for one in outputs)
+
+
+@pytest.mark.parametrize("away", ["preempt_all", "suspend"])
+def test_a_request_that_was_away_is_looked_at_and_told_of_again(away: str) -> None:
+    """Computed again in parts, shorter than where it was quiet before."""
+    twin = quiet_twin(1, 20, budget=3, max_num_seqs=3, caching=False)
+    outputs: list[CoreOutput] = []
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            if twin.schedule() is not None:
+                outputs.extend(twin.land())
+
+    run(11)
+    state = twin.scheduler._tracker.requests["r0"]
+    assert state.is_quiet
+    move(twin, away, 0, 0)
+    if away == "suspend":
+        move(twin, "resume", 0, 0)
+    assert not state.is_quiet
+    count = len(outputs)
+    run(40)
+    assert [token for one in outputs for token in one.new_token_ids] == expected_tokens(
+        PROMPT, 20, VOCAB_SIZE
+    )
+    assert outputs[count].num_preemptions == (away == "preempt_all")
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_a_stop_token_ends_a_quiet_request(min_tokens: int) -> None:
+    straight = expected_tokens(PROMPT, 30, VOCAB_SIZE)
+    stop = next(one for one in straight[4:] if one not in straight[:4])
+    twin = quiet_twin(0)
+    move(twin, "add", (PROMPT, 30, (stop,), min_tokens, 0), 0)
+    outputs = [one for _ in range(40) if twin.schedule() is not None for one in twin.land()]
+    end = straight.index(stop, max(0, min_tokens - 1)) + 1
+    assert [token for one in outputs for token in one.new_token_ids] == straight[:end]
+    assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", stop)
