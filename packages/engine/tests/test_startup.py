@@ -8,15 +8,22 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_engine.clients.wire import phases_of
-from headrace_engine.startup import StartupTimeline, collector_paused, process_age
+from headrace_engine.startup import (
+    MIDDLE_PER_FULL,
+    StartupTimeline,
+    collect_at_rest,
+    collector_paused,
+    process_age,
+)
 
 
 @pytest.fixture
 def collector() -> Iterator[None]:
-    was_on = gc.isenabled()
+    was_on, thresholds = gc.isenabled(), gc.get_threshold()
     gc.unfreeze()  # what tests of others may have frozen
     yield
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     (gc.enable if was_on else gc.disable)()
 
 
@@ -80,6 +87,29 @@ def test_the_collector_rests_while_starting_and_goes_on_afterwards() -> None:
     with collector_paused(freeze=True):
         pass
     assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_program_of_ours_has_full_collections_at_rest() -> None:
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    with collector_paused():
+        pass
+    collect_at_rest()
+    assert gc.get_threshold() == (700, 10, 10), "a caller's collector is its own"
+    with collector_paused(freeze=True):
+        pass
+    assert gc.get_threshold() == (700, 10, MIDDLE_PER_FULL)
+    full = lambda: gc.get_stats()[2]["collections"]  # noqa: E731
+    gc.collect()
+    before = full()
+    collect_at_rest()
+    assert full() == before, "there is nothing since the last one"
+    for _ in range(11):
+        gc.collect(0)
+    gc.collect(1)
+    collect_at_rest()
+    assert full() == before + 1
 
 
 @pytest.mark.usefixtures("collector")

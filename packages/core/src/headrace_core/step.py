@@ -120,7 +120,7 @@ class StepResult:
 
     step_id: int
     requests: dict[str, RequestStepResult]
-    """By request id, for every request of the step."""
+    """By request id, for every request of the step that is not among :attr:`tokens`."""
     forward_seconds: float = 0.0
     """The model's pass, its logits included; what the CPU did beside it counts too."""
     execute_seconds: float = 0.0
@@ -131,6 +131,8 @@ class StepResult:
     (:attr:`RequestStepResult.is_slow`). They come before this step's own."""
     embedded: list[str] = field(default_factory=list)
     """Content hashes of media that nobody needs to wait for any more."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By request id: the one sampled token of requests of which there is nothing else to say."""
     failed_loads: list[bytes] = field(default_factory=list)
     """Keys of blocks that a connector did not have after all."""
     remaining: Callable[[], None] | None = None

@@ -7,6 +7,7 @@ anything but the start of the workers.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from headrace_core.executor import Executor, MemoryProfile
 from headrace_core.kv import CacheSpec, KVCacheConfig, KVCacheGroup, KVConnector
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
-from headrace_core.step import ScheduledStep, StepResult
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.config import EngineConfig
 from headrace_engine.guests import must_not_end
 from headrace_engine.lockstep.turns import LockstepTurns
@@ -76,7 +77,9 @@ class StepScheduler(Protocol):
     def take_refused(self) -> list[CoreOutput]: ...
     def forget_adapters(self) -> None: ...
     def forget_prefixes(self) -> list[str]: ...
-    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]: ...
+    def update(
+        self, step: ScheduledStep, result: StepResult, told: dict[str, int] | None = None
+    ) -> list[CoreOutput]: ...
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]: ...
     @property
     def has_unfinished(self) -> bool: ...
@@ -154,6 +157,8 @@ class EngineCore:
         """The weights that are on their way, if some are."""
         self._sleep = EngineSleep(executor, sleep_mode)
         self._updates = EngineUpdates(executor, self._sleep, self, self.weights)
+        self._tells_tokens = "told" in inspect.signature(scheduler.update).parameters
+        """False of a scheduler of somebody else's that gives each request an output in each step."""
         self.lockstep: LockstepTurns | None = None
         """Passes of other engines in which this one takes part; None: there are none."""
         self._held: list[_HeldRequest] = []
@@ -452,8 +457,20 @@ class EngineCore:
         """Hand a step to the workers; returns at once."""
         return self.executor.submit(step)
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
-        """Take in a step's result: what each request gained."""
+    def update(
+        self, step: ScheduledStep, result: StepResult, told: dict[str, int] | None = None
+    ) -> list[CoreOutput]:
+        """Take in a step's result: what each request gained.
+
+        Args:
+            told: gets the tokens of requests of which there is nothing else to tell, by request; they may
+                have no output then.
+        """
+        if self._tells_tokens:
+            return self.scheduler.update(step, result, told)
+        for request_id, token in result.tokens.items():
+            result.requests[request_id] = RequestStepResult([token])
+        result.tokens.clear()
         return self.scheduler.update(step, result)
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:

@@ -29,6 +29,7 @@ from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import BETWEEN_STEPS, EngineCore
 from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.startup import collect_at_rest
 from headrace_engine.threads import in_this_context
 from headrace_engine.weights.updates import JOIN, UPDATE, comes_by_broadcast
 
@@ -316,10 +317,11 @@ class EngineLoop:
             return
         self._began = self._clock()  # of the step behind it, if there is one
         self._pace.record(step, result.forward_seconds)
+        tokens: dict[str, int] = {}
         if self._timer is None:
-            self._emit(self._core.update(step, result))
+            self._emit(self._core.update(step, result, tokens), tokens=tokens)
         else:
-            self._emit(*self._timer.update(self._core.update, step, result))
+            self._emit(*self._timer.update(self._core.update, step, result, tokens), tokens)
 
     def _wait_for(self, future: Future[StepResult]) -> StepResult:
         """The step's result; an executor that fails without ending its steps is noticed too."""
@@ -332,11 +334,17 @@ class EngineLoop:
                 if self._core.executor.failure is not None:
                     raise self._core.executor.failure from None
 
-    def _emit(self, outputs: list[CoreOutput], timed: TimedStep | None = None) -> None:
-        if outputs or timed is not None:
-            weights = self._core.weights
-            earlier = weights.take_earlier(outputs) if weights.has_changed_beside else None
-            step = CoreOutputs(outputs, self._clock(), timed, weights.current, earlier)
+    def _emit(
+        self,
+        outputs: list[CoreOutput],
+        timed: TimedStep | None = None,
+        tokens: dict[str, int] | None = None,
+    ) -> None:
+        if outputs or tokens or timed is not None:
+            weights, earlier, tokens = self._core.weights, None, tokens or {}
+            if weights.has_changed_beside:
+                earlier = weights.take_earlier([*(one.request_id for one in outputs), *tokens])
+            step = CoreOutputs(outputs, self._clock(), timed, weights.current, earlier, tokens)
             self._sink.on_outputs(step)
 
     def _add(self, requests: Sequence[CoreRequest], *, again: bool = False) -> None:
@@ -387,12 +395,13 @@ class EngineLoop:
     def _leave(self) -> None:
         self._stopping = True
 
-    def _handle_commands(self, wait: float = 0.0) -> None:
-        """Run all commands that are there, waiting for the first so many seconds."""
-        command = self._next_command(wait)
+    def _handle_commands(self, wait: float = 0.0) -> bool:
+        """Run all commands that are there, waiting for the first so many seconds. False if none came."""
+        command = first = self._next_command(wait)
         while command is not None:
             self._handle(command)
             command = self._next_command(0.0)
+        return first is not None
 
     def _next_command(self, wait: float) -> _LoopCommand | None:
         try:
@@ -418,7 +427,8 @@ class EngineLoop:
         blocked = not self._core.is_idle
         self._idle = not blocked
         try:
-            self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT)
+            if not self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT) and not blocked:
+                collect_at_rest()
         finally:
             self._beat = self._clock()
             self._idle = False

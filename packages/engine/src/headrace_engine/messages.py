@@ -72,3 +72,5 @@ class CoreOutputs:
     """Of the weights that computed these tokens; "": not known."""
     earlier_versions: dict[str, list[str]] | None = None
     """By request, oldest first: those before, where weights changed while its prompt was computed."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By request: its next token, of requests that have an output before and none here."""

@@ -151,6 +151,19 @@ def process_age() -> float:
         return 0.0
 
 
+MIDDLE_PER_FULL = 1000
+"""Collections of the middle generation before a full one. A full one walks through all that requests hold,
+85 ms with 11,000 of them, and finds next to nothing; the server has it while nobody waits
+(:func:`collect_at_rest`). This is for one that never rests: some seven million objects later."""
+
+
+def collect_at_rest() -> None:
+    """Nothing is to be done: collect garbage of all generations, if the collector leaves that to us and
+    there may be some."""
+    if gc.get_threshold()[2] == MIDDLE_PER_FULL and gc.get_count()[2]:
+        gc.collect()
+
+
 @contextmanager
 def collector_paused(*, freeze: bool = False) -> Iterator[None]:
     """Keep the cyclic garbage collector off while modules are imported and a model is built.
@@ -162,8 +175,9 @@ def collector_paused(*, freeze: bool = False) -> Iterator[None]:
 
     Args:
         freeze: afterwards, keep the collector from ever looking at what exists by then
-            (``gc.freeze``), which shortens its pauses while serving. For programs of our own: a
-            caller's garbage would stay, too.
+            (``gc.freeze``), and from looking at old objects while requests run
+            (:data:`MIDDLE_PER_FULL`), which shortens its pauses while serving. For programs of our own:
+            a caller's garbage would stay, too, and how its collector works is its own affair.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -173,6 +187,7 @@ def collector_paused(*, freeze: bool = False) -> Iterator[None]:
         if was_on:
             if freeze:
                 gc.freeze()
+                gc.set_threshold(*gc.get_threshold()[:2], MIDDLE_PER_FULL)
             else:
                 _grow_old()
             gc.enable()

@@ -53,13 +53,18 @@ class StepTimer:
 
     def update(
         self,
-        update: Callable[[ScheduledStep, StepResult], list[CoreOutput]],
+        update: Callable[[ScheduledStep, StepResult, dict[str, int]], list[CoreOutput]],
         step: ScheduledStep,
         result: StepResult,
+        told: dict[str, int],
     ) -> tuple[list[CoreOutput], TimedStep]:
-        """Take in a step's result: its outputs, and what the step took."""
+        """Take in a step's result: its outputs, and what the step took.
+
+        Args:
+            told: see :meth:`headrace_engine.core.EngineCore.update`.
+        """
         begin = self._clock()
-        outputs = update(step, result)
+        outputs = update(step, result, told)
         times = StepTimes(
             self._scheduling.pop(step.step_id) + self._clock() - begin,
             result.forward_seconds if self._forward else None,

@@ -242,6 +242,7 @@ def test_outputs_go_where_their_requests_came_from(
     sent: list[tuple[str, list[str]]] = []
     timed: dict[str, TimedStep] = {}
     versions: dict[str, tuple[str, dict[str, list[str]] | None]] = {}
+    tokens: dict[str, dict[str, int]] = {}
 
     def send(report: Outputs | Heartbeat, to: str = "parent") -> None:
         assert isinstance(report, Outputs)
@@ -249,6 +250,7 @@ def test_outputs_go_where_their_requests_came_from(
         if report.outputs.timed is not None:
             timed[to] = report.outputs.timed
         versions[to] = report.outputs.weights_version, report.outputs.earlier_versions
+        tokens[to] = report.outputs.tokens
 
     monkeypatch.setattr(served, "send", send)
     try:
@@ -268,6 +270,10 @@ def test_outputs_go_where_their_requests_came_from(
         two = [CoreOutput("a\x1fr1"), CoreOutput("b\x1fr1")]
         served.on_outputs(CoreOutputs(two, 0.0, None, "2", {"a\x1fr1": ["1"]}))
         assert versions == {"a": ("2", {"r1": ["1"]}), "b": ("2", None)}
+        tokens.clear()
+        going_on = {"a\x1fr1": 5, "own": 6, "b\x1fr1": 7, "b\x1fr2": 8}
+        served.on_outputs(CoreOutputs([], 0.0, tokens=going_on))
+        assert tokens == {"a": {"r1": 5}, "parent": {"own": 6}, "b": {"r1": 7, "r2": 8}}
     finally:
         served.close()
         context.term()

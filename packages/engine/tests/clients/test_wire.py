@@ -53,6 +53,7 @@ OUTPUTS = CoreOutputs(
     TimedStep(["r#1.0", "r#1.1"], StepTimes(0.25, None, 0.5)),
     "step 1200",
     {"r#1.0": ["0", "step 600"]},
+    {"r#1.1": 7},
 )  # fmt: skip
 FORM = form_of(ProcessedMedia({}, 3, (1, 2, 1), ((1, 1),)))
 ITEM = NamedItem(FORM, {"x": PackedArray("int64", (1,), bytes(8))})

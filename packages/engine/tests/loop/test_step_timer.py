@@ -106,7 +106,7 @@ def test_the_scheduler_is_timed_step_by_step() -> None:
     clock.now += 100.0
     for step, seconds in zip(steps, (1.25, 2.25)):
         result = StepResult(step.step_id, {}, forward_seconds=4.0, execute_seconds=5.0)
-        outputs, timed = timer.update(update, step, result)
+        outputs, timed = timer.update(update, step, result, {})
         assert outputs == []
         assert timed.request_ids == list(step.num_scheduled_tokens)
         assert timed.times == StepTimes(seconds, 4.0, None)

@@ -22,7 +22,6 @@ from headrace_core.sampling.params import BeamSearchParams, RequestOutputKind, S
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.engine import Engine
 from headrace_engine.input_processing.input_processor import InputProcessor
-from headrace_engine.messages import CoreOutput
 from headrace_engine.weights.version import WeightsVersion
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -134,7 +133,7 @@ def test_versions_before_are_said_once() -> None:
     weights = WeightsVersion()
     weights.change("1", ["a", "b"])
     weights.change("2", ["b"])
-    outputs = [CoreOutput("b"), CoreOutput("c")]
+    outputs = ["b", "c"]
     assert weights.take_earlier(outputs) == {"b": ["0", "1"]}
     assert weights.take_earlier(outputs) is None
-    assert weights.take_earlier([CoreOutput("a")]) == {"a": ["0"]}
+    assert weights.take_earlier(["a"]) == {"a": ["0"]}

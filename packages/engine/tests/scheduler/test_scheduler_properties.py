@@ -27,7 +27,7 @@ from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.request import RequestStatus
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine.kv_managers import MAX_ENCODER_LEN, OWN_POOL, cache_config
-from headrace_testing.engine.schedulers import CheckingWorker, contents, expected_tokens
+from headrace_testing.engine.schedulers import CheckingWorker, batched, contents, expected_tokens
 
 VOCAB_SIZE = 5
 MAX_MODEL_LEN = 40
@@ -68,6 +68,7 @@ worlds = st.fixed_dictionaries(
         "right": st.lists(st.integers(0, 7), min_size=1, max_size=8),
         "adapter_slots": st.sampled_from([0, 0, 1, 2, 3]),
         "kept_adapters": st.integers(0, 2),
+        "batches": st.booleans(),
     }
 )
 
@@ -160,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             delay=lambda request_id, count: (len(request_id) + count) % (longest + 1),
             is_slow=lambda request_id: (len(request_id) + self.num_added) % every == 0,
         )
+        self.batches = world["batches"]
         self.budget, self.max_num_seqs = budget, world["max_num_seqs"]
         self.in_flight: deque[ScheduledStep] = deque()
         self.live: dict[str, CoreRequest] = {}
@@ -248,7 +250,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.in_flight.popleft()
         for lora in step.placed_adapters.values():
             assert self.adapters.content(lora.lora_int_id)
-        self.take(self.scheduler.update(step, self.worker.execute(step)))
+        result, told = self.worker.execute(step), dict[str, int]()
+        if not self.batches:
+            self.take(self.scheduler.update(step, result))
+            return
+        outputs = self.scheduler.update(step, batched(result), told)
+        assert told.keys().isdisjoint(output.request_id for output in outputs)
+        self.take([*outputs, *(CoreOutput(name, [token]) for name, token in told.items())])
 
     @precondition(lambda self: self.in_flight and self.in_flight[0].num_scheduled_tokens)
     @rule(which=st.integers(0, 9))

@@ -51,7 +51,9 @@ def _run(worker, new, count):
     for step_id in range(count):
         step = ScheduledStep(step_id, {new.request_id: scheduled})
         step.new_requests = [new] if step_id == 0 else []
-        tokens += worker.execute(step).requests[new.request_id].token_ids
+        result = worker.execute(step)
+        part = result.requests.get(new.request_id)
+        tokens += [result.tokens[new.request_id]] if part is None else part.token_ids
         scheduled = 1
     return tokens
 
@@ -184,3 +186,45 @@ def test_a_model_that_pools_is_refused():
     )
     with pytest.raises(ConfigError, match="BertModel, which pools"):
         SimPlatform().make_worker(EngineConfig(), info)
+
+
+def test_requests_in_rows_are_what_they_are_one_by_one(monkeypatch):
+    """Many at once, of all kinds, in chunks: with tokens in bulk, and with each request looked at."""
+    news = [
+        _new(f"r{number}", tuple(range(5, 7 + number % 5)), seed=number, **asked)
+        for number, asked in enumerate(
+            [{}] * 70 + [{"min_tokens": 3, "stop": (5,)}, {"logprobs": 1}, {"bad_words": [[7]]}]
+        )
+    ]
+    steps = [ScheduledStep(0, {new.request_id: 1 for new in news}, new_requests=news)]
+    steps += [ScheduledStep(i, {new.request_id: 1 for new in news}) for i in range(1, 12)]
+    steps[6].num_scheduled_tokens = {f"r{number}": 1 for number in range(0, 73, 2)}
+    steps[9].gone_request_ids = ["r3", "r71"]
+    for step in steps[9:]:
+        del step.num_scheduled_tokens["r3"], step.num_scheduled_tokens["r71"]
+
+    def run():
+        worker, found = _worker(), {new.request_id: [] for new in news}
+        for step in steps:
+            result = worker.execute(step)
+            assert result.tokens.keys().isdisjoint(result.requests)
+            assert {*result.tokens, *result.requests} == {*step.num_scheduled_tokens}
+            for name, part in result.requests.items():
+                found[name] += part.token_ids
+            for name, token in result.tokens.items():
+                found[name].append(token)
+        return found
+
+    in_rows = run()
+    monkeypatch.setattr("headrace_engine.sim.worker._is_plain", lambda new: False)
+    assert run() == in_rows
+
+
+def test_a_scheduler_that_gives_a_request_in_a_row_too_much_is_found_out():
+    worker = _worker()
+    worker.execute(ScheduledStep(0, {"r": 3}, new_requests=[_new(blocks=1)]))
+    with pytest.raises(RuntimeError, match="'r' computes a token that does not exist yet"):
+        worker.execute(ScheduledStep(1, {"r": 2}))
+    worker.execute(ScheduledStep(2, {"r": 1}))
+    with pytest.raises(RuntimeError, match="'r' has no block for a token that it computes"):
+        worker.execute(ScheduledStep(3, {"r": 1}))

@@ -232,6 +232,9 @@ class FrontEnds:
                     self._running.get(name, set()).discard(output.request_id)
             output.request_id = own_id
             of(name).outputs.append(output)
+        for core_id, token_id in step.tokens.items():
+            name, own_id = _split(core_id)
+            of(name).tokens[own_id] = token_id
         if step.timed is not None:
             for name, own_ids in _by_name(step.timed.request_ids).items():
                 of(name).timed = step.timed._replace(request_ids=own_ids)

@@ -89,6 +89,13 @@ class Placements:
         placed.num_tokens[0] += count
         self.balancer.add_tokens(placed.engine, count)
 
+    def note_token(self, request_id: str) -> None:
+        """A request is one token further."""
+        placed = self.requests.get(request_id)
+        if placed is not None:
+            placed.num_tokens[0] += 1
+            self.balancer.add_tokens(placed.engine, 1)
+
     def lose(self, engine: int) -> list[str]:
         """An engine has ended, with its cache; returns the requests that it had."""
         lost = [key for key, at in self.requests.items() if at.engine == engine]

@@ -108,6 +108,8 @@ class PagedKVCacheManager(KVCacheManager):
         )
         """A group whose table grows with its request."""
         self._nothing: BlockIds = tuple([] for _ in policies)
+        self._is_plain = [type(policy) for policy in self._policies] == [FullAttentionPolicy]
+        """True if there is one group, whose tables only grow."""
         self._entries: dict[str, RequestBlocks] = {}
         self._hashes: dict[str, BlockHashes] = {}
         self._branches: dict[str, int] = {}
@@ -154,6 +156,8 @@ class PagedKVCacheManager(KVCacheManager):
                 and match is None
             ):
                 return self._nothing
+            if match is None and self._is_plain:
+                return self._grow_plain(entry, sequence.num_computed_tokens + num_new_tokens)
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
@@ -249,6 +253,11 @@ class PagedKVCacheManager(KVCacheManager):
         last = (len(sequence.all_token_ids) - 1) // self.block_size * self.block_size
         return next((end for end in (branch, last) if end > num_computed_tokens), 0)
 
+    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
+        until = self._entries[request_id].no_allocation_until
+        # The token that fills a block makes it findable only once that token is known.
+        return until + (self.enable_prefix_caching and not last_is_known and until > 0)
+
     def block_ids(self, request_id: str) -> BlockIds:
         return tuple(list(table) for table in self._entries[request_id].tables)
 
@@ -336,6 +345,22 @@ class PagedKVCacheManager(KVCacheManager):
         self._register(entry, total)
         if not self._has_windows:
             entry.no_allocation_until = self._no_allocation_until(entry)
+        return gained
+
+    def _grow_plain(self, entry: RequestBlocks, total: int) -> BlockIds | None:
+        """:meth:`_grow` to ``total`` tokens where there is one group, whose tables only grow: thousands of
+        decoding requests come here every few steps."""
+        (table,) = entry.tables
+        missing = -(-total // self.block_size) - len(table)
+        gained = self._nothing
+        if missing > 0:
+            (pool,) = self._pools
+            if pool.num_free < missing:
+                return None
+            gained = (pool.take(missing),)
+            table += gained[0]
+        self._register(entry, total)
+        entry.no_allocation_until = self._no_allocation_until(entry)
         return gained
 
     def _wanted(

@@ -256,12 +256,13 @@ class _Mirror:
                 call.result.set_result(done.result)
         early, self._early = self._early, []
         for outputs, output in early:
-            self._deliver(dataclasses.replace(outputs, outputs=[output]))
+            self._deliver(dataclasses.replace(outputs, outputs=[output], tokens={}))
 
     def _deliver(self, outputs: CoreOutputs) -> None:
         found, earlier = [], outputs.earlier_versions
         named = earlier and {self._names.get(key, key): value for key, value in earlier.items()}
-        for output in outputs.outputs:
+        going_on = [CoreOutput(request_id, [one]) for request_id, one in outputs.tokens.items()]
+        for output in [*outputs.outputs, *going_on]:
             name = self._names.get(output.request_id)
             if name is None:
                 self._early.append((outputs, output))
@@ -271,7 +272,9 @@ class _Mirror:
             found.append(dataclasses.replace(output, request_id=name))
         if found:
             self._sink.on_outputs(
-                dataclasses.replace(outputs, outputs=found, timed=None, earlier_versions=named)
+                dataclasses.replace(
+                    outputs, outputs=found, timed=None, earlier_versions=named, tokens={}
+                )
             )
 
     def _look_for_late(self) -> None:

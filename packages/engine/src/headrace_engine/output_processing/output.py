@@ -90,6 +90,11 @@ class CompletionState:
         return num_tokens * TOKEN_BYTES + self._num_entries * ENTRY_BYTES
 
     @property
+    def plain_tokens(self) -> list[int] | None:
+        """The tokens, if those that come need only be appended; None: each is looked at."""
+        return None if self._seeks_stops else self.token_ids
+
+    @property
     def ended(self) -> bool:
         """True if no more will come."""
         return self.finish_reason is not None
@@ -117,6 +122,14 @@ class CompletionState:
             self._dead_end = output.dead_end
             self._finish(output.finish_reason, output.dead_end)
         return False
+
+    def add_token(self, token_id: int) -> bool:
+        """:meth:`update` for one token of which nothing else is said."""
+        if not self._seeks_stops:
+            self.token_ids.append(token_id)
+            return False
+        self._add(token_id, None)
+        return self.finish_reason is not None
 
     def end(self, finish_reason: str) -> None:
         """End it from outside."""
@@ -302,6 +315,8 @@ class StreamState:
         self._text_of, self._bytes_of = text_of, bytes_of
         self._interval = stream_interval
         self._kind = params.output_kind
+        self.tells_end_only = self._kind is RequestOutputKind.FINAL_ONLY
+        """True if there is nothing to take before everything has ended."""
         self._completions = {
             core.request_id: CompletionState(
                 index,
@@ -323,8 +338,11 @@ class StreamState:
             and params.prompt_logprobs is None
         )
         self._prompt_logprobs: Logprobs | None = None
-        self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.weights_versions = VersionsSeen()
+        self.plain_tokens = None if self._only is None else self._only.plain_tokens
+        """The tokens so far, of a request with one completion of which nobody asks more than these
+        before it is handed out: further ones are appended. None once it has ended, too."""
         self._num_cached_tokens = 0
         self._kv_transfer_params: dict[str, Any] | None = None
         self._num_preemptions: dict[str, int] = {}
@@ -361,7 +379,7 @@ class StreamState:
             return False
         if not completion.started:
             self._start(completion, output)
-        metrics = self._metrics
+        metrics = self.metrics
         if output.new_token_ids:
             metrics.first_token_ts = metrics.first_token_ts or timestamp
             metrics.last_token_ts = timestamp
@@ -371,6 +389,8 @@ class StreamState:
             if output.num_drafted:
                 metrics.num_draft_tokens += output.num_drafted
                 metrics.num_accepted_tokens += len(output.new_token_ids) - 1
+        if output.finish_reason is not None:
+            self.plain_tokens = None
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if output.num_preemptions:
@@ -383,10 +403,25 @@ class StreamState:
             )
         return completion.update(output)
 
+    def add_token(
+        self, core_id: str, token_id: int, timestamp: float, weights_version: str
+    ) -> bool:
+        """:meth:`update` for one token of a completion of which there is nothing else to tell; it has had
+        tokens before."""
+        completion = self._only or self._completions[core_id]
+        if completion.finish_reason is not None:
+            return False
+        metrics = self.metrics
+        metrics.last_token_ts = timestamp
+        metrics.num_generation_tokens += 1
+        if weights_version not in self.weights_versions.all:  # seldom
+            self.weights_versions.see(weights_version)
+        return completion.add_token(token_id)
+
     def add_step(self, times: StepTimes) -> None:
         """A step took so long, of which any completion was part; before its outputs."""
         if not self.finished:
-            metrics = self._metrics
+            metrics = self.metrics
             metrics.step_times = metrics.step_times.plus(times) if metrics.step_times else times
 
     def end(self, finish_reason: str) -> None:
@@ -394,6 +429,7 @@ class StreamState:
         for completion in self._list:
             completion.end(finish_reason)
         self.num_waiting = 0
+        self.plain_tokens = None
 
     @property
     def ready(self) -> bool:
@@ -470,7 +506,7 @@ class StreamState:
             completions,
             self._taken_finished,
             prompt_logprobs,
-            _copy(self._metrics),
+            _copy(self.metrics),
             self._num_cached_tokens,
             self.request.lora_request,
             self.weights_versions.all,
@@ -481,7 +517,7 @@ class StreamState:
         """The core speaks of a completion for the first time."""
         completion.started = True
         self.num_waiting -= 1
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.queued_ts = metrics.queued_ts or output.queued_ts
         metrics.scheduled_ts = metrics.scheduled_ts or output.scheduled_ts
         if completion.index == 0:

@@ -12,7 +12,7 @@ from headrace_core.errors import EngineAsleep, GenerateError, RequestError
 from headrace_core.reliability import failpoints
 from headrace_core.text import Tokenizer
 from headrace_engine.input_processing.prepared import PreparedRequest
-from headrace_engine.messages import CoreOutputs, TimedStep
+from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
 from headrace_engine.output_processing.detokenizer import own_bytes, token_texts
 from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.pooled import PooledState
@@ -136,7 +136,13 @@ class OutputProcessor:
         earlier = step.earlier_versions or {}
         if step.timed is not None:
             self._count_step(step.timed)
-        for output in step.outputs:
+        outputs = step.outputs
+        if step.tokens:
+            if earlier or failpoints.PLAN is not None:
+                outputs = [*outputs, *(CoreOutput(i, [one]) for i, one in step.tokens.items())]
+            else:
+                aborts += self._take_tokens(step, changed)
+        for output in outputs:
             state = find(output.request_id)
             if state is None:
                 continue  # its consumer has gone; the core was told so
@@ -161,6 +167,39 @@ class OutputProcessor:
                 self._count_started(state, waiting - state.num_waiting)
             changed[id(state)] = state
         return ProcessedOutputs(list(changed.values()), aborts)
+
+    def _take_tokens(self, step: CoreOutputs, changed: dict[int, FollowedRequest]) -> list[str]:
+        """Take in the tokens of requests that merely go on; returns what to abort."""
+        find, timestamp, version = self._by_core_id.get, step.timestamp, step.weights_version
+        aborts: list[str] = []
+        for core_id, token_id in step.tokens.items():
+            state = find(core_id)
+            if state is None:
+                continue
+            assert type(state) is StreamState
+            token_ids = state.plain_tokens
+            if token_ids is not None and version in state.weights_versions.all:
+                token_ids.append(token_id)
+                metrics = state.metrics
+                metrics.last_token_ts = timestamp
+                metrics.num_generation_tokens += 1
+                if state.tells_end_only:
+                    continue
+            else:
+                aborts += self._take_token(state, core_id, token_id, step)
+            changed[id(state)] = state
+        return aborts
+
+    def _take_token(
+        self, state: StreamState, core_id: str, token_id: int, step: CoreOutputs
+    ) -> list[str]:
+        """Take in a token that is looked at; returns what to abort."""
+        try:
+            ended = state.add_token(core_id, token_id, step.timestamp, step.weights_version)
+            return [core_id] if ended else []
+        except Exception as error:
+            logger.exception("request %s ends", core_id)
+            return self._fail(state, f"{type(error).__name__}: {error}")
 
     def end(self, request_ids: Sequence[str], finish_reason: str) -> ProcessedOutputs:
         """End requests from outside, at once; unknown ids are ignored."""

@@ -103,8 +103,12 @@ class BatchBuilder:
         index, running = 0, self._tracker.running
         allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
         waits_for_tokens = self._limits.steps_beside > 1
+        are_alike = self._drafts is None and not waits_for_tokens and failpoints.PLAN is None
         while index < len(running) and plan.budget > 0 and len(plan.entries) < plan.max_requests:
             state = running[index]
+            if are_alike and state.is_quiet:
+                index = plan.add_quiet(running, index)
+                continue
             index += 1
             num_tokens = len(state.all_token_ids) + state.num_placeholders
             if num_tokens >= state.max_num_tokens:
@@ -136,10 +140,18 @@ class BatchBuilder:
                 break
             if decodes:
                 plan.add_decode(state, num_drafts)
+                if are_alike and not state.is_slow:
+                    self._keep_quiet(state)
             else:
                 self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
+
+    def _keep_quiet(self, state: SchedulerRequest) -> None:
+        """Look at a decoding request again only when something will happen to it."""
+        quiet_until, last = self._kv.quiet_until, state.max_num_tokens - 1
+        state.quiet_until = min(quiet_until(state.request_id), last)
+        state.quiet_until_known = min(quiet_until(state.request_id, last_is_known=False), last)
 
     def _add(
         self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False

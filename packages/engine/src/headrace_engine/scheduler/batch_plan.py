@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace_core.step import NewRequest, ScheduledStep
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.contract import BlockIds
@@ -96,6 +98,37 @@ class BatchPlan:
             state.num_computed_tokens += num_drafts
             state.num_placeholders += num_drafts
             state.num_drafts += num_drafts
+
+    def add_quiet(self, states: Sequence[SchedulerRequest], start: int) -> int:
+        """:meth:`add_decode` for requests one after another, as long as the step has room and nothing else
+        happens to them (:attr:`SchedulerRequest.quiet_until`).
+
+        Args:
+            states: in the step's order.
+            start: index of the first of them.
+
+        Returns:
+            Index of the first that is not added.
+        """
+        room = min(self.budget, self.max_requests - len(self.entries))
+        end = min(start + room, len(states))
+        scheduled, add_entry = self.num_scheduled_tokens, self.entries.append
+        # The one loop over all that run: thousands, of which a step touches a few otherwise.
+        for index in range(start, end):
+            state = states[index]
+            computed = state.num_computed_tokens
+            if computed >= state.quiet_until and not (
+                computed < state.quiet_until_known and state.num_placeholders
+            ):
+                end = index
+                break
+            state.num_computed_tokens = computed + 1
+            state.num_steps_in_flight += 1
+            state.num_placeholders += 1
+            scheduled[state.request_id] = 1
+            add_entry(state.decoding_entry)  # type: ignore[arg-type]  # add_decode has made it
+        self.budget -= end - start
+        return end
 
     def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""

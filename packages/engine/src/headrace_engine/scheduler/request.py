@@ -74,6 +74,14 @@ class SchedulerRequest:
     num_drafts: int = 0
     """Guesses that steps in flight may check."""
     num_steps_in_flight: int = 0
+    quiet_until: int = 0
+    """While fewer tokens than this are computed, it goes on by one token a step, and gains no block and
+    reaches no limit by that; 0: it is looked at in each step."""
+    quiet_until_known: int = 0
+    """The same while it has placeholders."""
+    told_epoch: int = -1
+    """The epoch in which its outputs have said all that can be said of it but for further tokens; -1: they
+    have not, or it has ended."""
     is_slow: bool = False
     """Nothing is scheduled behind a placeholder of it: its constraint takes long to match."""
     is_late: bool = False
@@ -183,6 +191,19 @@ class SchedulerRequest:
         ):
             return "stop"
         return "length" if len(token_ids) >= self.max_num_tokens else None
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if nothing happens to it in the next step; see :attr:`quiet_until`."""
+        computed = self.num_computed_tokens
+        return computed < self.quiet_until or (
+            computed < self.quiet_until_known and self.num_placeholders > 0
+        )
+
+    def disturb(self) -> None:
+        """It does not go on as before: it is looked at, and told of, once more."""
+        self.quiet_until = self.quiet_until_known = 0
+        self.told_epoch = -1
 
     @property
     def finished(self) -> bool:

@@ -133,6 +133,8 @@ class RequestTracker:
         """Requests that are in neither."""
         self.counters = SchedulerCounters()
         self.admissions = AdmissionRate()
+        self.stop_token_ids: set[int] = set()
+        """Of all requests, and of some that have ended."""
         self.gone: list[str] = []
         """Requests that the worker must forget, since the last step."""
         self.adapters = adapters
@@ -155,6 +157,9 @@ class RequestTracker:
         if self.adapters is not None:
             self.adapters.enter(state)
         self._num_added += 1
+        if not self.requests:
+            self.stop_token_ids = set()
+        self.stop_token_ids |= request.stop_token_ids
         self.requests[state.request_id] = state
         self.waiting.push(state)
         self._move(state, Place.QUEUE)
@@ -203,6 +208,7 @@ class RequestTracker:
         # First: what it has computed becomes findable for its own return.
         self._kv.free(state.request_id)
         state.num_computed_tokens = 0
+        state.disturb()
         state.status = RequestStatus.PREEMPTED
         state.num_preemptions += 1
         self.counters.num_preemptions += 1
@@ -216,6 +222,7 @@ class RequestTracker:
             self.running.remove(state)
             self._kv.free(state.request_id)
             state.num_computed_tokens = 0
+            state.disturb()
             self._forget_in_worker(state)
             self._move(state, Place.NOWHERE)
         else:
@@ -250,6 +257,7 @@ class RequestTracker:
         self._kv.free(state.request_id)
         self._forget_in_worker(state)
         state.decoding_entry = None  # it refers back to the state
+        state.disturb()
         del self.requests[state.request_id]
         output = output_of(state)
         output.finish_reason, output.error = reason, error
@@ -269,8 +277,9 @@ class RequestTracker:
 
     def drop_finished(self) -> None:
         """Take what has ended out of the running list."""
-        if any(state.finished for state in self.running):
-            self.running = [state for state in self.running if not state.finished]
+        ended = RequestStatus.FINISHED
+        # In place: others hold the list.
+        self.running[:] = [state for state in self.running if state.status is not ended]
 
     @property
     def has_late(self) -> bool:

@@ -36,7 +36,7 @@ import bisect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import ConfigError, PromptTooLong, QueueFull, RequestError
@@ -58,6 +58,8 @@ from headrace_engine.scheduler.request import InFlight, RequestStatus, Scheduler
 from headrace_engine.scheduler.request_tracker import RequestTracker, output_of
 
 logger = logging.getLogger(__name__)
+
+ALL_TOKENS = range(1 << 62)
 
 
 class Scheduler:
@@ -248,8 +250,14 @@ class Scheduler:
         """Outputs of requests that :meth:`schedule` ended, each once: they raised an error."""
         return self._builder.take_refused()
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
+    def update(
+        self, step: ScheduledStep, result: StepResult, told: dict[str, int] | None = None
+    ) -> list[CoreOutput]:
         """Take a step's result; one output for each request that got a token or ended.
+
+        Args:
+            told: gets the tokens of requests of which there is nothing else to tell, by request; they have
+                no output then. None: they have one each.
 
         Raises:
             RuntimeError: the step is not the oldest in flight, or the result is another step's.
@@ -262,8 +270,11 @@ class Scheduler:
         outputs = self._take_late(result.late) if result.late else []
         if self._transfer is not None:
             outputs += self._take_blocks(self._transfer, step.step_id, result.failed_loads)
+        entries = self._land(step)
+        if result.tokens:
+            entries = self._take_tokens(entries, result, told)
         find, ended = result.requests.get, RequestStatus.FINISHED
-        for state, epoch, samples, num_drafts in self._land(step):
+        for state, epoch, samples, num_drafts in entries:
             if state.epoch != epoch or state.status is ended:
                 continue
             state.num_steps_in_flight -= 1
@@ -425,6 +436,44 @@ class Scheduler:
             for state, count in ended
         ]
 
+    def _take_tokens(
+        self, entries: list[InFlight], result: StepResult, told: dict[str, int] | None
+    ) -> list[InFlight]:
+        """Take the tokens of requests that merely go on.
+
+        Returns:
+            The other requests' parts of the step; their tokens are among ``result.requests`` now.
+        """
+        is_alike = told is not None and failpoints.PLAN is None and not self._builder.quarantined
+        others, told = list[InFlight](), {} if told is None else told
+        find, requests, fair = result.tokens.get, result.requests, self._fair
+        before = len(told)
+        ends: Container[int] = self._tracker.stop_token_ids if is_alike else ALL_TOKENS
+        # The other loop over all that run; see :meth:`BatchPlan.add_quiet`.
+        for entry in entries:
+            state = entry[0]
+            token = find(state.request_id)
+            token_ids = state.all_token_ids
+            if token is None:
+                others.append(entry)
+            elif (
+                state.told_epoch == entry[1]
+                and token not in ends
+                and len(token_ids) + 1 < state.max_num_tokens
+                and not entry[3]
+            ):
+                state.num_steps_in_flight -= 1
+                state.num_placeholders -= 1
+                token_ids.append(token)
+                told[state.request_id] = token
+                if fair is not None:
+                    fair.charge(state.request.owner, 1)
+            else:
+                requests[state.request_id] = RequestStepResult([token])
+                others.append(entry)
+        self._counters.generation_tokens += len(told) - before
+        return others
+
     def _take_late(self, late: Mapping[str, RequestStepResult]) -> list[CoreOutput]:
         """Take tokens that earlier steps left open."""
         outputs = []
@@ -487,6 +536,8 @@ class Scheduler:
         if not samples:
             return None
         state.is_slow = result.is_slow
+        if result.is_slow:
+            state.disturb()
         if is_late:
             # Preempted or suspended meanwhile, it samples the token again, unless the next step has
             # been scheduled with it before.
@@ -508,6 +559,8 @@ class Scheduler:
             output = self._tracker.end(state, reason)
             if reason == "stop":
                 output.stop_token_id = state.all_token_ids[-1]
+        if reason is None and not result.is_slow:
+            state.told_epoch = state.epoch
         output.new_token_ids, output.logprobs = result.token_ids, result.logprobs
         output.num_drafted = result.num_drafted
         if state.prompt_logprobs_pending:

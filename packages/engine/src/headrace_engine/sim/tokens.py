@@ -10,6 +10,9 @@ import struct
 import zlib
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 _MASK = (1 << 64) - 1
 MAX_DRAWS = 64
 """Tokens tried before a permitted one is looked for in order."""
@@ -24,6 +27,20 @@ def mixed(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def mixed_further(states: NDArray[np.uint64], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """:func:`mixed` of one number more, for many at once: equal to ``mixed(*before, number)`` where a state
+    is ``mixed(*before)``.
+
+    Args:
+        states: ``[n]``.
+        numbers: ``[n]``.
+    """
+    states = states + numbers + np.uint64(0x9E3779B97F4A7C15)
+    states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return states ^ (states >> np.uint64(31))
 
 
 def seed_of(prompt_token_ids: Sequence[int]) -> int:

@@ -19,10 +19,12 @@ from headrace_core.step import (
     StepResult,
     TokenLogprobs,
 )
+from headrace_engine.sim.rows import RequestRows
 from headrace_engine.sim.tokens import seed_of, simulated_token
 
 IMPOSSIBLE = -9999.0
 """Log-probability of every token but the one that is certain."""
+NOT_FINITE = "the model's logits are not finite"
 
 
 class _SimRequest:
@@ -79,6 +81,11 @@ class SimWorker:
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
         self._held: dict[str, _SimRequest] = {}
+        """Those of which each step needs a look of its own."""
+        self._rows = RequestRows(seed, vocab_size, self._ends, block_size)
+        """All others."""
+        self._failed: dict[str, str] = {}
+        """By request in a row: what went wrong with it."""
         self._launching: Callable[[], None] = lambda: None
 
     def load(self) -> None:
@@ -117,7 +124,7 @@ class SimWorker:
             "rank": self.rank,
             "pid": os.getpid(),
             "device": self.device,
-            "num_requests": len(self._held),
+            "num_requests": len(self._held) + len(self._rows),
         }
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
@@ -169,6 +176,7 @@ class SimWorker:
     def close(self) -> None:
         """Forget all requests."""
         self._held.clear()
+        self._rows = RequestRows(self._seed, self._vocab_size, self._ends, self._block_size)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step.
@@ -184,24 +192,55 @@ class SimWorker:
         seconds = self._step_seconds + self._token_seconds * step.num_tokens
         if seconds:
             time.sleep(seconds)
-        results = {i: self._run(i, count) for i, count in step.num_scheduled_tokens.items()}
-        return StepResult(step.step_id, results, forward_seconds=time.perf_counter() - begin)
+        result = StepResult(step.step_id, {})
+        self._run_rows(step.num_scheduled_tokens, result)
+        if self._held:
+            result.requests |= {
+                i: self._run(i, count)
+                for i, count in step.num_scheduled_tokens.items()
+                if i in self._held
+            }
+        result.forward_seconds = time.perf_counter() - begin
+        return result
+
+    def _run_rows(self, counts: dict[str, int], result: StepResult) -> None:
+        """Compute the requests that are in rows, unless one has failed."""
+        rows, failed, requests = self._rows, self._failed, result.requests
+        if self._held:
+            counts = {i: count for i, count in counts.items() if i in rows}
+        if failpoints.PLAN is not None:
+            for request_id in counts:
+                if failpoints.hit("engine.step.sample", request_id):
+                    failed[request_id] = NOT_FINITE
+        if failed:
+            requests |= {i: RequestStepResult(error=failed[i]) for i in counts if i in failed}
+            counts = {i: count for i, count in counts.items() if i not in failed}
+        result.tokens, partial = rows.run(counts)
+        requests |= {i: RequestStepResult() for i in partial}
 
     def _take_changes(self, step: ScheduledStep) -> None:
         for request_id in step.gone_request_ids:
             self._held.pop(request_id, None)
+            self._rows.remove(request_id)
+            self._failed.pop(request_id, None)
         for new in step.new_requests:
+            if _is_plain(new):
+                self._rows.add(new)
+                continue
             held = self._held[new.request_id] = _SimRequest(new)
             for position, token in enumerate(held.token_ids[held.num_prompt :]):
                 if token != self._token(held, position):
                     raise RuntimeError(f"{new.request_id!r} came back with another output")
         for request_id, block_ids in step.new_block_ids.items():
-            self._held[request_id].num_blocks += len(block_ids[0])
+            if request_id in self._rows:
+                self._rows.add_blocks(request_id, len(block_ids[0]))
+            else:
+                self._held[request_id].num_blocks += len(block_ids[0])
 
     def _run(self, request_id: str, count: int) -> RequestStepResult:
         held = self._held[request_id]
         if failpoints.PLAN is not None and failpoints.hit("engine.step.sample", request_id):
-            held.error = "the model's logits are not finite"
+            held.error = NOT_FINITE
         if held.error is not None:
             return RequestStepResult(error=held.error)
         first = held.num_computed
@@ -265,6 +304,18 @@ class SimWorker:
         others = [i for i in range(wanted + 1) if i != token][: max(0, wanted - 1)]
         logprobs = [0.0] + [IMPOSSIBLE] * len(others)
         return TokenLogprobs([token, *others], logprobs, list(range(1, len(logprobs) + 1)))
+
+
+def _is_plain(new: NewRequest) -> bool:
+    """True if nothing but tokens is asked for, and none is refused that others are not."""
+    params = new.request.params
+    return not (
+        new.request.bad_words_token_ids
+        or params.allowed_token_ids is not None
+        or params.min_tokens
+        or params.wants_logprobs
+        or params.prompt_logprobs is not None
+    )
 
 
 def _pass(point: str, step: ScheduledStep) -> None:

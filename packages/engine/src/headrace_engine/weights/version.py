@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 
 from headrace_core.errors import RequestError
-from headrace_engine.messages import CoreOutput
 
 FIRST_VERSION = "0"
 """Of the weights that an engine starts with. A version is a name that whoever changes weights chooses; the
@@ -40,12 +39,13 @@ class WeightsVersion:
         self.has_changed_beside = bool(self._earlier)
         self.current = version
 
-    def take_earlier(self, outputs: Iterable[CoreOutput]) -> dict[str, list[str]] | None:
-        """See :attr:`headrace_engine.messages.CoreOutputs.earlier_versions`; each is said once."""
+    def take_earlier(self, request_ids: Iterable[str]) -> dict[str, list[str]] | None:
+        """See :attr:`headrace_engine.messages.CoreOutputs.earlier_versions`, for requests of which a step
+        tells; each is said once."""
         if not self._earlier:
             return None
         take = self._earlier.pop
-        found = {one.request_id: take(one.request_id, []) for one in outputs}
+        found = {name: take(name, []) for name in request_ids}
         self.has_changed_beside = bool(self._earlier)
         return {name: versions for name, versions in found.items() if versions} or None
 

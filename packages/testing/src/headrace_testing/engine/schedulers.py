@@ -9,6 +9,7 @@ layers that is not the one after the token before.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -341,3 +342,15 @@ class CheckingWorker:
         if isinstance(spec, ChunkedLocalSpec):
             return range(start - start % spec.attention_chunk_size, end)
         return range(end)
+
+
+def batched(result: StepResult) -> StepResult:
+    """The same result as a worker gives it that has tokens in bulk: requests of which one token is all there
+    is to say are among :attr:`StepResult.tokens` only."""
+    tokens = {
+        request_id: part.token_ids[0]
+        for request_id, part in result.requests.items()
+        if part == RequestStepResult(part.token_ids[:1]) and part.token_ids
+    }
+    others = {i: part for i, part in result.requests.items() if i not in tokens}
+    return dataclasses.replace(result, requests=others, tokens=tokens)
