@@ -14,6 +14,8 @@ from headrace_core.graph import GraphNeed, Step, StepGraph
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.config import capture_sizes
 from headrace_engine.execution.capture import Capture, capture_steps
+from headrace_engine.worker.recording import captured_bytes
+from headrace_engine.worker.settings import WorkerLimits
 
 
 class FakeGraph(StepGraph):
@@ -173,8 +175,13 @@ def test_capture_sizes(
     assert capture_sizes(wanted, maximum, max_num_batched_tokens=limit) == sizes
 
 
-def test_the_profile_counts_what_captured_steps_hold(tiny: Any) -> None:
-    captured = tiny.Harness(tiny.LM(), capture=Capture(lambda: FakeGraph, (16,))).worker
-    eager = tiny.Harness(tiny.LM(), capture=Capture(lambda: FakeGraph, (16,), True)).worker
-    assert captured._captured_bytes(1000, 100) == 1000 * 16 // 64 + 2 * 100
-    assert eager._captured_bytes(1000, 100) == 0
+def test_the_profile_counts_what_captured_steps_hold() -> None:
+    limits = WorkerLimits(
+        vocab_size=37, max_model_len=96, max_num_batched_tokens=64, max_num_seqs=16
+    )
+    captured, eager = (Capture(lambda: FakeGraph, (16,), is_eager) for is_eager in (False, True))
+    largest = {"activations": 1000, "logits": 100}
+    assert captured_bytes(captured, limits, recordings=1, **largest) == 1000 * 16 // 64 + 2 * 100
+    assert captured_bytes(captured, limits, recordings=2, **largest) == 2 * (250 + 200)
+    assert captured_bytes(eager, limits, recordings=1, **largest) == 0
+    assert captured_bytes(None, limits, recordings=1, **largest) == 0
