@@ -13,7 +13,6 @@ from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig
 from headrace_engine.cores import CpuThreads
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.places import RankPlace
-from headrace_engine.speculation.config import SpeculativeConfig
 
 
 def test_ranks_share_threads_and_cores_in_order() -> None:
@@ -74,25 +73,19 @@ TRANSFER = CacheConfig(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "speculative", "text"),
+    ("parallel", "text"),
     [
-        ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size above 1"),
-        ({"decode_context_parallel_size": 2}, {}, "decode_context_parallel_size above 1"),
-        ({"nnodes": 2}, {}, "nnodes above 1"),
-        ({"distributed_executor_backend": "ray"}, {}, "distributed_executor_backend 'ray'"),
-        ({}, {"method": "eagle", "model": "head"}, "speculative_config of a model or heads"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
+        ({"nnodes": 2}, "nnodes above 1"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),
     ],
 )
-def test_what_does_not_go_with_connectors_of_ranks(
-    parallel: dict[str, Any], speculative: dict[str, Any], text: str
-) -> None:
+def test_what_does_not_go_with_connectors_of_ranks(parallel: dict[str, Any], text: str) -> None:
     config = EngineConfig(
         model=ModelConfig(model="m"),
         cache=TRANSFER,
         parallel=ParallelConfig(tensor_parallel_size=2, **parallel),
-        speculative=SpeculativeConfig(num_speculative_tokens=2, **speculative)
-        if speculative
-        else SpeculativeConfig(),
     )
     with pytest.raises(ConfigError, match=rf"must be left out with {text}") as caught:
         check_ranks_transfer(config)
@@ -111,6 +104,6 @@ def test_connectors_of_ranks_know_their_place(tmp_path: Path) -> None:
     )
     made = kv_connector(config, 1)
     assert made is not None
-    own = ("rank", "num_ranks", "block_size")
-    assert [made.settings[name] for name in own] == [1, 2, 16]
+    own = ("rank", "num_ranks", "num_stages", "block_size")
+    assert [made.settings[name] for name in own] == [1, 2, 1, 16]
     made.close()

@@ -40,11 +40,11 @@ def rank(number: int, num_ranks: int, role: str, port: int = 14579, **own: Any) 
 
 
 @contextlib.contextmanager
-def givers(count: int) -> Iterator[list[P2PConnector]]:
+def givers(count: int, **own: Any) -> Iterator[list[P2PConnector]]:
     with ExitStack() as stack:
         port = free_ports(count)
         yield [
-            stack.enter_context(closing(rank(number, count, "kv_producer", port)))
+            stack.enter_context(closing(rank(number, count, "kv_producer", port, **own)))
             for number in range(count)
         ]
 
@@ -61,7 +61,29 @@ def givers(count: int) -> Iterator[list[P2PConnector]]:
 def test_ranks_whose_heads_overlap_are_asked(
     own: tuple[int, int], num_ranks: int, asked: list[int]
 ) -> None:
-    assert list(RankLayout(*own).ranks_to_ask(num_ranks)) == asked
+    assert RankLayout(*own).ranks_to_ask(RankLayout(0, num_ranks)) == asked
+
+
+@pytest.mark.parametrize(
+    ("own", "there", "asked"),
+    [
+        ({"rank": 1, "num_ranks": 2, "num_stages": 2}, {"num_ranks": 2, "num_stages": 2}, [1]),
+        ({"rank": 3, "num_ranks": 4, "num_stages": 2}, {"num_ranks": 4, "num_stages": 2}, [3]),
+        ({"rank": 2, "num_ranks": 4, "num_stages": 2}, {"num_ranks": 2, "num_stages": 2}, [1]),
+        ({"rank": 0}, {"num_ranks": 4, "num_stages": 2}, [0, 1, 2, 3]),
+        ({"rank": 1, "num_ranks": 2}, {"num_ranks": 6, "num_stages": 3}, [1, 3, 5]),
+        ({"rank": 2, "num_ranks": 3, "num_stages": 3}, {"num_ranks": 2, "num_stages": 2}, [1, 0]),
+        (
+            {"rank": 1, "num_ranks": 2, "num_stages": 2, "by_layer": 1},
+            {"num_ranks": 2, "num_stages": 2},
+            [1, 0],
+        ),
+    ],
+)
+def test_stages_whose_layers_may_be_among_the_own_are_asked(
+    own: dict[str, int], there: dict[str, int], asked: list[int]
+) -> None:
+    assert RankLayout(**own).ranks_to_ask(RankLayout(**there)) == asked
 
 
 @pytest.mark.parametrize("says_how_many", [True, False])
@@ -110,6 +132,11 @@ def test_what_all_ranks_have_is_read_from_the_first() -> None:
             {"kv_head_parts": 4},
             "it divides blocks into 2 parts, and this engine into 4: set kv_head",
         ),
+        (
+            {"num_stages": 2, "kv_head_parts": 2},
+            "it has 1 stages, and this engine 2: set kv_by_layer of both to true",
+        ),
+        ({"kv_by_layer": True}, "set kv_by_layer of both to true"),
     ],
 )
 def test_who_cannot_take_anything_says_why(
@@ -153,14 +180,30 @@ def test_an_engine_that_comes_back_with_other_ranks_is_asked_anew(
             assert "it has 1 ranks, not tp_size = 2" in caplog.text
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (0, 0), (0, 65)])
-def test_impossible_ranks_are_refused(layout: tuple[int, int]) -> None:
+def test_one_stage_takes_from_several_and_several_from_one() -> None:
+    """The ranks of a giver have other layers each; who wants all asks all."""
+    each = {"kv_by_layer": True}
+    with givers(2, num_stages=2, **each) as (first, second):
+        save(first, *range(0, 280, 2))
+        save(second, *range(1, 280, 2))
+        assert first.address()["tp_size"] == 1
+        with closing(rank(0, 1, "kv_consumer", **each)) as taker:
+            every = list(range(280))
+            assert fetch(taker, first.address(), *every) == every
+        with closing(rank(2, 3, "kv_consumer", num_stages=3, **each)) as taker:
+            assert fetch(taker, first.address(), 0, 1) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "layout", [(2, 2), (0, 0), (0, 65), (0, 2, 0, 1, 0), (0, 3, 0, 1, 2), (0, 2, 0, 1, 4)]
+)
+def test_impossible_ranks_are_refused(layout: tuple[int, ...]) -> None:
     packed = pack_welcome(Welcome("a", RankLayout(*layout), b"memory"))
     with pytest.raises(ChannelError, match=r"a welcome of rank"):
         unpack_welcome(packed)
     with pytest.raises(ChannelError, match="cut off"):
         unpack_welcome(packed[:8])
-    good = Welcome("a", RankLayout(1, 2, 16, 4), b"memory")
+    good = Welcome("a", RankLayout(1, 2, 16, 4, 2, 1), b"memory")
     assert unpack_welcome(pack_welcome(good)) == good
 
 

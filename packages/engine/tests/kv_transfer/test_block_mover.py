@@ -13,7 +13,13 @@ from torch import Tensor
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVConnector
 from headrace_core.step import StepResult
 from headrace_engine.kv_transfer.moves import KVMove, KVMoves
-from headrace_engine.kv_transfer.parts import GroupParts
+from headrace_engine.kv_transfer.parts import (
+    BlockPart,
+    Division,
+    GroupParts,
+    LayerParts,
+    parts_of_groups,
+)
 from headrace_engine.kv_transfer.worker import BlockMover
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
@@ -60,7 +66,14 @@ class Rank:
         self.caches = [torch.zeros(*shape, self.heads, TOKENS, WIDTH) for _ in LAYERS]
         buffers = [[cache.view(-1).view(torch.uint8) for cache in self.caches]]
         here = parts // ranks
-        own = GroupParts(parts, rank * here, here)
+        own = GroupParts(
+            tuple(
+                BlockPart(
+                    LAYERS, f"part {rank * here + n} of {parts}" if parts > 1 else "", n, here
+                )
+                for n in range(here)
+            )
+        )
         self.mover = BlockMover(store, buffers, config, [splits], [own], others)
 
     def block(self, number: int) -> Tensor:
@@ -169,3 +182,85 @@ def test_a_rank_that_cannot_save_is_told_of(caplog: pytest.LogCaptureFixture) ->
     rank.mover.run(step(saved=[KVMove(0, 1, KEY)]), result)
     answers[0].set_exception(ValueError("no such folder"))
     assert "a block could not be saved: no such folder" in caplog.text
+
+
+class Stage:
+    """The cache of a rank with some layers, whole; others' are on other stages."""
+
+    def __init__(self, store: Memory, names: Sequence[str], kind: LayerParts, **own: Any) -> None:
+        spec = FullAttentionSpec(TOKENS, 4, WIDTH, "float32")
+        config = KVCacheConfig((BLOCKS,), (KVCacheGroup(tuple(names), spec),))
+        self.caches = {name: torch.zeros(BLOCKS, 2, 4, TOKENS, WIDTH) for name in names}
+        buffers = [[cache.view(-1).view(torch.uint8) for cache in self.caches.values()]]
+        layers: Any = {name: Layer(spec) for name in names}
+        parts = parts_of_groups(layers, config, Division(layers=kind, **own))
+        self.mover = BlockMover(store, buffers, config, [False], parts)
+
+
+class Layer:
+    def __init__(self, spec: FullAttentionSpec) -> None:
+        self.kv_spec = spec
+
+
+def test_stages_read_what_other_stages_wrote() -> None:
+    """Two write, three, two others and one read; the content of a layer is its own."""
+    store, names = Memory(), ("a", "b", "c")
+    content = {name: torch.randn(2, 4, TOKENS, WIDTH) for name in names}
+    for some in ("a", "bc"):
+        stage = Stage(store, some, LayerParts.EACH)
+        for name in some:
+            stage.caches[name][3] = content[name]
+        stage.mover.save([KVMove(0, 3, KEY)])
+    for stages in (("a", "b", "c"), ("ab", "c"), ("abc",)):
+        for some in stages:
+            stage = Stage(store, some, LayerParts.EACH)
+            assert stage.mover.load([KVMove(0, 2, KEY), KVMove(0, 1, OTHER)]) == [OTHER]
+            for name in some:
+                assert torch.equal(stage.caches[name][2], content[name])
+    assert Stage(store, "a", LayerParts.STAGE).mover.load([KVMove(0, 2, KEY)]) == [], "one layer"
+    assert Stage(store, "bc", LayerParts.STAGE).mover.load([KVMove(0, 2, KEY)]) == [KEY]
+    assert Stage(store, (), LayerParts.EACH).mover.load([KVMove(0, 2, KEY)]) == []
+
+
+def test_what_a_head_has_moves_with_a_block_and_what_a_draft_model_has_stays() -> None:
+    names = ("a", "draft.x")
+    for guesses in (None, "eagle"):
+        store = Memory()
+        stage = Stage(store, names, LayerParts.ALL, guesses=guesses)
+        for cache in stage.caches.values():
+            cache[3] = 1.0
+        stage.mover.save([KVMove(0, 3, KEY)])
+        assert stage.mover.load([KVMove(0, 2, KEY)]) == []
+        assert bool(stage.caches["a"][2].all())
+        assert bool(stage.caches["draft.x"][2].any()) == (guesses is not None)
+        plain = Stage(store, "a", LayerParts.ALL)
+        assert plain.mover.load([KVMove(0, 2, KEY)]) == [], "without guesses it is read, too"
+
+
+def test_a_step_of_stages_saves_at_once_and_says_later_what_was_not_loaded() -> None:
+    """Later steps may overwrite what it saves; other stages answer when they have come to it."""
+    answers: list[Future[Any]] = []
+    told: list[str] = []
+
+    def call(method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        told.append(method)
+        answers.append(Future())
+        return answers[-1:]
+
+    rank = Rank(Memory(), 0, 2, 2, others=call)
+    rank.mover.save([KVMove(0, 3, KEY)])
+    finished: list[str] = []
+
+    def execute() -> StepResult:
+        begun = result()
+        begun.remaining = lambda: finished.append("it")
+        return begun
+
+    moves = step(loaded=[KVMove(0, 1, KEY), KVMove(0, 2, OTHER)], saved=[KVMove(0, 4, OTHER)])
+    found = rank.mover.run(moves, execute)
+    assert told == ["load_blocks", "save_blocks"]
+    assert not finished
+    answers[0].set_result([KEY])
+    found.finish()
+    assert finished == ["it"]
+    assert sorted(found.failed_loads) == [KEY, OTHER]

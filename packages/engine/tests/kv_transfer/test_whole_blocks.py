@@ -11,8 +11,9 @@ import pytest
 from headrace_core.errors import ConfigError
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup, KVConnector, MLASpec
 from headrace_engine.kv_transfer.finding import BlockFinder
-from headrace_engine.kv_transfer.parts import GroupParts, parts_of_groups, whole_spec
-from headrace_engine.kv_transfer.rank_blocks import RankBlocks
+from headrace_engine.kv_transfer.layout import layouts_of_groups, merged_layout
+from headrace_engine.kv_transfer.parts import Division, LayerParts, parts_of_groups, whole_spec
+from headrace_engine.kv_transfer.rank_blocks import PartSize, RankBlocks, part_key
 from headrace_engine.kv_transfer.whole_blocks import WholeBlocks
 
 A, B, C = (bytes([n]) * 32 for n in range(3))
@@ -70,8 +71,8 @@ class Ranks:
                 answers[rank].set_result(call(*args))  # type: ignore[operator]
 
 
-def blocks_of(store: Store, parts: GroupParts | None = None) -> RankBlocks:
-    return RankBlocks(store, [parts or GroupParts()], [64])
+def blocks_of(store: Store, *parts: PartSize) -> RankBlocks:
+    return RankBlocks(store, [parts or [("", 64)]])
 
 
 def test_a_block_is_there_once_all_ranks_have_said_so() -> None:
@@ -140,11 +141,11 @@ def test_a_rank_that_cannot_look_has_nothing(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_rank_has_a_block_if_it_has_all_of_its_parts() -> None:
-    parts = GroupParts(4, 2, 2)
-    keys = parts.keys(A)
-    assert len(set(keys) | set(GroupParts(4, 0, 2).keys(A)) | {A}) == 5
+    marks = ["part 2 of 4", "part 3 of 4"]
+    keys = [part_key(A, mark) for mark in marks]
+    assert len({*keys, A, part_key(B, marks[0])}) == 4
     store = Store(keys[0])
-    own = blocks_of(store, parts)
+    own = blocks_of(store, *((mark, 32) for mark in marks))
     assert not own.contains(A, 0)
     assert not own.fetch("r", {A: 0}, {})
     assert store.fetched == {"r": {keys[1]: 32}}
@@ -181,8 +182,13 @@ def test_parts_of_ranks(
 ) -> None:
     layers: Any = {"a": Layer(spec, copies)}
     config = KVCacheConfig((8,), (KVCacheGroup(("a",), spec),))
-    every = [parts_of_groups(layers, config, stated, rank, ranks) for rank in range(ranks)]
-    assert [tuple(one) for [one] in every] == found
+    every = [
+        parts_of_groups(layers, config, Division(stated, rank, ranks)) for rank in range(ranks)
+    ]
+    for [one], (total, first, here) in zip(every, found, strict=True):
+        marks = [f"part {n} of {total}" if total > 1 else "" for n in range(first, first + here)]
+        assert [part.mark for part in one.parts] == marks
+        assert [part[2:] for part in one.parts] == [(n, here) for n in range(here)]
     heads = (
         spec.num_kv_heads
         if isinstance(spec, MLASpec)
@@ -198,6 +204,59 @@ def test_parts_that_cannot_be() -> None:
         ConfigError,
         match=r"kv_head_parts = 4: .* 6 key-value heads on 2 ranks: must be one of 2, 6",
     ):
-        parts_of_groups(layers, config, 4, 0, 2)
+        parts_of_groups(layers, config, Division(4, 0, 2))
+    bare: Any = {"a": Layer(full(3), None)}
     with pytest.raises(ConfigError, match="does not say which ranks keep the same heads"):
-        parts_of_groups({"a": Layer(full(3), None)}, config, None, 0, 2)  # type: ignore[dict-item]
+        parts_of_groups(bare, config, Division(None, 0, 2))
+
+
+def marks_of(names: tuple[str, ...], **division: Any) -> list[tuple[tuple[str, ...], str]]:
+    layers: Any = {name: Layer(full(2), 1) for name in names}
+    config = KVCacheConfig((8,), (KVCacheGroup(names, full(2)),))
+    [one] = parts_of_groups(layers, config, Division(**division))
+    return [(part.layers, part.mark) for part in one.parts]
+
+
+def test_parts_of_stages_name_their_layers() -> None:
+    own = ("a", "b")
+    assert marks_of(own) == [(own, "")]
+    assert marks_of(own, layers=LayerParts.STAGE) == [(own, "layers a,b")]
+    each = [(("a",), "layers a"), (("b",), "layers b")]
+    assert marks_of(own, layers=LayerParts.EACH) == each
+    assert marks_of(("b",), layers=LayerParts.EACH) == each[1:], "whichever layers a stage has"
+    assert marks_of(own, layers=LayerParts.STAGE, rank=1, num_ranks=2) == [
+        (own, "layers a,b part 1 of 2")
+    ]
+    assert marks_of(()) == [], "of a group whose layers are on another stage"
+    store = Store()
+    assert RankBlocks(store, [[]]).contains(A, 0)
+
+
+def test_layers_of_a_head_are_a_part_of_their_own_and_those_of_a_draft_model_none() -> None:
+    names = ("a", "draft.x", "draft.y")
+    assert marks_of(names) == [(("a",), "")]
+    head = ("draft.x", "draft.y")
+    mark = "guesses eagle: draft.x,draft.y"
+    assert marks_of(names, guesses="eagle") == [(("a",), ""), (head, mark)]
+    assert marks_of(names, guesses="eagle", rank=1, num_ranks=2) == [
+        (("a",), "part 1 of 2"), (head, mark)
+    ], "it is whole on the one rank that has it"  # fmt: skip
+    assert marks_of(head) == []
+
+
+def test_stages_describe_their_layout_as_one_rank_does() -> None:
+    """Of the second group the first stage has none, and one rank has layers that guess."""
+    other = FullAttentionSpec(8, 2, 32, "float32")
+
+    def report(*names: tuple[str, ...]) -> dict[str, Any]:
+        groups = tuple(map(KVCacheGroup, names, (full(2), other, full(4))))
+        config = KVCacheConfig((8,) * 3, groups)
+        layers: Any = {n: Layer(group.spec, 1) for group in groups for n in group.layer_names}
+        parts = parts_of_groups(layers, config)
+        backends = [None] * 3
+        return {"kv_group_layouts": layouts_of_groups(backends, config, parts, ("cpu",))}
+
+    whole = merged_layout([report(("a", "b"), ("c",), ("draft.x",))])
+    stages = merged_layout([report(("a",), (), ()), report(("b",), ("c",), ())])
+    assert stages == whole
+    assert whole.count("cpu") == 2

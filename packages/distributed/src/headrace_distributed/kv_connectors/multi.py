@@ -13,7 +13,7 @@ from headrace_distributed.kv_connectors.extra import EXTRA, extra_of, wrong
 
 GROUP = "headrace.kv_connectors"
 CONNECTORS = "connectors"
-OF_ENGINE = ("rank", "num_ranks", "block_size", "kv_head_parts")
+OF_ENGINE = ("rank", "num_ranks", "num_stages", "block_size", "kv_head_parts", "kv_by_layer")
 """Settings that all have, and of which they state none."""
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 

@@ -10,10 +10,10 @@ from headrace_core.executor import Executor
 from headrace_core.kv import KVCacheConfig, KVConnector
 from headrace_engine.config import EngineConfig
 from headrace_engine.kv.contract import KVCacheManager
-from headrace_engine.kv_transfer.moves import block_sizes
-from headrace_engine.kv_transfer.parts import GroupParts
+from headrace_engine.kv_transfer.layout import merged_layout
 from headrace_engine.kv_transfer.rank_blocks import RankBlocks
 from headrace_engine.kv_transfer.scheduler import KVTransfer
+from headrace_engine.kv_transfer.settings import BY_LAYER
 from headrace_engine.kv_transfer.whole_blocks import WholeBlocks
 
 
@@ -45,15 +45,19 @@ def make_transfer(
     Raises: as :class:`KVTransfer`.
     """
     reports = executor.call("report")
-    parts = [GroupParts(*own) for own in reports[0]["kv_parts"]]
-    own = RankBlocks(connector, parts, block_sizes(cache))
+    settings = config.cache.kv_transfer_config
+    own = RankBlocks(connector, reports[0]["kv_parts"])
     ask = executor.ask_others if isinstance(executor, AsksOthers) and len(reports) > 1 else None
+    names_layers = config.parallel.pipeline_parallel_size > 1 or settings.get(BY_LAYER)
+    layout = merged_layout(reports) if names_layers else reports[0]["kv_layout"]
+    by_group = zip(*(one["kv_parts"] for one in reports), strict=True)
     return KVTransfer(
         WholeBlocks(own, ask),
-        config.cache.kv_transfer_config,
-        f"{model}:{reports[0]['kv_layout']}",
+        settings,
+        f"{model}:{layout}",
         cache,
         kv,
+        block_bytes=[sum(size for parts in ranks for _, size in parts) for ranks in by_group],
         saves_full_blocks=connector.saves_full_blocks,
         num_ranks=len(reports),
     )

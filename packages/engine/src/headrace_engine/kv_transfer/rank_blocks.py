@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from headrace_core.kv import KVConnector
-from headrace_engine.kv_transfer.parts import GroupParts
 
 Blocks = Mapping[bytes, int]
 """Key of a block -> its cache group."""
+PartSize = tuple[str, int]
+"""Mark of a part of blocks, and its bytes."""
+
+
+def part_key(key: bytes, mark: str) -> bytes:
+    """Key of the part with this mark, of a block; "": the block's own."""
+    return sha256(key + mark.encode()).digest() if mark else key
 
 
 class RankBlocks:
     """Says what the connector of a rank has. One thread, beside the one that moves blocks.
 
     Args:
-        parts: by cache group, those of the rank.
-        sizes: by cache group, bytes of the rank's part of a block, all of its parts together.
+        parts: by cache group, those of the rank; a group may have none.
     """
 
-    def __init__(
-        self, connector: KVConnector, parts: Sequence[GroupParts], sizes: Sequence[int]
-    ) -> None:
-        self._connector, self._parts, self._sizes = connector, parts, sizes
+    def __init__(self, connector: KVConnector, parts: Sequence[Sequence[PartSize]]) -> None:
+        self._connector, self._parts = connector, parts
 
     def contains(self, key: bytes, group: int) -> bool:
         """True if all of the rank's parts of a block are there."""
-        return all(map(self._connector.contains, self._parts[group].keys(key)))
+        parts = self._parts[group]
+        return all(self._connector.contains(part_key(key, mark)) for mark, _ in parts)
 
     def fetch(self, request_id: str, blocks: Blocks, params: Mapping[str, Any]) -> bool:
         """See :meth:`KVConnector.fetch`; blocks that are there may be among them."""
-        wanted = {}
-        for key, group in blocks.items():
-            parts = self._parts[group]
-            for part in parts.keys(key):
-                if not self._connector.contains(part):
-                    wanted[part] = self._sizes[group] // parts.here
+        wanted = {
+            part: num_bytes
+            for key, group in blocks.items()
+            for mark, num_bytes in self._parts[group]
+            if not self._connector.contains(part := part_key(key, mark))
+        }
         return self._connector.fetch(request_id, wanted, params) if wanted else False
 
     def forget(self, request_id: str) -> None:

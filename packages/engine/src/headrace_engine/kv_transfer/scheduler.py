@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -34,7 +34,7 @@ from headrace_core.request import CoreRequest
 from headrace_engine.kv.contract import CachedBlock, KVCacheManager
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.kv_transfer.fetches import BlockFetches
-from headrace_engine.kv_transfer.moves import MOVES, KVMove, KVMoves, block_sizes
+from headrace_engine.kv_transfer.moves import MOVES, KVMove, KVMoves
 from headrace_engine.kv_transfer.params import DECODE, PREFILL, transfer_params
 from headrace_engine.kv_transfer.settings import CONSUMER, FAIL, FIELD, PRODUCER
 from headrace_engine.kv_transfer.whole_blocks import WholeBlocks
@@ -68,7 +68,8 @@ class KVTransfer:
         config: the cache.
         kv: its manager, which has no blocks in use.
         saves_full_blocks: see :class:`~headrace_core.kv.KVConnector`.
-        num_ranks: ranks that have a part of each block, as large as this one's.
+        block_bytes: by cache group: bytes of a block that move, of all ranks together.
+        num_ranks: that load at the same time.
 
     Raises:
         ConfigError: the manager or the model's layers cannot do this.
@@ -82,6 +83,7 @@ class KVTransfer:
         config: KVCacheConfig,
         kv: KVCacheManager,
         *,
+        block_bytes: Sequence[int],
         saves_full_blocks: bool = True,
         num_ranks: int = 1,
     ) -> None:
@@ -98,7 +100,7 @@ class KVTransfer:
         self._saves = settings["kv_role"] != CONSUMER
         self._fails = settings["kv_load_failure_policy"] == FAIL
         self._model = model
-        self._block_bytes = [size * num_ranks for size in block_sizes(config)]
+        self._block_bytes = block_bytes
         self._most_loaded = MAX_LOADED_BYTES * num_ranks
         self._waiting: dict[str, _Load] = {}
         """By request: what it waits for."""

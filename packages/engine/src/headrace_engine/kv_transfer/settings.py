@@ -14,6 +14,7 @@ from headrace_core.errors import ConfigError
 FIELD = "cache.kv_transfer_config"
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 RECOMPUTE, FAIL = "recompute", "fail"
+BY_LAYER = "kv_by_layer"
 
 _Check = tuple[Callable[[Any], bool], str]
 """A check of a value, and the text of what is accepted."""
@@ -38,6 +39,10 @@ _KNOWN: Mapping[str, _Check] = {
     "kv_head_parts": (
         lambda value: type(value) is int and 1 <= value <= 1024,
         "parts of the heads of a block, 1 to 1024: each is saved and sought by itself",
+    ),
+    BY_LAYER: (
+        lambda value: isinstance(value, bool),
+        "true or false: each layer of a block is saved and sought by itself",
     ),
     "engine_id": (_is_text, "a text, which the log shows, and by which other engines know this one"),
     "kv_ip": (_is_text, "the address at which this engine gives its blocks away"),

@@ -19,7 +19,7 @@ from headrace_core.model import DividesVocabulary, SupportsPooling
 from headrace_engine.execution.measuring.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.kv_transfer.finding import BlockFinder
-from headrace_engine.kv_transfer.moves import KVMove, block_sizes
+from headrace_engine.kv_transfer.moves import KVMove
 from headrace_engine.kv_transfer.rank_blocks import RankBlocks
 from headrace_engine.kv_transfer.worker import BlockMover
 from headrace_engine.lora.step_adapters import NONE
@@ -137,9 +137,8 @@ class FollowingWorker(ServingWorker):
         """See :meth:`ServingWorker.allocate_cache`."""
         super().allocate_cache(config)
         connector = self._settings.transfer.connector
-        if connector is not None and self._cache is not None:
-            own = RankBlocks(connector, self._parts, block_sizes(self._cache))
-            self._finder = BlockFinder(own)
+        if connector is not None and self._mover is not None:
+            self._finder = BlockFinder(RankBlocks(connector, self._mover.part_sizes))
 
     def load_blocks(
         self,

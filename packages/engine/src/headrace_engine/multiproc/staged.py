@@ -60,7 +60,8 @@ class StagedRunner(ModelRunner):
         model = cast("LaunchesPasses", self.model)
         states = model.launch(self.with_metadata(inputs.batch))
         self._count_computed(inputs)  # the next step may have more of a prompt
-        result = StepResult(step.step_id, {}, arrival=states)
+        # What is known already: requests of which nothing is computed.
+        result = StepResult(step.step_id, dict(prepared.results), arrival=states)
         result.remaining = partial(self._finish, prepared, states, result, begin)
         self._under_way.append((frozenset(step.num_scheduled_tokens), result))
         return result

@@ -59,8 +59,9 @@ from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.execution.scale_constants import ScaleConstants
 from headrace_engine.kv.grouping import of_layers
+from headrace_engine.kv_transfer.layout import layout_of_rank, layouts_of_groups
 from headrace_engine.kv_transfer.moves import MOVES
-from headrace_engine.kv_transfer.parts import GroupParts, whole_spec
+from headrace_engine.kv_transfer.parts import GroupParts
 from headrace_engine.kv_transfer.worker import BlockMover, splits_of_groups
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.multiproc.staged import StagedRunner
@@ -454,27 +455,25 @@ class ServingWorker:
             "cache_bytes": sum(tensor.nbytes for pool in self._buffers for tensor in pool),
             "torch": str(torch.__version__),
             "kernels": _kernels(self._settings.ops),
-            "kv_layout": self._kv_layout(),
+            **self._layout_report(),
             "batch_invariant": self._settings.ops.row_invariant,
             **({} if self._ranks.report_group is None else self._ranks.report_group()),
-            **({"kv_parts": [tuple(own) for own in self._parts]} if self._parts else {}),
             **self._media_report(),
         }
 
-    def _kv_layout(self) -> str:
-        """How blocks lie in memory: equal texts, equal bytes of equal content, whatever the number of ranks;
-        "" without blocks."""
+    def _layout_report(self) -> dict[str, Any]:
+        """How blocks lie in memory, and this rank's parts of them; an empty text without blocks."""
         if self._cache is None or not self._layers:  # an engine that sleeps has no layers
-            return ""
+            return {"kv_layout": ""}
         backends = group_backends(self._layers, self._cache)
-        orders = [one and (one.name, tuple(one.cache_stride_order())) for one in backends]
         parts = self._parts or [GroupParts()] * len(self._cache.groups)
-        specs = [
-            (group.layer_names, whole_spec(group.spec, own))
-            for group, own in zip(self._cache.groups, parts)
-        ]
         ops = self._settings.ops
-        return repr((orders, specs, ops.vnni_packed, _kernels(ops), self._device.type))
+        facts = (ops.vnni_packed, _kernels(ops), self._device.type)
+        found: dict[str, Any] = {"kv_layout": layout_of_rank(backends, self._cache, parts, facts)}
+        if self._mover is not None:
+            found["kv_group_layouts"] = layouts_of_groups(backends, self._cache, parts, facts)
+            found["kv_parts"] = self._mover.part_sizes
+        return found
 
     def _media_report(self) -> dict[str, int]:
         """Numbers of media items that towers embedded, and that other engines gave and were offered."""

@@ -46,7 +46,7 @@ class P2PConnector(KVConnector):
         if role != "kv_producer":
             peers = Peers(own.secret, self._memory, own.layout)
             self._fetcher = Fetcher(
-                self._store, peers, own.num_workers, own.fetch_timeout, own.layout.head_parts
+                self._store, peers, own.num_workers, own.fetch_timeout, own.layout
             )
 
     def remote_memory(self, own: PeerSettings) -> RemoteMemory | None:
@@ -91,7 +91,7 @@ class P2PConnector(KVConnector):
             "remote_host": self._own.advertised_host,
             "remote_port": self._server.port - layout.rank,
             "remote_engine_id": self._own.engine_id,
-            **({"tp_size": layout.num_ranks} if layout.num_ranks > 1 else {}),
+            **({"tp_size": layout.stage_size} if layout.num_ranks > 1 else {}),
         }
 
     def check_block(self, num_bytes: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace_distributed.kv_connectors.p2p.messages import Wanted
 from headrace_distributed.kv_connectors.p2p.peer import Address, Engine, Peers
+from headrace_distributed.kv_connectors.p2p.ranks import RankLayout
 from headrace_distributed.kv_connectors.p2p.store import BlockStore, NoRoom
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Fetcher:
         peers: where from.
         num_threads: fetches at the same time.
         seconds: that a request waits for its blocks at most.
-        head_parts: parts of this engine's blocks.
+        layout: of this rank.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Fetcher:
         peers: Peers,
         num_threads: int,
         seconds: float,
-        head_parts: int = 1,
+        layout: RankLayout | None = None,
     ) -> None:
         self._store, self._peers, self._seconds = store, peers, seconds
-        self._parts, self._warned_of_parts = head_parts, False
+        self._layout, self._warned_of_parts = layout or RankLayout(), False
         self._fetches: dict[str, _Fetch] = {}
         """By request. Used by the engine's own thread alone."""
         self._queue: queue.Queue[_Fetch | None] = queue.Queue(MAX_WAITING)
@@ -140,17 +141,15 @@ class Fetcher:
                 return
             came += self._peers.fetch(engine, address, left, self._store, fetch.deadline)
             there = self._peers.layout_at(address)
-        if not came and there is not None and there.head_parts != self._parts:
-            self._warn_of_parts(engine.address, there.head_parts)
+        if not came and there is not None and (why := self._layout.difference(there)):
+            self._warn_of_parts(engine.address, why)
 
-    def _warn_of_parts(self, place: Address, parts: int) -> None:
+    def _warn_of_parts(self, place: Address, why: str) -> None:
         if not self._warned_of_parts:
             self._warned_of_parts = True
             logger.warning(
-                "KV transfer: %s has no block that this engine asked for: it divides blocks into %d parts, "
-                "and this engine into %d: set kv_head_parts of both to the same",
-                place, parts, self._parts,
-            )  # fmt: skip
+                "KV transfer: %s has no block that this engine asked for: %s", place, why
+            )
 
     def _left(self, fetch: _Fetch) -> list[Wanted]:
         return [one for one in fetch.wanted if not self._store.contains(one.key)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace_distributed.kv_connectors.p2p.channel import ChannelError
-from headrace_distributed.kv_connectors.p2p.ranks import LAYOUT_BYTES, MAX_RANKS, RankLayout
+from headrace_distributed.kv_connectors.p2p.ranks import LAYOUT_BYTES, RankLayout
 from headrace_distributed.kv_connectors.p2p.store import DIGEST_BYTES
 
 HELLO, WELCOME, REFUSED, GET, BLOCK, MISSING, LOCATED, DONE = range(1, 9)
@@ -90,6 +90,8 @@ def unpack_welcome(payload: bytes) -> Welcome:
     if len(payload) < end:
         raise ChannelError("a welcome was cut off")
     name, layout = payload[1:size].decode("utf-8", "replace"), RankLayout.unpack(payload[size:end])
-    if not layout.rank < layout.num_ranks <= MAX_RANKS:
-        raise ChannelError(f"a welcome of rank {layout.rank} of {layout.num_ranks}")
+    if not layout.is_possible:
+        raise ChannelError(
+            f"a welcome of rank {layout.rank} of {layout.num_ranks} on {layout.num_stages} stages"
+        )
     return Welcome(name, layout, payload[end:])

@@ -33,8 +33,8 @@ class Engine(NamedTuple):
     """Of its rank 0; the others have the next ports."""
     engine_id: str | None = None
     """None: any."""
-    num_ranks: int | None = None
-    """Ranks that it should have; None: any."""
+    tp_size: int | None = None
+    """Ranks that each of its stages should have; None: any."""
 
 
 class PeerConnection:
@@ -173,15 +173,15 @@ class Peers:
         Raises:
             OSError: the engine cannot be asked how many it has, or has others than it should.
         """
-        address, stated = engine.address, engine.num_ranks
+        address, stated = engine.address, engine.tp_size
         known = self._known.get(address)
-        if known is None or stated not in (None, known.num_ranks):
+        if known is None or stated not in (None, known.stage_size):
             connection = self._connect(engine, address, deadline)
             self._idle.setdefault(address, []).append(connection)
             known = connection.layout
-        if stated not in (None, known.num_ranks):
-            raise ChannelError(f"it has {known.num_ranks} ranks, not tp_size = {stated}")
-        ports = (address.port + rank for rank in self._layout.ranks_to_ask(known.num_ranks))
+        if stated not in (None, known.stage_size):
+            raise ChannelError(f"it has {known.stage_size} ranks, not tp_size = {stated}")
+        ports = (address.port + rank for rank in self._layout.ranks_to_ask(known))
         return [Address(address.host, port) for port in ports]
 
     def layout_at(self, address: Address) -> RankLayout | None:

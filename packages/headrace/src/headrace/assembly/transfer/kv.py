@@ -8,15 +8,16 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, PluginError
 from headrace_core.kv import KVConnector
-from headrace_engine.kv_transfer.settings import FIELD
-from headrace_engine.speculation.config import BY_MODEL
+from headrace_engine.kv_transfer.settings import BY_LAYER, FIELD
+from headrace_engine.speculation.config import DRAFT_MODEL, HEADS, WITHIN
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
@@ -33,7 +34,7 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 
 def kv_connector(config: EngineConfig, rank: int = 0) -> KVConnector | None:
     """The connector of checked settings; None: there is no transfer. It is given them with what it may have
-    to know of the engine: ``rank``, ``num_ranks`` and ``block_size``.
+    to know of the engine: ``rank``, ``num_ranks``, ``num_stages`` and ``block_size``.
 
     Args:
         rank: whose connector it is.
@@ -56,6 +57,7 @@ def kv_connector(config: EngineConfig, rank: int = 0) -> KVConnector | None:
     of_engine = {
         "rank": rank,
         "num_ranks": config.parallel.num_ranks,
+        "num_stages": config.parallel.pipeline_parallel_size,
         "block_size": config.cache.block_size,
     }
     return found({**settings, **of_engine})
@@ -74,11 +76,32 @@ def with_engine_id(resolved: ResolvedConfig) -> ResolvedConfig:
 
 def block_divider(config: EngineConfig, rank: int) -> DividesBlocks:
     """Says which parts of blocks a rank has."""
-    from headrace_engine.kv_transfer.parts import PARTS, parts_of_groups
+    from headrace_engine.kv_transfer.parts import PARTS, Division, LayerParts, parts_of_groups
 
-    stated = config.cache.kv_transfer_config.get(PARTS)
-    num_ranks = config.parallel.num_ranks
-    return lambda layers, cache: parts_of_groups(layers, cache, stated, rank, num_ranks)
+    settings, parallel = config.cache.kv_transfer_config, config.parallel
+    of_stages = LayerParts.STAGE if parallel.pipeline_parallel_size > 1 else LayerParts.ALL
+    division = Division(
+        settings.get(PARTS),
+        rank % parallel.tensor_parallel_size,
+        parallel.tensor_parallel_size,
+        LayerParts.EACH if settings.get(BY_LAYER) else of_stages,
+        _head_name(config) if settings else None,
+    )
+    return partial(parts_of_groups, division=division)
+
+
+def _head_name(config: EngineConfig) -> str | None:
+    """Tells heads apart whose caches belong to blocks; None: nothing, or nothing of the kind, guesses."""
+    speculative = config.speculative
+    if speculative.method in WITHIN:  # the model's weights tell it
+        return speculative.method
+    if speculative.method not in HEADS:
+        return None
+    folder = Path(str(speculative.model)).expanduser()
+    named: list[Any] = [speculative.model, speculative.revision]
+    facts = [list(one) for one in _weights(folder)] if folder.exists() else named
+    facts = [speculative.method, speculative.quantization, *facts]
+    return sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def check_ranks_transfer(config: EngineConfig) -> None:
@@ -90,16 +113,17 @@ def check_ranks_transfer(config: EngineConfig) -> None:
     parallel, speculative = config.parallel, config.speculative
     if not config.cache.kv_transfer_config:
         return
-    drafts = speculative.method in BY_MODEL or speculative.model is not None
+    drafts = speculative.method in (None, DRAFT_MODEL) and speculative.model is not None
     for name, value, why in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1 and "above 1",
-         "stages' blocks have other layers"),
+         "not tried together"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and "above 1",
          "ranks have other tokens of a block"),
         ("nnodes", parallel.nnodes > 1 and "above 1", "not tried together"),
         ("distributed_executor_backend", parallel.executor != "mp" and repr(parallel.executor),
          "not tried together"),
-        ("speculative_config", drafts and "of a model or heads", "their blocks are rank 0's only"),
+        ("speculative_config", drafts and "of a draft model",
+         "not tried together"),
     ):  # fmt: skip
         if value:
             raise ConfigError(
