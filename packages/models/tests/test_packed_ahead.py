@@ -187,7 +187,7 @@ def test_a_plan_that_mixes_layers_up_changes_no_weight(planned: tuple[Path, Path
     one, other = "layers.0.mlp.down", "layers.1.mlp.down"
     weights[one], weights[other] = weights[other], weights[one]
     weights["layers.0.attention.qkv"].reverse()
-    weights["layers.9.nowhere"] = weights[one]
+    weights["layers.9.nowhere"] = weights.pop("layers.1.mlp.gate_up")
     file.write_text(json.dumps(content))
     second = Start(path, folder)
     assert second.packer is not None
@@ -220,6 +220,9 @@ def test_a_packed_weight_of_another_shape_is_not_used(planned: tuple[Path, Path,
         lambda text: json.dumps({**json.loads(text), "files": {}}),
         lambda text: text.replace('"model.safetensors"', '"../model.safetensors"'),
         lambda text: json.dumps({**json.loads(text), "weights": {"embed": []}}),
+        lambda text: text.replace(
+            '"embed": [', '"again": [["model.safetensors", "model.embed_tokens.weight"]], "embed": ['
+        ),
         lambda text: json.dumps({**json.loads(text), "weights": {"embed": [["model.safetensors", 3]]}}),
         lambda text: text + " " * plans.MAX_BYTES,
         lambda text: "\ud800",
@@ -309,3 +312,5 @@ def test_a_plan_of_tensors_that_are_no_matrix_is_passed_over(
     }
     found = planned_weights(PackPlan(files, weights), path)
     assert [each.leaf for each in found] == ["down"]
+    unnamed = PackPlan({"a\0": (1, 2, 3, 4, 5)}, {"down": (("a\0", DOWN),)})
+    assert planned_weights(unnamed, path) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,9 +81,13 @@ class PackingAhead:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="headrace-pack", daemon=True)
 
-    def start(self) -> None:
-        """Begin. The pool's threads take part, all but the one whose core imports torch."""
-        spare = library.usable_cores() - 1
+    def start(self, num_threads: int = 0) -> None:
+        """Begin. Threads of the pool take part, but leave a core to the import of torch.
+
+        Args:
+            num_threads: at most so many; 0: as many as there are cores.
+        """
+        spare = min(library.usable_cores() - 1, num_threads or sys.maxsize)
         if self._library.num_threads() == 1 and spare > 1:  # nobody else has set it
             self._library.set_num_threads(spare)
         self._thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from headrace_core.platform import BringsWorker
 
 if TYPE_CHECKING:
     from headrace_models.loading.ahead.weights import WeightsAhead
-
-logger = logging.getLogger(__name__)
 
 PLANS = "pack-plans"
 """Folder of plans below ``HEADRACE_CACHE_ROOT``."""
@@ -83,7 +80,7 @@ def weights_ahead(
             ]
         )
     if packer is not None:
-        packer.start()
+        packer.start(config.device.num_threads)
     return WeightsAhead(info.path, kept, plan, packer, smallest=SMALLEST)
 
 

@@ -52,7 +52,7 @@ class PackPlan(NamedTuple):
             return bool(self.files) and all(
                 identity_of(folder / name) == identity for name, identity in self.files.items()
             )
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name that no file can have
             return False
 
 
@@ -202,9 +202,15 @@ def _checked(content: bytes) -> PackPlan:
         {name: _identity(name, found) for name, found in files.items()},
         {leaf: tuple(map(_source, parts)) for leaf, parts in weights.items()},
     )
+    seen: set[Source] = (
+        set()
+    )  # a tensor that is named again would be packed again: memory without end
     for leaf, parts in plan.weights.items():
         if not parts or any(file not in plan.files for file, _ in parts):
-            raise ValueError(f"{leaf!r} is made of files that it does not know")
+            raise ValueError(f"{leaf!r:.80} is made of files that it does not know")
+        if len({*parts}) < len(parts) or not seen.isdisjoint(parts):
+            raise ValueError(f"{leaf!r:.80} is made of a tensor that is named twice")
+        seen.update(parts)
     return plan
 
 

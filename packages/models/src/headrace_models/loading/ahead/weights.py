@@ -67,6 +67,7 @@ class WeightsAhead:
         self._raw: dict[str, tuple[Path, int, tuple[int, ...]]] = {}
         self._before: dict[str, Identity] = {}
         self._noted: dict[str, tuple[Source, ...]] = {}
+        self._taken: set[Source] = set()
 
     def wait(self) -> int:
         """Wait for what is packed; returns its bytes."""
@@ -116,8 +117,10 @@ class WeightsAhead:
         if len(found) < len(sources) or len(shape) != 2:
             return None
         num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in parts)
-        if num_bytes >= self._smallest:
+        once = self._taken.isdisjoint(found) and len({*found}) == len(found)
+        if num_bytes >= self._smallest and once:
             self._noted[leaf] = found
+            self._taken.update(found)
         if self._plan is None or self._packer is None or self._plan.weights.get(leaf) != found:
             return None
         packed = self._packer.take(leaf, op)
