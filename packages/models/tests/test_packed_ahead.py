@@ -221,7 +221,7 @@ def test_a_packed_weight_of_another_shape_is_not_used(planned: tuple[Path, Path,
         lambda text: text.replace('"model.safetensors"', '"../model.safetensors"'),
         lambda text: json.dumps({**json.loads(text), "weights": {"embed": []}}),
         lambda text: text.replace(
-            '"embed": [', '"again": [["model.safetensors", "model.embed_tokens.weight"]], "embed": ['
+            '"layers.1.mlp.down": [', f'"again": [["model.safetensors", "{DOWN}"]], "layers.1.mlp.down": ['
         ),
         lambda text: json.dumps({**json.loads(text), "weights": {"embed": [["model.safetensors", 3]]}}),
         lambda text: text + " " * plans.MAX_BYTES,
