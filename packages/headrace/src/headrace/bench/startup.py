@@ -1,8 +1,8 @@
 """``headrace bench startup``: process start to first token, from the disk and from memory.
 
 A start before may have left the checkpoint in the system's memory, its page cache, and on the disk what it
-measured and which tensors it packed (ADRs 147, 156): the start before the warm ones, which is not counted, sees
-to both."""
+measured and which tensors it packed (ADRs 147, 156): the start before the warm ones, which is not counted,
+sees to both."""
 
 from __future__ import annotations
 
