@@ -219,6 +219,7 @@ def test_a_packed_weight_of_another_shape_is_not_used(planned: tuple[Path, Path,
         lambda text: "[" * 100_000,
         lambda text: json.dumps({**json.loads(text), "files": {}}),
         lambda text: text.replace('"model.safetensors"', '"../model.safetensors"'),
+        lambda text: json.dumps({**json.loads(text), "weights": {"embed": 3}}),
         lambda text: json.dumps({**json.loads(text), "weights": {"embed": []}}),
         lambda text: text.replace(
             '"layers.1.mlp.down": [', f'"again": [["model.safetensors", "{DOWN}"]], "layers.1.mlp.down": ['

@@ -25,7 +25,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, EntryPoints
+from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as all_entry_points
 from typing import Any
 
@@ -206,11 +206,13 @@ def _by_entry_points(group: str) -> Mapping[str, Plugin]:
 
 def entry_points(group: str) -> Iterable[EntryPoint]:
     """Those of a group. What is installed is looked through once in a process, not once for each group."""
-    return _entries().select(group=group)
+    found: Iterable[EntryPoint] = _entries().select(group=group)
+    return found
 
 
 @functools.cache
-def _entries() -> EntryPoints:
+def _entries() -> Any:
+    """SelectableGroups before Python 3.12, EntryPoints since."""
     return all_entry_points()
 
 

@@ -153,7 +153,7 @@ def front_end(
         config = dataclasses.replace(config, engine_process=True, parallel=parallel)
     if client is None:
         check_shared_items(config)
-    ahead = None
+    ahead: WeightsAhead | None = None
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         if client is None:

@@ -481,7 +481,8 @@ class Filling:
         views = self.context.device == "cpu" and (
             self.deliver is not None or self.leaves[leaf].takes_views
         )
-        tensors, stored, packed = {}, dict[str, Path](), None
+        tensors, stored = {}, dict[str, Path]()
+        packed: PackedLinear | None = None
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:

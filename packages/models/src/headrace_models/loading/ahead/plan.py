@@ -200,7 +200,7 @@ def _checked(content: bytes) -> PackPlan:
         raise ValueError("a plan of another version")
     plan = PackPlan(
         {name: _identity(name, found) for name, found in files.items()},
-        {leaf: tuple(map(_source, parts)) for leaf, parts in weights.items()},
+        {leaf: _sources(parts) for leaf, parts in weights.items()},
     )
     seen: set[Source] = (
         set()
@@ -220,6 +220,12 @@ def _identity(name: str, found: object) -> Identity:
     if not isinstance(found, list) or [type(number) for number in found] != [int] * 5:
         raise ValueError(f"{name!r} has no identity")
     return found[0], found[1], found[2], found[3], found[4]
+
+
+def _sources(parts: object) -> tuple[Source, ...]:
+    if not isinstance(parts, list):
+        raise ValueError(f"{parts!r:.80} lists no tensors")
+    return tuple(map(_source, parts))
 
 
 def _source(part: object) -> Source:
