@@ -46,6 +46,36 @@ def test_the_same_entry_found_twice_on_the_path_is_no_conflict(group):
     assert list(plugins.installed("headrace.kernels")) == ["fast"]
 
 
+def test_a_distribution_is_read_once_for_all_its_plug_ins(group):
+    class Distribution:
+        asked = 0
+        version = "1.0"
+
+        @property
+        def name(self) -> str:
+            Distribution.asked += 1
+            return "many"
+
+    entries, one = [_entry(f"name{i}", "m:x") for i in range(5)], Distribution()
+    for entry in entries:
+        vars(entry)["dist"] = one
+    group(*entries)
+    found = plugins.installed("headrace.kernels")
+    assert {plugin.distribution for plugin in found.values()} == {"many 1.0"}
+    assert Distribution.asked == 1
+
+
+def test_what_is_installed_is_looked_through_once(monkeypatch):
+    calls = []
+    scan = plugins.all_entry_points
+    monkeypatch.setattr(plugins, "all_entry_points", lambda: calls.append(1) or scan())
+    plugins.forget()
+    assert plugins.installed("headrace.kernels") is not None
+    assert plugins.installed("headrace.executors") is not None
+    assert len(calls) == 1
+    plugins.forget()
+
+
 def test_unknown_name_gives_nearest_and_all_names(group):
     group(_entry("triton", "t:x"), _entry("reference", "r:x"))
     with pytest.raises(PluginNotFound, match=r"'tritn'.*Did you mean 'triton'.*reference, triton"):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.ops import OpTable
+    from headrace_core.ops import OpTable, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,9 @@ class LinearMethod(ABC):
     """True if :meth:`finish` keeps nothing of the tensors that it gets: they may then be views of
     the checkpoint's file, or of memory that the next layer's tensors will use."""
 
+    adopts_packed: bool = False
+    """True if :meth:`adopt` takes the weight as :meth:`headrace_core.ops.LinearOp.pack` makes it."""
+
     @abstractmethod
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         """Tensors by their name's suffix after the layer's (``weight``, ``weight_scale``)."""
@@ -89,6 +92,10 @@ class LinearMethod(ABC):
         Raises:
             WeightsError: a tensor's content cannot be used; names the layer.
         """
+
+    def adopt(self, packed: PackedLinear) -> Any:
+        """The state of :meth:`finish`, of a method that :attr:`adopts_packed`."""
+        raise NotImplementedError(f"{type(self).__name__} packs in another way")
 
     def kept_bytes(self, spec: LinearSpec) -> int | None:
         """Bytes of what :meth:`finish` makes; None: as many as the tensors have that it takes."""

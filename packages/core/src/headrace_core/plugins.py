@@ -25,7 +25,8 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
+from importlib.metadata import entry_points as all_entry_points
 from typing import Any
 
 from headrace_core.errors import PluginConflict, PluginError, PluginLoadError, PluginNotFound
@@ -203,11 +204,30 @@ def _by_entry_points(group: str) -> Mapping[str, Plugin]:
     return _index(group, entry_points(group=group))
 
 
+def entry_points(group: str) -> Iterable[EntryPoint]:
+    """Those of a group. What is installed is looked through once in a process, not once for each group."""
+    found: Iterable[EntryPoint] = _entries().select(group=group)
+    return found
+
+
+@functools.cache
+def _entries() -> Any:
+    """SelectableGroups before Python 3.12, EntryPoints since."""
+    return all_entry_points()
+
+
 def _index(group: str, entries: Iterable[EntryPoint]) -> Mapping[str, Plugin]:
     found: dict[str, Plugin] = {}
+    origins: dict[int, str] = {}
+    entries = tuple(entries)
     for entry in entries:
         dist = entry.dist
-        origin = f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"
+        if dist is None:
+            origin = "an unknown distribution"
+        elif id(dist) in origins:
+            origin = origins[id(dist)]
+        else:  # a distribution reads and parses its file each time that its name or version is asked for
+            origin = origins[id(dist)] = f"{dist.name} {dist.version}"
         plugin = Plugin(group, entry.name, entry.value, origin)
         other = found.get(entry.name)
         if other is not None and (other.target, other.distribution) != (plugin.target, origin):
@@ -254,6 +274,7 @@ def load(group: str, name: str) -> Any:
 
 def forget() -> None:
     """Drop the cached listings and what was registered, for tests that install plug-ins while running."""
+    _entries.cache_clear()
     _by_entry_points.cache_clear()
     with _process.lock:
         _process.registered.clear()

@@ -249,10 +249,11 @@ class DeviceConfig:
         cost="none while it is awake; waking reads the checkpoint again, which takes as long as the start",
     )  # fmt: skip
     keep_start_costs: bool = option(
-        True, "CPU: keep what a start measures, bytes and seconds of the largest step, in a file for the "
-        "next start of the same model with the same settings (folder: HEADRACE_CACHE_ROOT).",
-        cost="200 bytes for each of the last 256; without it each start takes as much longer as a prompt of "
-        "272 tokens",
+        True, "CPU: keep what a start measures, bytes and seconds of the largest step, and which tensors it "
+        "packed into which layer, in files for the next start of the same model with the same settings "
+        "(folder: HEADRACE_CACHE_ROOT).",
+        cost="200 bytes for each of the last 256, 150 for each weight of the last 64; without it each start "
+        "takes as much longer as a prompt of 272 tokens, and packs weights after torch is imported",
     )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'

@@ -82,6 +82,18 @@ def test_the_profile_runs_the_largest_step_without_a_cache(tiny: Any) -> None:
     assert profile.available > 0
 
 
+@pytest.mark.req("REL-23")
+def test_weights_that_are_packed_already_were_free_and_are_weights(tiny: Any) -> None:
+    plain, ahead = make_worker(tiny.LM()), make_worker(tiny.LM())
+    ahead.packed_ahead = lambda: 1 << 45
+    profiles = []
+    for worker in (plain, ahead):
+        worker.load()
+        profiles.append(worker.profile())
+    assert profiles[0].available < 1 << 45 <= profiles[1].available
+    assert profiles[0].weights < 1 << 45 <= profiles[1].weights
+
+
 @pytest.mark.parametrize(
     ("tokens", "seqs", "longest", "most"),
     [(500, 1, 96, 96), (500, 2, 96, 192), (64, 16, 3, 48), (4, 16, 96, 4), (1, 1, 1, 1)],

@@ -20,6 +20,7 @@ class PlainWeight(LinearMethod):
 
     def __init__(self, ops: OpTable) -> None:
         self.ops = ops
+        self.adopts_packed = type(self).finish is PlainWeight.finish
         self.takes_views = ops.linear.pack_copies
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
@@ -27,6 +28,9 @@ class PlainWeight(LinearMethod):
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         return self.ops.linear.pack(tensors["weight"])
+
+    def adopt(self, packed: PackedLinear) -> PackedLinear:
+        return packed
 
     def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.linear(x, state, bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace.assembly.ahead.reading import start_reading
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import ResolvedConfig, resolve_engine
 from headrace.assembly.transfer.kv import kv_connector, model_name, with_engine_id
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from headrace_engine.lockstep.peers import EnginePlace, PeerEngines
     from headrace_engine.multiproc.nodes.plan import NodePlan
     from headrace_engine.startup import StartupTimeline
+    from headrace_models.loading.ahead.weights import WeightsAhead
 
 CORE_FACTORY = "headrace.assembly.core:build_core"
 """Dotted name by which another process finds :func:`build_core`."""
@@ -42,9 +44,9 @@ def build_core(
     with collector_paused(freeze=True):
         with timeline.phase("resolve model"):
             resolved = resolve_engine(config)
-            start_reading(resolved)
+            ahead = start_reading(resolved)
         if place is None:
-            return build_resolved_core(resolved, timeline)
+            return build_resolved_core(resolved, timeline, ahead=ahead)
         from headrace_engine.lockstep.peers import PeerEngines
 
         return build_resolved_core(resolved, timeline, peers=PeerEngines(place))
@@ -56,6 +58,7 @@ def build_resolved_core(
     vocabulary: Callable[[], Vocabulary] | None = None,
     nodes: NodePlan | None = None,
     peers: PeerEngines | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> EngineCore:
     """Build the engine's core here: workers started, model loaded, cache allocated.
 
@@ -63,6 +66,7 @@ def build_resolved_core(
         vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
         nodes: processes that have the other ranks, if somebody else starts them.
         peers: engines with which this one shares experts; None: there are none.
+        ahead: weights that are packed already; None: the loader packs all.
     """
     failpoints.warn()
     resolved = with_engine_id(resolved)
@@ -102,7 +106,7 @@ def build_resolved_core(
     make_worker = (
         platforms_worker(resolved)
         if brings_worker
-        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes, peers)
+        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes, peers, ahead)
     )
     executor = executor_class(make_worker)
     core = EngineCore.build(
@@ -154,19 +158,3 @@ def grammar_vocabulary(resolved: ResolvedConfig) -> Vocabulary:
             param="structured_outputs",
         )
     return vocabulary_of(tokenizer, resolved.info.vocab_size, resolved.info.eos_token_ids)
-
-
-def start_reading(resolved: ResolvedConfig) -> None:
-    """Have the weights read from disk while torch is imported."""
-    from headrace_models.checkpoint.read_ahead import read_ahead
-
-    if isinstance(resolved.platform, BringsWorker) or resolved.config.multimodal.only_encodes:
-        return  # nothing is read, or a part
-    if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
-        info, available = resolved.info, resolved.platform.available_memory()
-        read_ahead(
-            info.path,
-            weight_bytes=info.weight_bytes,
-            available=available,
-            load=resolved.config.load,
-        )

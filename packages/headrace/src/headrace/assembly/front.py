@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.ahead.reading import start_reading
+from headrace.assembly.core import CORE_FACTORY, build_resolved_core
 from headrace.assembly.engines import check_one_engine, replicated_client
 from headrace.assembly.hosts.launched import (
     BACKEND,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from headrace_engine.input_processing.input_processor import InputProcessor
     from headrace_engine.input_processing.media import MediaReader
     from headrace_engine.startup import StartupTimeline
+    from headrace_models.loading.ahead.weights import WeightsAhead
 
 
 class FrontEnd(NamedTuple):
@@ -151,12 +153,13 @@ def front_end(
         config = dataclasses.replace(config, engine_process=True, parallel=parallel)
     if client is None:
         check_shared_items(config)
+    ahead: WeightsAhead | None = None
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         if client is None:
             warn_of_revision(resolved)
         if not config.engine_process and client is None:
-            start_reading(resolved)
+            ahead = start_reading(resolved)
     with timeline.phase("import front end"):
         try:
             from headrace_engine.input_processing.input_processor import InputProcessor
@@ -194,7 +197,7 @@ def front_end(
     )
     check_backend(config.structured_outputs)
     if client is None:
-        client = core_client(config, resolved, timeline, input_processor.vocabulary)
+        client = core_client(config, resolved, timeline, input_processor.vocabulary, ahead)
     if media is not None and config.multimodal.mm_processor_cache_type == "shm":
         share_items(cast("CoreLink", client), config.multimodal)
     share_names(client, media, config.multimodal)
@@ -243,6 +246,7 @@ def core_client(
     resolved: ResolvedConfig,
     timeline: StartupTimeline,
     vocabulary: Callable[[], Vocabulary] | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> CoreClient:
     """The way to a core: a thread of this process, or a process of its own, which reads the
     vocabulary itself; or several such processes."""
@@ -262,7 +266,7 @@ def core_client(
     from headrace_engine.clients.inproc import InprocClient
 
     return InprocClient(
-        lambda started: build_resolved_core(resolved, started, vocabulary), timeline
+        lambda started: build_resolved_core(resolved, started, vocabulary, ahead=ahead), timeline
     )
 
 

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from headrace_models.layers.base import Layer
 
 
-def check_room(resolved: ResolvedConfig, model: CausalLM, share: int = 1) -> None:
+def check_room(resolved: ResolvedConfig, model: CausalLM, share: int = 1, ahead: int = 0) -> None:
     """Refuse a model that cannot start, by the reckoning of ``headrace inspect``: better now than when the
     weights have been read, or the system has ended the process.
 
     Args:
         model: built, without weights.
         share: ranks that share the device's memory, each with a model like this one.
+        ahead: bytes of its weights that are in memory already.
 
     Raises:
         CapacityError: says what is needed, what there is and what would help.
@@ -27,7 +28,7 @@ def check_room(resolved: ResolvedConfig, model: CausalLM, share: int = 1) -> Non
     from headrace_engine.execution.memory import of_one_rank, readable
     from headrace_models.weight_bytes import kept_bytes
 
-    available = free_memory(resolved) // share
+    available = free_memory(resolved) // share + ahead
     resolved = resolved._replace(config=of_one_rank(resolved.config))
     limit = resolved.config.cache.max_memory_bytes
     weights = kept_bytes(cast("Layer", model), resolved.info.dtype)

@@ -1,7 +1,8 @@
 """``headrace bench startup``: process start to first token, from the disk and from memory.
 
-headrace keeps nothing on disk that makes a later start faster (ADR 0013). What a start before may have left
-is the checkpoint in the system's memory: its page cache."""
+A start before may have left the checkpoint in the system's memory, its page cache, and on the disk what it
+measured and which tensors it packed (ADRs 147, 156): the start before the warm ones, which is not counted,
+sees to both."""
 
 from __future__ import annotations
 

@@ -264,6 +264,13 @@ def load(level: str) -> Library:
     return Library(_handle(), level)
 
 
+def usable_cores() -> int:
+    """Cores on which the calling thread may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _recorder(
     kernel: Kernel, record: Callable[[Kernel, tuple[Any, ...]], None]
 ) -> Callable[..., int]:

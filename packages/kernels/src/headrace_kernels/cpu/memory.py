@@ -1,19 +1,11 @@
-"""Memory for packed weights: large pages where the system gives them.
-
-A decode step reads every weight once. With 4 KiB pages the walk of the page tables costs a large
-part of the memory's bandwidth; pages of 2 MiB all but remove it.
-Linux gives them on request (``madvise``), other systems decide for themselves.
-"""
+"""Tensors for packed weights, in large pages (:mod:`headrace_kernels.cpu.huge_pages`)."""
 
 from __future__ import annotations
-
-import mmap
 
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2 << 20
-"""Bytes of a large page on x86-64, and on arm64 with 4 KiB base pages."""
+from headrace_kernels.cpu.huge_pages import HUGE_PAGE, Region, huge_region
 
 
 def packed_buffer(num_bytes: int) -> Tensor:
@@ -24,15 +16,10 @@ def packed_buffer(num_bytes: int) -> Tensor:
     """
     if num_bytes < HUGE_PAGE:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    if hasattr(mmap, "MAP_PRIVATE"):
-        # Private: shared anonymous memory is a file system's, whose pages are small by default.
-        region = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        region = mmap.mmap(-1, num_bytes + HUGE_PAGE)
-    whole = torch.frombuffer(region, dtype=torch.uint8)
-    skip = -whole.data_ptr() % HUGE_PAGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # An end of less than half a page is small pages: a large one would be mostly empty.
-        pages = (num_bytes + HUGE_PAGE // 2) // HUGE_PAGE
-        region.madvise(mmap.MADV_HUGEPAGE, skip, pages * HUGE_PAGE)
-    return whole[skip : skip + num_bytes]
+    return as_tensor(huge_region(num_bytes), num_bytes)
+
+
+def as_tensor(region: Region, num_bytes: int) -> Tensor:
+    """A region's first bytes as a uint8 tensor [num_bytes], with which the region goes."""
+    whole = torch.frombuffer(region.mapping, dtype=torch.uint8)
+    return whole[region.start : region.start + num_bytes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +48,7 @@ class CPUProvider:
         from headrace_kernels.cpu.ops import native_ops
 
         kernels = library.load(library.isa())
-        threads = need.num_threads or min(torch.get_num_threads(), _num_usable_cores())
+        threads = need.num_threads or min(torch.get_num_threads(), library.usable_cores())
         kernels.set_num_threads(threads)
         kernels.bind_threads(need.cores)
         bound = f" on cores {', '.join(map(str, need.cores))}" if need.cores else ""
@@ -73,10 +72,3 @@ class CPUProvider:
 
 
 PROVIDER = CPUProvider()
-
-
-def _num_usable_cores() -> int:
-    """Cores on which the calling thread may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -26,6 +26,11 @@ Headers = Mapping[Path, tuple[TensorEntry, ...]]
 Tensors = Iterator[tuple[str, Tensor, Path]]
 
 
+def is_part(file: Path) -> bool:
+    """True if the file has pieces of matrices."""
+    return _PART.fullmatch(file.name) is not None
+
+
 def split_headers(headers: Headers) -> tuple[Headers, list[list[Path]]]:
     """Headers of whole files, and by name the files of all ranks.
 

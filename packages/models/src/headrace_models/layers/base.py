@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.linear import TensorSpec
+    from headrace_core.ops import PackedLinear
 
 
 class Layer:
@@ -171,6 +172,8 @@ class WeightLayer(Layer, ABC):
     takes_views: bool = False
     """True if :meth:`load` keeps nothing of its tensors: they may then be views of the
     checkpoint's file, or of memory that is used again for the next leaf."""
+    adopts_packed: bool = False
+    """True if :meth:`adopt` takes the slot ``weight`` as :meth:`headrace_core.ops.LinearOp.pack` makes it."""
     no_adapters: str = ""
     """Why the leaf takes no low-rank adapters, where one of its kind usually does."""
     is_twin: bool = False
@@ -190,6 +193,14 @@ class WeightLayer(Layer, ABC):
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors, of the slots' shapes and dtypes, on the model's device."""
+
+    def adopt(self, packed: PackedLinear, tensors: Mapping[str, Tensor]) -> None:
+        """As :meth:`load`, with the weight packed already, of a leaf that :attr:`adopts_packed`.
+
+        Args:
+            tensors: of the other slots.
+        """
+        raise NotImplementedError(f"{type(self).__name__} packs in another way")
 
     def publish(self) -> None:
         """Write what the leaf holds where others read it, if they do; the leaf has got another's state."""

@@ -97,6 +97,7 @@ class PackedEmbedding(WeightLayer):
         self.name = name
         self.ops = context.ops
         self.takes_views = context.ops.linear.pack_copies
+        self.adopts_packed = type(self).load is PackedEmbedding.load
         self.num_rows, self.size = num_rows, size
         self.shard = shard
         self.own_rows = None if shard is None else OwnRows(context, shard)
@@ -107,6 +108,9 @@ class PackedEmbedding(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed = self.ops.linear.pack(tensors["weight"])
+
+    def adopt(self, packed: PackedLinear, tensors: Mapping[str, Tensor]) -> None:
+        self.packed = packed
 
     def weight(self) -> PackedLinear:
         """The packed table, once loaded."""

@@ -110,6 +110,8 @@ class Linear(WeightLayer):
                 f"tensor_parallel_size = {context.communicator.world_size}: set 1"
             )
         self.takes_views = self.method.takes_views
+        # A subclass that loads in its own way may change the weight before it is packed.
+        self.adopts_packed = self.method.adopts_packed and type(self).load is Linear.load
         self.state: Any = None
         self.bias: Tensor | None = None
 
@@ -131,14 +133,20 @@ class Linear(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(tensors)
-        bias = own.pop("bias", None)
+        self._take_bias(own.pop("bias", None))
+        self.state = self.method.finish(self.spec, own)
+
+    def adopt(self, packed: PackedLinear, tensors: Mapping[str, Tensor]) -> None:
+        self._take_bias(tensors.get("bias"))
+        self.state = self.method.adopt(packed)
+
+    def _take_bias(self, bias: Tensor | None) -> None:
         # Every rank of a row-parallel layer holds the whole bias; the sum may contain it once.
         self.bias = None if self.reduce and self.communicator.rank else bias
         if self.bias is not None and self.unbiased:
             self.bias = self._with_zeros(self.bias)
         elif self.bias is not None and self.takes_views:
             self.bias = self.bias.clone()
-        self.state = self.method.finish(self.spec, own)
 
     def _with_zeros(self, bias: Tensor) -> Tensor:
         """The bias of all outputs: zeros where a part has none."""

@@ -40,6 +40,7 @@ from headrace_models.companions import companion_tensors
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.formats.mistral_config import PARAMS
+from headrace_models.formats.safetensors import SafetensorsFormat
 from headrace_models.layers.base import Slot, WeightLayer
 from headrace_models.loading.cache_scales import CacheScales
 from headrace_models.loading.elsewhere import Elsewhere, leaves_of
@@ -55,6 +56,8 @@ from headrace_models.quantization import quantization_config
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace_core.ops import PackedLinear
+    from headrace_models.loading.ahead.weights import WeightsAhead
     from headrace_models.loading.update import LoadRecord
 
 logger = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ def load_model(
     admit: Callable[[CausalLM], None] | None = None,
     only_towers: bool = False,
     record: LoadRecord | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> CausalLM:
     """Build ``info.architecture`` and fill it; see the module's docstring.
 
@@ -98,6 +102,7 @@ def load_model(
         admit: called with the built model before a weight is read; what it raises ends the loading.
         only_towers: of the language model one layer is enough (:mod:`~headrace_models.loading.only_towers`).
         record: remembers how the model was filled, so that its weights can be replaced.
+        ahead: weights that are packed already, and a plan for the next start.
 
     Raises:
         UnsupportedModel: the config asks for something that the family cannot do, or the class does
@@ -134,9 +139,9 @@ def load_model(
             stored = (
                 dummy_tensors(built.weights.wanted(), context.dtype, seed)
                 if chosen is None
-                else checkpoint_tensors(built, context, load, chosen, progress)
+                else checkpoint_tensors(built, context, load, chosen, progress, ahead)
             )
-            filled = fill(built, context, stored)
+            filled = fill(built, context, stored, ahead=ahead)
             if record is not None and chosen is not None:
                 record.filled = filled
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
@@ -197,6 +202,7 @@ def fill(
     context: BuildContext,
     tensors: Iterable[tuple[str, Tensor, Path]],
     deliver: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> frozenset[tuple[Place, int]]:
     """Bring a checkpoint's tensors to the leaves that wait for them: the slots that got one, and which
     of their parts.
@@ -205,14 +211,19 @@ def fill(
         tensors: by the checkpoint's names.
         deliver: takes a leaf's path and its tensors, which may be views that are soon overwritten,
             in place of the leaf.
+        ahead: see :func:`load_model`.
 
     Raises:
         WeightsError: see :func:`load_model`.
     """
-    filling = Filling(context, built, deliver)
+    filling = Filling(context, built, deliver, ahead)
+    if ahead is not None:
+        ahead.begin()
     for name, tensor, file in tensors:
         filling.take(name, tensor, file)
     filling.close(built.info.path)
+    if ahead is not None:
+        ahead.end()
     return frozenset(filling.origin)
 
 
@@ -222,9 +233,12 @@ def checkpoint_tensors(
     load: LoadConfig,
     chosen: WeightFormat,
     progress: ProgressCallback,
+    ahead: WeightsAhead | None = None,
 ) -> Iterable[tuple[str, Tensor, Path]]:
     """All tensors of the folder, those of its Dense modules included, as the model's rules know them."""
     own = chosen.tensors(built.info.path, progress)
+    if ahead is not None and isinstance(chosen, SafetensorsFormat):
+        own = ahead.watched(own)
     companions = companion_tensors(
         built.info.whole_config, lambda path: choose_format(path, load).tensors(path, progress)
     )
@@ -350,9 +364,11 @@ class Filling:
         context: BuildContext,
         built: Built,
         deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
+        ahead: WeightsAhead | None = None,
     ) -> None:
         self.context = context
         self.built = built
+        self.ahead = ahead
         self.passes_over = built.passes_over
         self.leaves = built.leaves
         self.weights = weights = built.weights
@@ -395,7 +411,7 @@ class Filling:
             return
         places, rule = self.weights.stack(match), match.rule
         keeps = [self._keeps(place) for place in places]
-        if all(keeps):
+        if all(keeps) and not (self.ahead and self.ahead.is_checked(name, tensor, file)):
             check_finite(name, tensor, file)
         rows = unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
         for place, row, is_kept in zip(places, rows, keeps, strict=True):
@@ -466,13 +482,19 @@ class Filling:
             self.deliver is not None or self.leaves[leaf].takes_views
         )
         tensors, stored = {}, dict[str, Path]()
+        packed: PackedLinear | None = None
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
                 stored |= {name: file for _, _, name, file in parts.values()}
                 _check_whole(slot, parts)
-                tensors[key] = self._assemble(slot, parts, views)
-        if self.deliver is not None:
+                if key == "weight" and self.ahead is not None:
+                    packed = self._packed_ahead(self.ahead, leaf, slot, parts)
+                if packed is None or key != "weight":
+                    tensors[key] = self._assemble(slot, parts, views)
+        if packed is not None:
+            self.leaves[leaf].adopt(packed, tensors)
+        elif self.deliver is not None:
             self.deliver(leaf, tensors)
         else:
             self._hand_over(leaf, tensors, stored)
@@ -486,6 +508,25 @@ class Filling:
         except WeightsError as error:
             files = ", ".join(dict.fromkeys(str(file) for file in stored.values()))
             raise WeightsError(f"{files}: {error} (of tensors {listed([*stored])})") from None
+
+    def _packed_ahead(
+        self,
+        ahead: WeightsAhead,
+        leaf: str,
+        slot: Slot,
+        parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]],
+    ) -> PackedLinear | None:
+        """The leaf's weight if it was packed ahead out of just these tensors."""
+        if not self.leaves[leaf].adopts_packed or self.deliver is not None:
+            return None
+        own = [
+            (parts[part][2], piece_of(slot, part, *parts[part][:2]), parts[part][3])
+            for part in range(slot.num_parts)
+        ]
+        dtype = slot.dtype or self.context.dtype
+        if any(piece.dtype != getattr(torch, dtype) for _, piece, _ in own):
+            return None
+        return ahead.take(leaf, own, slot.shape, dtype, self.context.ops.linear)
 
     def _assemble(
         self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]], views: bool

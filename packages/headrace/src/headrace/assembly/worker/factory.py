@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace_engine.structured.store import GrammarStore
     from headrace_engine.worker.serving import ServingWorker
     from headrace_engine.worker.settings import LeadsPasses
+    from headrace_models.loading.ahead.weights import WeightsAhead
 
 
 def platforms_worker(resolved: ResolvedConfig) -> WorkerFactory:
@@ -47,6 +48,7 @@ def worker_factory(
     leader: LeadsPasses | None = None,
     connector: KVConnector | None = None,
     peers: PeerEngines | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> Callable[[], ServingWorker]:
     """Makes the worker of the resolved model, which loads it when asked to.
 
@@ -56,6 +58,7 @@ def worker_factory(
         leader: makes the model's passes run on the other ranks; None: there are none, or this one follows.
         connector: of blocks outside the cache; None: there are none.
         peers: engines with which this one shares experts; None: there are none, or the rank is not 0.
+        ahead: weights that are packed already, for the model that is built first; None: the loader packs all.
     """
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.weights.extension import extended, load_extension
@@ -63,16 +66,29 @@ def worker_factory(
 
     parallel = resolved.config.parallel
     ranks = Ranks(place, parallel.decode_context_parallel_size)
-    setup = RankSetup(resolved, timeline, ranks)
+    setup = RankSetup(resolved, timeline, ranks, ahead)
     worker_class = extended(ModelWorker, load_extension(parallel.worker_extension_cls))
 
     def make_worker() -> ServingWorker:
         parts = setup.make(peers)
         if ranks.rank:
             return FollowingWorker(parts.following(connector))
-        return worker_class(parts.serving(connector, leader, grammars, adapters))
+        made = worker_class(parts.serving(connector, leader, grammars, adapters))
+        if ahead is not None:
+            made.packed_ahead = partial(packed_bytes, ahead, timeline)
+        return made
 
     return make_worker
+
+
+def packed_bytes(ahead: WeightsAhead, timeline: StartupTimeline) -> int:
+    """Wait for weights that are packed ahead; returns their bytes. What the loader needs is imported
+    meanwhile."""
+    with timeline.phase("import models"):
+        import headrace_models.loading.loader
+        import headrace_models.loading.update  # noqa: F401 - timed here
+    with timeline.phase("wait for packed weights"):
+        return ahead.wait()
 
 
 def ranked_workers(
@@ -83,6 +99,7 @@ def ranked_workers(
     connector: KVConnector | None = None,
     nodes: NodePlan | None = None,
     peers: PeerEngines | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> WorkerFactory:
     """Makes the workers of all ranks of the resolved model; arguments as :func:`worker_factory`'s.
 
@@ -98,7 +115,7 @@ def ranked_workers(
 
     def make(place: RankPlace, leader: LeadsPasses | None) -> Worker:
         made = worker_factory(
-            resolved, timeline, grammars, adapters, place, leader, connector, peers
+            resolved, timeline, grammars, adapters, place, leader, connector, peers, ahead
         )
         # Rank 0's is a ModelWorker.
         return timed_workers(cast("WorkerFactory", made), config.observability)()

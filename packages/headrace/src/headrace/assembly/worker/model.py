@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace_engine.encoder.slices import EncoderSlices
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.weights.update_set import LoadedModel
+    from headrace_models.loading.ahead.weights import WeightsAhead
 
 
 def cut_files_raise() -> AbstractContextManager[None]:
@@ -43,6 +44,7 @@ def build_model(
     told: Callable[[LoadedModel], None] | None = None,
     ranks: Ranks | None = None,
     experts: DividedMixtures | None = None,
+    ahead: WeightsAhead | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -53,6 +55,7 @@ def build_model(
         told: is told how the model was loaded, so that its weights can be replaced.
         ranks: over which its layers are divided; None: it is whole.
         experts: that ranks have whole; None: they are divided as all else is.
+        ahead: weights that are packed already; None: the loader packs all.
     """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
@@ -72,7 +75,7 @@ def build_model(
             return
         if experts is not None:
             experts.check_found(info.architecture)
-        check_room(resolved, model, share)
+        check_room(resolved, model, share, 0 if ahead is None else ahead.wait())
 
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
@@ -88,6 +91,7 @@ def build_model(
             admit=admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
+            ahead=ahead,
         )
     choose.check_used()
     if experts is not None:

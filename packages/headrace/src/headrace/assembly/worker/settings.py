@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from headrace_engine.sleep.memory_pool import MemoryPool
     from headrace_engine.startup import StartupTimeline
     from headrace_engine.structured.store import GrammarStore
+    from headrace_models.loading.ahead.weights import WeightsAhead
 
 MEMORY_POOLS = "headrace.memory_pools"
 
@@ -62,16 +63,24 @@ class RankSetup:
     Args:
         resolved: the model.
         ranks: the rank's place among the others.
+        ahead: weights that are packed already, for the model that is built first; None: there are none.
 
     Raises:
         ConfigError: a setting cannot be used here.
     """
 
-    def __init__(self, resolved: ResolvedConfig, timeline: StartupTimeline, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        timeline: StartupTimeline,
+        ranks: Ranks,
+        ahead: WeightsAhead | None = None,
+    ) -> None:
         scheduler, graph = resolved.config.scheduler, resolved.config.graph
         assert scheduler.max_num_batched_tokens is not None
         assert scheduler.max_num_seqs is not None
         self.resolved, self.timeline, self.ranks = resolved, timeline, ranks
+        self.ahead = ahead
         self.limits = WorkerLimits(
             vocab_size=resolved.info.vocab_size,
             max_model_len=resolved.info.max_model_len,
@@ -242,6 +251,7 @@ class RankParts:
         return build_model(
             model, self._ops, self._setup.timeline, self._slices, slots, again=again,
             told=self._weights.loaded, ranks=self._ranks, experts=self._experts,
+            ahead=None if again else self._setup.ahead,
         )  # fmt: skip
 
     def _rebuild(

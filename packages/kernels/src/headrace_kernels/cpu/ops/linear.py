@@ -39,6 +39,11 @@ class Linear:
         self._kernel, self._gated_kernel = library.linear, library.linear_gated
         self._activated_kernel = library.linear_activated
 
+    @property
+    def isa(self) -> str:
+        """The instruction set, which decides on the packed weight's layout."""
+        return self._library.isa
+
     def pack(self, weight: Tensor) -> PackedLinear:
         weight, out_features, stride = matrix(weight)
         in_features, code = weight.shape[1], dtype_code(weight.dtype)

@@ -1,0 +1,1 @@
+"""What a start does with weights before torch is imported."""

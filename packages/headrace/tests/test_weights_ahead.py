@@ -1,0 +1,86 @@
+"""Weights that are packed while torch is imported, through the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace import LLM, SamplingParams
+from headrace.assembly.ahead.reading import PLANS, start_reading
+from headrace.assembly.resolved import resolve_engine
+from headrace.assembly.start_costs import CACHE_ROOT
+from headrace.engine_args import EngineArgs
+from headrace_kernels.cpu import library, packing_ahead
+
+pytestmark = pytest.mark.skipif(library.path() is None, reason="no native library")
+SMALL: dict[str, Any] = {"max_model_len": 128, "num_gpu_blocks_override": 32, "max_num_seqs": 4}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_ROOT, str(tmp_path))
+    monkeypatch.setattr(packing_ahead, "SMALLEST", 1)  # the demo model's weights are small
+    return tmp_path
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leaves whose weight was packed ahead and used."""
+    found: list[str] = []
+    take = packing_ahead.PackingAhead.take
+
+    def noted(self: packing_ahead.PackingAhead, name: str, op: Any) -> Any:
+        packed = take(self, name, op)
+        if packed is not None:
+            found.append(name)
+        return packed
+
+    monkeypatch.setattr(packing_ahead.PackingAhead, "take", noted)
+    return found
+
+
+def answer() -> Any:
+    """Tokens with their log-probabilities."""
+    with LLM(**SMALL, use_tqdm_on_load=False) as llm:
+        params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
+        [output] = llm.generate(["Hello there"], params, use_tqdm=False)
+        said = [sorted((i, one.logprob) for i, one in step.items())
+                for step in output.outputs[0].logprobs or ()]  # fmt: skip
+        return list(output.outputs[0].token_ids), said
+
+
+def test_the_next_start_has_its_weights_packed_and_says_the_same(
+    root: Path, taken: list[str]
+) -> None:
+    first = answer()
+    assert not taken
+    [plan] = (root / PLANS).iterdir()
+    planned = json.loads(plan.read_text())["weights"]
+    second = answer()
+    assert sorted(taken) == sorted(planned)
+    assert second == first
+
+
+def resolved(**settings: object) -> Any:
+    return resolve_engine(EngineArgs(**{**SMALL, **settings}).create_engine_config())
+
+
+def test_where_nothing_is_packed_ahead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_reading(resolved()) is not None
+    for settings in (
+        {"keep_start_costs": False},
+        {"load_format": "dummy"},
+        {"safetensors_load_strategy": "eager"},
+        {"cpu_bind": "0"},
+        {"kernels": {"*": "reference"}},
+        {"tensor_parallel_size": 2},
+    ):
+        assert start_reading(resolved(**settings)) is None, settings
+    assert start_reading(resolved(), {CACHE_ROOT: ""}) is None
+    crowded = resolved()
+    with monkeypatch.context() as little:
+        little.setattr(type(crowded.platform), "available_memory", lambda self: 1 << 20)
+        assert start_reading(crowded) is None
