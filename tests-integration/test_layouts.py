@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layouts import CELLS, KINDS, LAYOUTS, REFUSED, Family, Layout, Said, said
+from layouts import CELLS, KINDS, LAYOUTS, PAGE, REFUSED, Family, Layout, Said, page, said
 from modes import SETTINGS
 from together import together
 
@@ -95,3 +95,8 @@ def test_a_refused_cell_is_refused_by_name(name: str, flags: str, checkpoints: C
     settings = KINDS[name].engine(**LAYOUTS[flags].settings)
     with pytest.raises(ConfigError, match=named):
         LLM(str(checkpoints.folder(name)), **settings)
+
+
+def test_the_page_has_this_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(text), "run python tests-integration/layouts.py"
