@@ -183,6 +183,8 @@ class Fleet:
         self.processes: list[Process | None] = [None] * len(commands)
         self.num_starts = 0
         self._falls: list[list[float]] = [[] for _ in commands]
+        self._unnoticed: list[tuple[Process, int, bool]] = []
+        """Servers with a process of theirs that was killed, and whether they replace such a one."""
         self.log: list[str] = []
 
     def keep_up(self) -> None:
@@ -221,10 +223,21 @@ class Fleet:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return ""
+        self._unnoticed.append((process, pid, "-dp" in self._commands[index]))
         return f"process {pid} of server {index + 1}"
+
+    def has_noticed(self) -> bool:
+        """True if all that was killed is known to be: a server without requests looks once a second."""
+        self._unnoticed = [
+            (server, pid, is_replaced)
+            for server, pid, is_replaced in self._unnoticed
+            if server.poll() is None and not (is_replaced and pid not in children(server.pid))
+        ]
+        return not self._unnoticed
 
     def wait_until_well(self) -> None:
         """Until all answer and no engine is missing."""
+        wait_until(self.has_noticed, PATIENCE, "a killed process is not missed")
         for url in self.urls:
             wait_until(lambda url=url: self._is_well(url), START_SECONDS, f"{url} is not well")
 
@@ -236,12 +249,19 @@ class Fleet:
         """True if all answer and no engine is missing."""
         return all(map(self._is_well, self.urls))
 
-    def stop(self) -> list[int]:
-        """End all; their exit statuses."""
-        for process in self.processes:
-            assert process is not None
+    def stop(self) -> list[str]:
+        """End all; what was wrong about it."""
+        running = [process for process in self.processes if process is not None]
+        ended = [process.poll() is not None for process in running]
+        for process in running:
             process.terminate()
-        return [process.wait(PATIENCE) for process in self.processes if process is not None]
+        wrong = []
+        for index, process in enumerate(running):
+            if status := process.wait(PATIENCE):
+                last = [line for line in self.log if line.startswith(f"{index + 1}: ")][-20:]
+                before = "before it was told to, " if ended[index] else ""
+                wrong.append(f"server {index + 1} ended {before}with {status}:\n{''.join(last)}")
+        return wrong
 
     def kill(self) -> None:
         for process in self.processes:
@@ -403,9 +423,9 @@ def chaos(args: argparse.Namespace) -> list[str]:
         answers, killed = asyncio.run(run(servers, router, args))
         wrong = answers.wrong + idle(servers)
         pids = [process.pid for process in servers.processes if process is not None]
-        statuses = [*servers.stop(), router.stop()]
-        if any(statuses):
-            wrong.append(f"exit statuses {statuses}")
+        wrong += servers.stop()
+        if status := router.stop():
+            wrong.append(f"the router ended with {status}:\n{''.join(router.log[-20:])}")
         try:
             wait_until(lambda: not left_behind(folder, [*pids, router.process.pid]), 10.0)
         except AssertionError:

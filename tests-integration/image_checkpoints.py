@@ -108,8 +108,8 @@ def _with_qwen_processor(folder: Path, model: Any, ids: Mapping[str, int]) -> An
     return finish(folder, model, "".join(QWEN_MARKS[1:]), ids[QWEN_MARKS[0]])
 
 
-def save_qwen2_vl(folder: Path) -> Any:
-    """Images of their own size, a token for every 16 x 16 pixels."""
+def save_qwen2_vl(folder: Path, **changes: Any) -> Any:
+    """Images of their own size, a token for every 16 x 16 pixels; ``changes`` of the text's config."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     ids = save_tokenizer(folder, QWEN_MARKS)
@@ -119,7 +119,7 @@ def save_qwen2_vl(folder: Path) -> Any:
         "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    text = {**TEXT, "rope_parameters": rope, "eos_token_id": end, "bos_token_id": None}
+    text = {**TEXT, "rope_parameters": rope, "eos_token_id": end, "bos_token_id": None, **changes}
     torch.manual_seed(0)
     config = Qwen2VLConfig(
         vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"],

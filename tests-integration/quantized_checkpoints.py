@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from families import FAMILIES, save_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from headrace_testing.model.decoders import (
     PagedDriver,
     build_context,
 )
+from headrace_testing.model.quantized_layers import gptq_tensors
 
 DENSE: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -62,6 +64,32 @@ def check_whole(suite: ModelConformance, folder: Path) -> Checkpoint:
     if suite.tensor_parallel > 1:
         suite.test_tensor_parallel(made, model)
     return made
+
+
+def save_gptq(folder: Path, family: str = "llama", **changes: Any) -> None:
+    """A family of ``families.py`` in 4 bits, groups of 32 inputs.
+
+    Args:
+        changes: of its config: each layer needs a multiple of 32 inputs.
+    """
+    kind, sizes = FAMILIES[family]
+    save_model(family, folder, {family: (kind, {**sizes, **changes})})
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if not module.endswith("_proj"):
+            stored[name] = tensor
+            continue
+        tensors, _ = gptq_tensors(
+            tensor, bits=4, group_size=32, symmetric=True, by_importance=False
+        )
+        stored |= {f"{module}.{suffix}": part for suffix, part in tensors.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def divide(path: Path, into: Path) -> None:

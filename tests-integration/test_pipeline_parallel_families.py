@@ -10,7 +10,8 @@ import torch
 from families import save_model
 from image_checkpoints import data_url, picture, save_qwen2_vl
 from modes import PROMPTS, SETTINGS
-from test_tensor_parallel_families import GREEDY, said, save_gptq
+from quantized_checkpoints import save_gptq
+from test_tensor_parallel_families import GREEDY, said
 
 from headrace import LLM
 from headrace_testing.sampling import todays
@@ -43,7 +44,7 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def test_four_bits(tmp_path: Path) -> None:
-    save_gptq(tmp_path, 192)
+    save_gptq(tmp_path, hidden_size=128, intermediate_size=192)
     check(tmp_path, {**SETTINGS, "quantization_activations": "float"})
 
 

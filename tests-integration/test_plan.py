@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, STATE_FAMILIES, save_model
-from test_tensor_parallel_families import save_gptq
+from quantized_checkpoints import save_gptq
 
 from headrace import LLM, SamplingParams
 from headrace.assembly.footprint import specs_of
@@ -112,7 +112,7 @@ def test_rounded_weights(quantization: str, folder: Path) -> None:
 
 
 def test_a_quantized_checkpoint(tmp_path: Path) -> None:
-    save_gptq(tmp_path, 192)
+    save_gptq(tmp_path, hidden_size=128, intermediate_size=192)
     planned = planner(tmp_path)
     need_native_kernels(planned)
     for ranks in (1, 2):

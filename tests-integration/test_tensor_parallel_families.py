@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, save_model
+from families import save_model
 from image_checkpoints import data_url, picture, save_qwen2_vl
 from modes import PROMPTS, SETTINGS
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import save_gptq
 
 from headrace import LLM, SamplingParams
-from headrace_testing.model.quantized_layers import gptq_tensors
 from headrace_testing.sampling import todays
 
 pytestmark = pytest.mark.days(3)
@@ -58,35 +56,13 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
     assert batched == alone
 
 
-def save_gptq(folder: Path, intermediate_size: int) -> None:
-    """A Llama in 4 bits, groups of 32 inputs."""
-    sizes = {**FAMILIES["llama"][1], "hidden_size": 128, "intermediate_size": intermediate_size}
-    save_model("llama", folder, {"llama": ("LlamaConfig", sizes)})
-    stored: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
-            stored[name] = tensor
-            continue
-        tensors, _ = gptq_tensors(
-            tensor, bits=4, group_size=32, symmetric=True, by_importance=False
-        )
-        stored |= {f"{module}.{suffix}": part for suffix, part in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def test_four_bits(tmp_path: Path) -> None:
-    save_gptq(tmp_path, 192)
+    save_gptq(tmp_path, hidden_size=128, intermediate_size=192)
     check(tmp_path, {**SETTINGS, "quantization_activations": "float"})
 
 
 def test_a_group_that_would_be_cut_is_refused(tmp_path: Path) -> None:
-    save_gptq(tmp_path, 96)
+    save_gptq(tmp_path, hidden_size=128, intermediate_size=96)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.down_proj.*tensor_parallel_size"):
         LLM(str(tmp_path), **SETTINGS, **DIVIDED)
 
