@@ -57,11 +57,8 @@ def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
     """Refuse what engines with experts in common have not been combined with."""
     if not config.parallel.shares_experts:
         return
-    speculative = config.speculative
     for field, value, why in (
         ("lora.enable_lora", config.lora.enable_lora, "adapters beside shared experts were not tried"),
-        ("speculative.method", speculative.method, "guesses beside shared experts were not tried"),
-        ("speculative.model", speculative.model, "a draft model's passes would be an engine's own"),
         ("model.runner", info.runner if info.runner != "generate" else None,
          "passes that pool are an engine's own"),
     ):  # fmt: skip
