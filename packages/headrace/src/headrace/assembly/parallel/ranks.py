@@ -154,7 +154,7 @@ class Ranks:
 
     def context_group(self) -> Communicator:
         """The neighbouring ranks that share keys, this one among them, which joins when first asked for."""
-        if self._place is None or not self.share_keys or self._context_size == self.world_size:
+        if self._place is None or not self.share_keys or self._context_size == self.tensor_size:
             return self.communicator()
         number, rank = divmod(self.rank, self._context_size)
         return self._join(context_group_name(number), rank, self._context_size)
@@ -252,7 +252,7 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
     """All groups of an engine's ranks."""
     tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shared = parallel.decode_context_parallel_size
-    context = range(tensor_size // shared) if 1 < shared < tensor_size else ()
+    context = range(parallel.num_ranks // shared) if 1 < shared < tensor_size else ()
     tensor = [tensor_group(stage) for stage in range(num_stages)] if tensor_size > 1 else []
     links = [
         link_group(lane, start)
