@@ -153,7 +153,8 @@ class Link:
         if not self._forms:
             raise ModelError("no stream has come yet that the next one could be like")
         terms = [
-            form and torch.empty(num_rows, form.width, dtype=form.dtype) for form in self._forms
+            None if form is None else torch.empty(num_rows, form.width, dtype=form.dtype)
+            for form in self._forms
         ]
         x, residual = (t if t is None else self.pair.broadcast(t, self._sender) for t in terms)
         assert x is not None
