@@ -34,7 +34,7 @@ ALLOWED = {
     ("engine/mirrored/following.py", "FollowingClient.start: wait result"):
         "rank 0's start has no limit; its end fails it",
     ("engine/mirrored/leading.py", "LeadingClient._repeat.tell: wait result"): "the call is done",
-    ("engine/multiproc/leader.py", "PassLeader._launch.tell: wait result"): "the pass is done",
+    ("engine/multiproc/leader.py", "PassLeader._watched.tell: wait result"): "the pass is done",
     ("engine/multiproc/nodes/host.py", "_Host._start: wait wait"):
         "a daemon thread that tells of a process's end, whenever that is",
     ("engine/multiproc/nodes/host.py", "_Host._end_children: wait wait"):
@@ -43,7 +43,10 @@ ALLOWED = {
         "a rank serves until rank 0 ends, whose connection's end ends it",
     ("engine/multiproc/staged.py", "StagedRunner._finish: wait result"):
         "a pass, which a rank's end fails",
-    ("models/stages/cut.py", "cut: wait result"): "as forward without stages: a rank's end fails it",
+    ("engine/multiproc/staged.py", "StagedRunner._replay: wait result"): "the same",
+    ("models/stages/passes.py", "StagePasses.members: wait result"):
+        "as forward without stages: a rank's end fails it",
+    ("models/stages/passes.py", "StagePasses.forward_streams: wait result"): "the same",
     ("models/stages/stage.py", "Link._receive_all: wait get"):
         "idle: close puts the end mark; a daemon thread",
     ("distributed/cuda/nccl.py", "Nccl._operate: wait wait"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import stage_parts
 from captured_ranks import capture_of_a_barrier, eager_and_replayed, replayed_until_alone
+from families import save_model
 
 from headrace_distributed.rendezvous import RendezvousServer
 from headrace_distributed.shm import library as shared_memory
@@ -38,6 +41,16 @@ def test_eager_and_captured_steps_give_the_same_bits(ranks: RankProcesses) -> No
             assert other_caches
             width = eager.shape[1] // 2  # each rank has brought its part
             assert not same_bits(eager[:, :width], eager[:, width:])
+
+
+def test_parts_of_stages_give_the_same_bits_recorded(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Each process records its own layers, and what it says to the other one."""
+    save_model("llama", tmp_path)
+    first, second = ranks.on_every_rank(stage_parts.eager_and_replayed, str(tmp_path))
+    eager, replayed, num_calls = first
+    assert len(eager) == len(replayed) == len(stage_parts.STEPS)
+    assert all(same_bits(*pair) for pair in zip(eager, replayed, strict=True))
+    assert min(num_calls, second[2]) > 10
 
 
 def test_a_rank_that_dies_within_captured_steps_is_named(ranks: RankProcesses) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_heads import eagle3
 from families import save_model
 from modes import PROMPTS, SETTINGS
 from servers import children_of
@@ -15,6 +17,8 @@ from test_tensor_parallel import NUM_TOKENS, agree, rank_pids, said
 from together import together
 
 from headrace import LLM, SamplingParams
+from headrace_distributed.shm import library as shared_memory
+from headrace_kernels.cpu import library as kernels
 from headrace_testing.waiting import wait_until
 
 STAGED = {**SETTINGS, "pipeline_parallel_size": 2, "num_gpu_blocks_override": 24,
@@ -95,19 +99,49 @@ def test_two_stages_of_two_ranks(folder: Path, whole: LLM) -> None:
     agree(alone, said(whole, PROMPTS))
 
 
-def test_guesses_are_checked_by_every_stage(folder: Path, whole: LLM) -> None:
+def test_guesses_are_checked_by_every_stage(
+    folder: Path, whole: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps are recorded where ranks talk through shared memory."""
     config = {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1,
     }  # fmt: skip
-    with LLM(str(folder), **STAGED, speculative_config=config) as llm:
+    with (
+        caplog.at_level(logging.INFO),
+        LLM(str(folder), **STAGED, speculative_config=config) as llm,
+    ):
         assert said(llm, PROMPTS) == said(whole, PROMPTS)
+    captured = any(record.getMessage().startswith("captured steps") for record in caplog.records)
+    assert captured == (shared_memory.available() and kernels.path() is not None)
+
+
+def test_a_head_reads_layers_of_every_stage(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses what it guesses in one process, as it gets the same bits."""
+    monkeypatch.setenv(PARTITION, "1,2,1")
+    eagle3(tmp_path, streams=(2, 0, 4, 3))
+    config = {
+        "method": "eagle3",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 2,
+        "adaptive": False,
+    }
+    found = []
+    for stages in (1, 3):
+        settings = {**STAGED, "pipeline_parallel_size": stages, "num_gpu_blocks_override": 120}
+        with LLM(str(folder), **settings, speculative_config=config) as llm:
+            alone = [said(llm, [prompt])[0] for prompt in PROMPTS]
+            stats = llm.engine.stats()
+            found.append((alone, stats.num_draft_tokens, stats.num_accepted_per_position))
+            assert said(llm, PROMPTS) == alone
+    assert found[0] == found[1]
+    assert found[0][1]
 
 
 @pytest.mark.parametrize(
     ("settings", "partition", "message"),
     [
-        ({"speculative_config": {"method": "eagle3", "model": "x", "num_speculative_tokens": 2}}, "",
-         "speculative.method = 'eagle3'.*pipeline_parallel_size = 2"),
         ({"device": "sim"}, "", "parallel.pipeline_parallel_size"),
         ({"pipeline_parallel_size": 0}, "", "parallel.pipeline_parallel_size = 0"),
         ({"pipeline_parallel_size": 33, "tensor_parallel_size": 2}, "", r"in 1\.\.32"),

@@ -49,6 +49,8 @@ def test_groups_of_stages_of_ranks() -> None:
     assert names(4, 1, 2) == ("tp:0", "dcp:0", "dcp:1")
     assert names(2, 1, 2) == ("tp:0",), "the same ranks"
     assert names(2, 2) == ("tp:0", "tp:1", "pp:0:0", "pp:0:1", "pp:1:0")
+    assert names(2, 2, 2) == names(2, 2)
+    assert names(4, 2, 2)[:6] == ("tp:0", "tp:1", "dcp:0", "dcp:1", "dcp:2", "dcp:3")
     of = [Ranks(RankPlace(rank, 4, stages=2)) for rank in range(4)]
     assert [ranks.stage for ranks in of] == [0, 0, 1, 1]
     assert [ranks.tensor_size for ranks in of] == [2] * 4

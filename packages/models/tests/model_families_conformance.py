@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,9 +15,10 @@ from adapter_files import choose, merge_files, stored_modules, with_adapters
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace_core.batch import ForwardBatch
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel
-from headrace_core.model import BuildContext, CausalLM, ModelInfo
+from headrace_core.model import BuildContext, CausalLM, LaunchesPasses, ModelInfo, RunsParts
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
 from headrace_models.layers.base import Layer
@@ -42,6 +44,15 @@ def stage_of_two(pair: Communicator) -> Stage:
     if pair.rank == 0:
         return Stage(0, 2, after=there, result=back)
     return Stage(1, 2, before=there, result=back)
+
+
+def run_part(part: RunsParts, batch: ForwardBatch) -> Tensor:
+    """A stage's part of a pass; of the first one, what comes of it."""
+    handed_on = part.run_part(batch)
+    if not isinstance(part, LaunchesPasses):
+        return handed_on
+    rows = batch.input_ids if batch.logits_rows is None else batch.logits_rows
+    return part.expect(len(rows)).result(60)()
 
 
 class FamilyConformance(ModelConformance):
@@ -77,18 +88,21 @@ class FamilyConformance(ModelConformance):
         assert sum(tensor.numel() for _, tensor in named) > 0.85 * stored
 
     def test_two_stages(self, checkpoint: Checkpoint, model: CausalLM) -> None:
-        """Layers on two ranks give the same bits as on one."""
+        """Layers on two ranks give the same bits as on one, also in passes that say nothing of shapes."""
         info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
         steps = [{"a": self.prompt(9)}, {"b": self.prompt(5, seed=1), "a": [7]}]
 
         def work(pair: Communicator) -> list[Tensor]:
             part = self.load(info, replace(build_context(info), stage=stage_of_two(pair)))
             assert isinstance(part, Decoder)
+            assert isinstance(part, RunsParts)
             present = [not isinstance(layer, AbsentBlock) for layer in part.layers]
             assert set(present) == {True, False}
-            driver = PagedDriver(part)
+            found = []
             with torch.inference_mode():
-                found = [part.forward(driver.batch(step, rows=[0, 4])) for step in steps]
+                for run in (part.forward, partial(run_part, part)):
+                    driver = PagedDriver(part)
+                    found += [run(driver.batch(step, rows=[0, 4])) for step in steps]
                 return [] if pair.rank else [part.compute_logits(x).float() for x in found]
 
         if self.no_stages:
@@ -98,7 +112,8 @@ class FamilyConformance(ModelConformance):
         driver = PagedDriver(model)
         expected = [driver.step(step, rows=[0, 4]) for step in steps]
         found, _ = run_ranks(2, work)
-        assert all(map(torch.equal, found, expected))
+        assert len(found) == 2 * len(steps)
+        assert all(map(torch.equal, found, [*expected, *expected]))
 
     def test_an_adapter_of_all_linear_modules(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         """In a slot it computes what the model with its product in its weights does; a request without

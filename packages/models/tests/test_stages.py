@@ -16,14 +16,14 @@ from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, ModelError, WeightsError
-from headrace_core.model import LaunchesPasses
+from headrace_core.model import LaunchesPasses, RunsParts
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import Built, load_model
 from headrace_models.resolve import resolve
 from headrace_models.stages.division import layers_by_stage, partition_of
-from headrace_models.stages.stage import Link, Stage
-from headrace_testing.model.decoders import build_context, run_ranks
+from headrace_models.stages.stage import Link, Stage, Stream
+from headrace_testing.model.decoders import PagedDriver, build_context, run_ranks
 
 
 @given(
@@ -60,10 +60,11 @@ def test_a_partition_is_read_strictly() -> None:
             partition_of(text, 2)
 
 
-STREAMS: list[tuple[Tensor, Tensor | None]] = [
-    (torch.randn(3, 5), None),
-    (torch.randn(2, 4).bfloat16(), torch.randn(2, 4)),
-    (torch.empty(0, 4), torch.empty(0, 4)),
+STREAMS = [
+    Stream(torch.randn(3, 5)),
+    Stream(torch.randn(2, 4).bfloat16(), torch.randn(2, 4)),
+    Stream(torch.empty(0, 4), torch.empty(0, 4)),
+    Stream(torch.randn(1, 4), torch.randn(1, 4), torch.randn(6, 4)),
 ]
 
 
@@ -71,12 +72,12 @@ def test_a_stream_comes_as_it_was_sent() -> None:
     def work(pair: Communicator) -> list[Any]:
         link = Link(pair)
         if pair.rank == 0:
-            for x, residual in [*STREAMS, STREAMS[0]]:
-                link.send(x, residual, 7)
-            link.send(*STREAMS[0], 6)
+            for stream in [*STREAMS, STREAMS[0]]:
+                link.send(stream, 7)
+            link.send(STREAMS[0], 6)
             return []
         found: list[Any] = [link.receive(7) for _ in STREAMS]
-        later = link.expect(7, lambda x, residual: x + 1)
+        later = link.expect(lambda: link.receive(7), lambda stream: lambda: stream.x + 1)
         found.append(later.result(60)())
         with pytest.raises(ModelError, match="has passed 6 layers, and needs one after 7"):
             link.receive(7)
@@ -88,12 +89,34 @@ def test_a_stream_comes_as_it_was_sent() -> None:
         return found
 
     _, found = run_ranks(2, work)
-    for (x, residual), (sent, sent_residual) in zip(found, STREAMS):
-        assert x.dtype == sent.dtype
-        assert torch.equal(x, sent)
-        assert (residual is None) == (sent_residual is None)
-        assert residual is None or torch.equal(residual, sent_residual)
-    assert torch.equal(found[-1], STREAMS[0][0] + 1)
+    for came, stream in zip(found, STREAMS):
+        for one, sent in zip(came, stream, strict=True):
+            assert (one is None) == (sent is None)
+            assert one is None or (one.dtype == sent.dtype and torch.equal(one, sent))
+    assert torch.equal(found[-1], STREAMS[0].x + 1)
+
+
+def test_a_stream_like_the_last_one_needs_no_header() -> None:
+    first, like = STREAMS[1], Stream(torch.randn(5, 4).bfloat16(), torch.randn(5, 4))
+
+    def work(pair: Communicator) -> Stream | None:
+        link = Link(pair)
+        with pytest.raises(ModelError, match=r"not like the last|no stream has come"):
+            link.send_alike(like) if pair.rank == 0 else link.receive_alike(5)
+        if pair.rank:
+            link.receive(1)
+            return link.receive_alike(5)
+        link.send(first, 1)
+        for other in (Stream(like.x), Stream(like.x.float(), like.residual), STREAMS[3]):
+            with pytest.raises(ModelError, match="not like the last"):
+                link.send_alike(other)
+        link.send_alike(like)
+        return None
+
+    _, found = run_ranks(2, work)
+    assert found is not None
+    assert torch.equal(found.x, like.x)
+    assert torch.equal(found.residual, like.residual)
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +196,33 @@ def test_a_tied_head_that_is_stored_is_passed_over(folder: Path, tmp_path: Path)
     info = resolve(ModelConfig(model=str(tmp_path)), LoadConfig(), CpuPlatform())
     for index in range(2):
         load_model(info, replace(build_context(info), stage=stage(index, 2)))
+
+
+WANTED = (2, 0, 3, 1, 2)
+"""Streams of three layers, in no order and one of them twice."""
+
+
+def test_streams_before_layers_of_other_stages(folder: Path) -> None:
+    """Those of the first stage stay there; the second one's come with the result."""
+    info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+
+    def shown(part: Any) -> list[Tensor]:
+        batch = PagedDriver(part).batch({"a": [5, 6, 7], "b": [8]})
+        batch = replace(batch, logits_rows=None)
+        with torch.inference_mode():
+            given = part.forward_streams(batch, WANTED)
+        if isinstance(part, RunsParts) and part.ends_pass:
+            return []
+        hidden, streams = given
+        return [hidden, *streams]
+
+    def work(pair: Communicator) -> list[Tensor]:
+        there, back = Link(pair, 0), Link(pair, 1)
+        ways: dict[str, Any] = {"before": there} if pair.rank else {"after": there}
+        of = Stage(pair.rank, 2, (1, 2), result=back, **ways)
+        return shown(load_model(info, replace(build_context(info), stage=of)))
+
+    expected = shown(load_model(info, build_context(info)))
+    found, _ = run_ranks(2, work)
+    assert len(found) == 1 + len(WANTED)
+    assert all(map(torch.equal, found, expected))

@@ -157,11 +157,30 @@ class SupportsRecurrence(Protocol):
 
 
 @runtime_checkable
+class RunsParts(Protocol):
+    """A model of which other stages have layers: its part of a pass ends on its way to the next stage."""
+
+    ends_pass: bool
+    """True of the last stage: it hands on the rows that ``forward`` gives, others all rows."""
+
+    def run_part(self, batch: ForwardBatch) -> Tensor:
+        """This stage's part of a pass, which may be recorded: what stages tell each other about the shapes
+        of tensors, they have told in an earlier pass. All stages run it, or all run ``forward``.
+
+        Returns:
+            A part of what it hands on: [R, H] of the last stage, [T, H] of others.
+        """
+
+
+@runtime_checkable
 class LaunchesPasses(Protocol):
-    """A model of which other stages have layers: one pass may begin while others are there."""
+    """The first stage's :class:`RunsParts`: one pass may begin while others are on later stages."""
 
     def launch(self, batch: ForwardBatch) -> Future[Callable[[], Tensor]]:
         """Begin a pass; what comes, called, gives what ``forward`` does. They come in order."""
+
+    def expect(self, num_rows: int) -> Future[Callable[[], Tensor]]:
+        """What comes of a pass that ``run_part`` has begun here, and that gives so many rows."""
 
 
 @runtime_checkable

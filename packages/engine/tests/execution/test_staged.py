@@ -4,22 +4,27 @@ after the other give."""
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_capture import FakeGraph
 from test_worker import config_for, make_worker
 
+from headrace_core.errors import CaptureRefused
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
+from headrace_engine.execution.capture import Capture
+from headrace_engine.multiproc.staged import StagedRunner
 from headrace_testing.fakes.requests import new_request
 
 PROMPTS = {"a": [3, 4, 5], "b": [6, 7]}
 
 
-def ready(model: Any, tiny: Any) -> ModelWorker:
-    worker = make_worker(model)
+def ready(model: Any, tiny: Any, **settings: Any) -> ModelWorker:
+    worker = make_worker(model, **settings)
     worker.load()
     worker.allocate_cache(config_for(tiny))
     return worker
@@ -48,8 +53,19 @@ def launching(tiny: Any) -> Any:
             super().__init__()
             self.under_way: list[tuple[Future[Any], torch.Tensor]] = []
 
+        ends_pass = False
+
         def launch(self, batch: Any) -> Future[Any]:
             self.under_way.append((Future(), self.forward(batch)))
+            return self.under_way[-1][0]
+
+        def run_part(self, batch: Any) -> torch.Tensor:
+            assert batch.logits_rows is None, "all rows are handed on"
+            self.part = self.forward(batch)
+            return self.part
+
+        def expect(self, num_rows: int) -> Future[Any]:
+            self.under_way.append((Future(), self.part[-num_rows:]))
             return self.under_way[-1][0]
 
         def arrive(self) -> None:
@@ -79,6 +95,37 @@ def test_two_steps_are_under_way(tiny: Any, launching: Any) -> None:
         assert tokens(result) == expected[number]
         if number < 2:
             results.append(worker.execute(steps[2 + number]))
+
+
+def test_a_step_that_fits_is_begun_by_its_recording(tiny: Any, launching: Any) -> None:
+    """Its result is expected beside others'; a larger one is launched."""
+    graph = FakeGraph()
+    plain, worker = (
+        ready(tiny.LM(), tiny),
+        ready(launching, tiny, capture=Capture(lambda: lambda: graph, (2,))),
+    )
+    worker.warm_up()
+    assert graph.need is not None
+    assert graph.need.all_rows
+    steps = [first(0, "a", 1), first(1, "b", 3), further(2, "a"), further(3, "b")]
+    expected = [tokens(plain.execute(step)) for step in steps]
+    steps = [first(0, "a", 1), first(1, "b", 3), further(2, "a"), further(3, "b")]
+    found = []
+    for pair in (steps[:2], steps[2:]):
+        results = [worker.execute(step) for step in pair]
+        assert len(launching.under_way) == 2
+        for result in results:
+            launching.arrive()
+            result.finish()
+            found.append(tokens(result))
+    assert found == expected
+    assert graph.replayed == [(2, None), (1, None), (1, None)]
+
+
+def test_steps_whose_states_are_read_are_not_recorded() -> None:
+    runner: Any = SimpleNamespace(tap=object())
+    with pytest.raises(CaptureRefused, match="between layers of several stages"):
+        StagedRunner.whole_step(runner, runner)
 
 
 def test_parts_of_a_prompt_are_under_way(tiny: Any, launching: Any) -> None:

@@ -46,8 +46,14 @@ class Divided(Whole):
 class Staged(Divided):
     """One whose hidden states come to rank 0 alone."""
 
+    def __init__(self) -> None:
+        self.coming: Future[Any] = Future()
+
     def launch(self, batch: ForwardBatch) -> Future[Any]:
         raise AssertionError("not asked for")
+
+    def expect(self, num_rows: int) -> Future[Any]:
+        return self.coming
 
 
 @pytest.fixture
@@ -115,3 +121,14 @@ def test_who_guesses_looks_up_on_every_rank(sent: list[ModelPass]) -> None:
     model = led(Divided(), sent)
     assert torch.equal(model.token_vectors(torch.tensor([2])), TABLE[2:3])
     assert sent[0].method == "token_vectors"
+
+
+def test_no_pass_follows_one_whose_result_did_not_come(sent: list[ModelPass]) -> None:
+    model = Staged()
+    led(model, sent)
+    coming = model.expect(3)
+    model.coming.set_exception(ValueError("a stage has died"))
+    for further in (coming.result, lambda: model.forward(BATCH)):
+        with pytest.raises(ValueError, match="a stage has died"):
+            further()
+    assert sent == []

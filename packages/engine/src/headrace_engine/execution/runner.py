@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -295,6 +295,14 @@ class ModelRunner:
         if self.tap is not None:
             return self.tap.forward(self.with_metadata(batch))
         return self.model.compute_logits(self.model.forward(self.with_metadata(batch)))
+
+    def record(self, record: Callable[..., StepGraph | None], **need: Any) -> StepGraph | None:
+        """A graph of :meth:`whole_step`; None: steps run eagerly.
+
+        Args:
+            record: makes one of a step, with these fields of :class:`headrace_core.graph.GraphNeed`.
+        """
+        return record(self.whole_step, **need)
 
     def _forward(
         self, inputs: StepInputs, step: ScheduledStep, states: Callable[[], Tensor] | None

@@ -175,8 +175,7 @@ class ParallelConfig:
         if self.pipeline_parallel_size == 1:
             return
         for name, value in (
-            ("enable_expert_parallel", self.enable_expert_parallel and "true"),
-            ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
+            ("enable_eplb", self.enable_eplb and "true"),
             ("nnodes", self.nnodes > 1 and "above 1"),
             ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
         ):

@@ -15,7 +15,7 @@ from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import KVCacheConfig
 from headrace_core.lora import AdapterSlots
-from headrace_core.model import DividesVocabulary, SupportsPooling
+from headrace_core.model import DividesVocabulary, RunsParts, SupportsPooling
 from headrace_engine.execution.measuring.measure import Peak
 from headrace_engine.execution.pooling import needs_all_rows
 from headrace_engine.kv_transfer.finding import BlockFinder
@@ -28,10 +28,12 @@ from headrace_engine.multiproc.leader import (
     LOGITS,
     LOGITS_OF_ROWS,
     OF_EXPERTS,
+    OF_LAYERS,
     PASSES,
     REPLAY,
     VOCABULARY,
 )
+from headrace_engine.multiproc.staged import record_part
 from headrace_engine.worker.recording import step_recorder
 from headrace_engine.worker.serving import ServingWorker
 from headrace_engine.worker.settings import WorkerSettings
@@ -72,7 +74,7 @@ class FollowingWorker(ServingWorker):
             return
         if method not in (*PASSES, *VOCABULARY, LOGITS_OF_ROWS):
             raise ModelError(f"{method!r} is not a pass of a model")
-        if method not in ("forward", *OF_EXPERTS) and not self._ranks.has_inputs:
+        if method not in (*OF_LAYERS, *OF_EXPERTS) and not self._ranks.has_inputs:
             return  # of what makes inputs and logits, which the first stage has
         if method == LOGITS_OF_ROWS:
             self._compute_logits(*args)
@@ -84,8 +86,10 @@ class FollowingWorker(ServingWorker):
 
     @property
     def _divides_head(self) -> bool:
-        """True if this rank's head computes some of the logits."""
+        """True if this rank's head computes some of the logits of states that each rank has."""
         model = self._loaded()
+        if isinstance(model, RunsParts):
+            return False  # rank 0 gets them, and sends them
         return isinstance(model, DividesVocabulary) and LOGITS in model.vocabulary_passes
 
     def _compute_logits(self, start: int, count: int) -> None:
@@ -112,9 +116,17 @@ class FollowingWorker(ServingWorker):
         ):
             graph.replay(batch, num_logits)
             return
+        if isinstance(runner.model, RunsParts):
+            runner.model.run_part(runner.with_metadata(batch))
+            return
         states = runner.model.forward(runner.with_metadata(batch))
         if has_logits and num_logits:
             runner.model.compute_logits(states[:num_logits])
+
+    @property
+    def _reads_parts(self) -> bool:
+        """True if something reads the states of several stages: such steps run eagerly."""
+        return self._settings.drafts.reads_states and isinstance(self._loaded(), RunsParts)
 
     @property
     def _records_logits(self) -> bool:
@@ -125,6 +137,8 @@ class FollowingWorker(ServingWorker):
     def _recorded(self, batch: ForwardBatch) -> Tensor:
         """The step that is recorded (:data:`headrace_core.graph.Step`)."""
         runner = self._ready()
+        if isinstance(runner.model, RunsParts):
+            return runner.model.run_part(runner.with_metadata(batch))
         states = runner.model.forward(runner.with_metadata(batch))
         return runner.model.compute_logits(states) if self._records_logits else states
 
@@ -211,12 +225,16 @@ class FollowingWorker(ServingWorker):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
-        is_recorded = self._settings.capture is not None
-        if is_recorded and self._ranks.has_inputs:  # steps of stages are not recorded
+        if self._settings.capture is not None and not self._reads_parts:
             runner, cache = self._ready(), self._cache
             assert cache is not None
-            recorder = step_recorder(self._settings, runner, cache, self._gives_all_rows())
-            record = partial(recorder, self._recorded)
+            model = runner.model
+            record = partial(
+                record_part,
+                step_recorder(self._settings, runner, cache, self._gives_all_rows()),
+                self._recorded,
+                is_last=not isinstance(model, RunsParts) or model.ends_pass,
+            )
             runner.graph = record()
             if self._following is not None:
                 slots = torch.full((self._limits.max_num_batched_tokens,), NONE, dtype=torch.int32)

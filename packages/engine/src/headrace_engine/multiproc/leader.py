@@ -30,7 +30,9 @@ BEGIN_MOVE, END_MOVE = "begin_move", "end_move"
 """Likewise, in which they begin to come to other ranks, and take their places there."""
 OF_EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE, TAKE_PART)
 """Those, and the one in which ranks compute for other engines only."""
-PASSES = ("forward", "forward_streams", "embed_media", "encode", *OF_EXPERTS)
+OF_LAYERS = ("forward", "forward_streams")
+"""Those of models that run their layers: every stage has a part in them."""
+PASSES = (*OF_LAYERS, "embed_media", "encode", *OF_EXPERTS)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 LOGITS = "compute_logits"
 VOCABULARY = ("token_vectors", LOGITS)
@@ -84,6 +86,8 @@ class PassLeader:
                 setattr(model, name, partial(ways.get(name, partial(self._run, name)), own))
         if isinstance(model, LaunchesPasses):
             setattr(model, "launch", partial(self._launch, model.launch))  # noqa: B010 - as above
+            expect = model.expect
+            setattr(model, "expect", lambda num_rows: self._watched(expect(num_rows)))  # noqa: B010
 
     def expect(self) -> None:
         """A pass is about to come: other ranks may wake up while this one makes it ready."""
@@ -130,7 +134,11 @@ class PassLeader:
         self, own: Callable[[ForwardBatch], Future[Any]], batch: ForwardBatch
     ) -> Future[Any]:
         """Begin a pass, which may fail at any time until its result comes."""
-        begun, told = self._run("forward", own, batch), Future[Any]()
+        return self._watched(self._run("forward", own, batch))
+
+    def _watched(self, begun: Future[Any]) -> Future[Any]:
+        """The result of a pass; if it fails, no further one runs."""
+        told = Future[Any]()
 
         def tell(done: Future[Any]) -> None:
             error = done.exception()

@@ -377,10 +377,10 @@ class ServingWorker:
                 all_rows = runner.all_rows = needs_all_rows(runner.model, self._settings.pooling)
             record = step_recorder(self._settings, runner, cache, all_rows)
             if self._ranks.leader is None:
-                runner.graph = record(runner.whole_step, parts=parts)
+                runner.graph = runner.record(record, parts=parts)
             else:  # each rank records its own steps; a step in parts has no order for exchanges
                 with self._ranks.leader.alone():
-                    runner.graph = record(runner.whole_step)
+                    runner.graph = runner.record(record)
                 self._ranks.leader.lead_replays(runner.graph)
             if self._draft_proposer is not None:
                 like = torch.empty(
@@ -390,7 +390,7 @@ class ServingWorker:
             if self._adapters is not None:
                 with nullcontext() if self._ranks.leader is None else self._ranks.leader.alone():
                     self._adapters.choose_all(tokens, tokens)
-                    runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
+                    runner.adapter_graph = runner.record(record, kind="steps with adapters")
                     self._adapters.choose_none()
                 if self._ranks.leader is not None:
                     self._ranks.leader.lead_replays(runner.adapter_graph)

@@ -96,8 +96,6 @@ class Decoder(Layer, ABC):
     """Tokens whose logits this rank's head computes; None: all."""
     no_stages: str = ""
     """Why the layers cannot be on several stages, where it is not seen from the built model."""
-    is_whole: bool = True
-    """False: other stages have some of the layers (:mod:`headrace_models.stages.cut`)."""
     spelling: ClassVar[Spelling] = {}
     """See :class:`~headrace_models.config.settings.Settings`."""
 
@@ -302,7 +300,7 @@ class Decoder(Layer, ABC):
         """See :class:`headrace_core.speculation.ShowsStreams`."""
         own = ("run_blocks", "run_layer", "prepare_batch", "forward")
         shown = all(getattr(type(self), name) is getattr(Decoder, name) for name in own)
-        return len(self.layers) + 1 if shown and self.is_whole else 0
+        return len(self.layers) + 1 if shown else 0
 
     def forward_streams(
         self, batch: ForwardBatch, layers: Sequence[int]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace_core.errors import ConfigError, UnsupportedModel
@@ -18,6 +15,7 @@ from headrace_models.layers.attention.self_attention import Attention
 from headrace_models.layers.base import Layer, WeightLayer, walk
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.stages.division import PARTITION, layers_by_stage
+from headrace_models.stages.passes import StagePasses
 from headrace_models.weight_bytes import kept_bytes
 
 if TYPE_CHECKING:
@@ -72,12 +70,7 @@ def cut(model: object, stage: Stage, dtype: str) -> None:
             model.layers[index] = AbsentBlock()
     if not stage.is_first:
         _take_out_rest(model)
-    model.is_whole = False
-    passes: dict[str, object] = {"forward": partial(_run, model, stage, own)}
-    if stage.is_first and stage.result is not None:
-        launch = partial(_launch, model, stage, own)
-        passes = {"launch": launch, "forward": lambda batch: launch(batch).result()()}
-    for name, made in passes.items():
+    for name, made in StagePasses(model, stage, own).members().items():
         setattr(model, name, made)  # of this object
     if stage.is_first:
         parts = ", ".join(map(str, numbers))
@@ -129,30 +122,3 @@ def _take_out_rest(model: Decoder) -> None:
             setattr(model, name, _Absent())
         elif isinstance(value, list):
             setattr(model, name, [one for one in value if not isinstance(one, Layer)])
-
-
-def _launch(
-    model: Decoder, stage: Stage, own: range, batch: ForwardBatch
-) -> Future[Callable[[], Tensor]]:
-    """See :class:`headrace_core.model.LaunchesPasses`."""
-    assert stage.result is not None
-    _run(model, stage, own, batch)
-    return stage.result.expect(len(model.layers), model.finish)
-
-
-def _run(model: Decoder, stage: Stage, own: range, batch: ForwardBatch) -> Tensor:
-    """A stage's part of a pass; returns a part of what it hands on."""
-    batch = model.prepare_batch(batch)
-    if stage.before is None:
-        x, residual = model.embed_tokens(batch), None
-    else:
-        x, residual = stage.before.receive(own.start)
-    for index in own:
-        x, residual = model.run_layer(index, x, residual, batch)
-    if stage.after is not None:
-        stage.after.send(x, residual, own.stop)
-    if stage.is_last:
-        x, residual = model.wanted_rows(x, residual, batch)
-        if stage.result is not None:
-            stage.result.send(x, residual, own.stop)
-    return x

@@ -75,15 +75,19 @@ class Ranks:
         return self.are_several and self._context_size > 1
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
-        """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
-        group = self.communicator()
-        return (group,) if self.are_several and isinstance(group, RecordsCalls) else ()
+        """What makes calls in steps beside kernels: groups of ranks, if their calls can be recorded."""
+        groups = (self.communicator(), *(link.pair for link in self._links))
+        return tuple(group for group in groups if isinstance(group, RecordsCalls))
 
-    def can_record(self) -> bool:
-        """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
+    def can_record(self, *, pools: bool) -> bool:
+        """True if exchanges between ranks can be part of recorded steps; if not, logs why.
+
+        Args:
+            pools: the model pools.
+        """
         whose = (
-            "of several stages"
-            if self.num_stages > 1
+            "of several stages of a model that pools"
+            if self.num_stages > 1 and pools
             else "of ranks that share keys"
             if self.share_keys
             else "of engines that share experts"
@@ -150,11 +154,11 @@ class Ranks:
         after = link(index) if index < last else None
         # The streams of a stage's ranks are equal, and rank 0 is who uses what comes out.
         result = link(last) if lane == 0 and index in (0, last) else None
-        return Stage(index, self.num_stages, numbers, before, after, result)
+        return Stage(index, self.num_stages, numbers, before, after, result, lane)
 
     def context_group(self) -> Communicator:
         """The neighbouring ranks that share keys, this one among them, which joins when first asked for."""
-        if self._place is None or not self.share_keys or self._context_size == self.world_size:
+        if self._place is None or not self.share_keys or self._context_size == self.tensor_size:
             return self.communicator()
         number, rank = divmod(self.rank, self._context_size)
         return self._join(context_group_name(number), rank, self._context_size)
@@ -252,7 +256,7 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
     """All groups of an engine's ranks."""
     tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shared = parallel.decode_context_parallel_size
-    context = range(tensor_size // shared) if 1 < shared < tensor_size else ()
+    context = range(parallel.num_ranks // shared) if 1 < shared < tensor_size else ()
     tensor = [tensor_group(stage) for stage in range(num_stages)] if tensor_size > 1 else []
     links = [
         link_group(lane, start)
@@ -298,10 +302,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
         )
     if platform.device == "cuda":
         check_gpus(parallel)
-    refused = _single_rank_settings(config)
-    if parallel.pipeline_parallel_size > 1:
-        refused += _single_stage_settings(config)
-    for field, value, why in refused:
+    for field, value, why in _single_rank_settings(config):
         if value:
             raise ConfigError(
                 f"{field} = {value!r:.200}: must be left out while {parallel.describe_ranks()}: {why}",
@@ -325,15 +326,6 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
          "its methods would run on one rank only"),
         ("multimodal.ec_transfer_config", config.multimodal.ec_transfer_config,
          "engines that share an encoder have one rank"),
-    )  # fmt: skip
-
-
-def _single_stage_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
-    """Settings that need one stage, likewise."""
-    reads_layers = config.speculative.method == "eagle3"
-    return (
-        ("speculative.method", reads_layers and "eagle3",
-         "it reads what comes out of layers in the middle, which are on several stages"),
     )  # fmt: skip
 
 

@@ -201,10 +201,11 @@ class RankParts:
         from headrace_engine.execution.capture import Capture
 
         config, ranks, ops = self._resolved.config, self._ranks, self._ops
+        pools = self._resolved.info.pooling is not None
         if config.multimodal.only_encodes:
             return None
         return Capture(
-            lambda: ops.step_graph if ranks.can_record() else None,
+            lambda: ops.step_graph if ranks.can_record(pools=pools) else None,
             self._setup.capture_sizes,
             enforce_eager=bool(config.graph.enforce_eager),
             recorders=ranks.recorders,
