@@ -28,10 +28,10 @@ class ParallelConfig:
         "and tensor_parallel_size ranks, processes of this machine.", other_flag="-pp",
     )  # fmt: skip
     prefill_context_parallel_size: int = option(
-        1, "Groups of tensor_parallel_size ranks that divide the tokens of long prompts: each has all weights"
-        " and the whole KV cache, and computes a part of each prompt. Everything else every group computes.",
+        1, "Ranks that divide the tokens of long prompts: each has all weights and the whole KV cache, and "
+        "computes a part of each prompt. Everything else every rank computes.",
         other_flag="-pcp",
-        cost="the memory of weights and cache so many times; short steps are computed by every group, with "
+        cost="the memory of weights and cache so many times; short steps are computed by every rank, with "
         "its share of the threads",
     )  # fmt: skip
     decode_context_parallel_size: int = option(
@@ -190,6 +190,7 @@ class ParallelConfig:
         if count == 1:
             return
         for name, value in (
+            ("tensor_parallel_size", self.tensor_parallel_size > 1 and "above 1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size > 1 and "above 1"),
             ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
             ("enable_expert_parallel", self.enable_expert_parallel and "true"),
