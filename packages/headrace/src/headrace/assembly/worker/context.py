@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.assembly.parallel.context_parallel import key_sharing
+from headrace.assembly.parallel.prefill_context import dividing
 from headrace.assembly.resolved import ResolvedConfig
 from headrace_attention.selection import BackendChooser, choose_backend
 from headrace_core.attention import (
@@ -93,7 +94,7 @@ def build_context(
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     uncached = tower_chooser(resolved, ops, choose)
-    sharing = key_sharing(config, ops, ranks)
+    sharing, cut = key_sharing(config, ops, ranks), dividing(ops, ranks)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -109,7 +110,7 @@ def build_context(
             activations=config.model.quantization_activations,
         ),
         communicator=SingleProcess() if ranks is None else ranks.communicator(),
-        attention=lambda need: sharing(need, _paged(choose(need))),
+        attention=lambda need: cut(need, sharing(need, _paged(choose(need)))),
         encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,

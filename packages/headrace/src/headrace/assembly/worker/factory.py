@@ -135,4 +135,5 @@ def ranked_workers(
         parallel.pipeline_parallel_size,
         plan,
         peers,
+        parallel.prefill_context_parallel_size,
     )

@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.memory_check import check_room
 from headrace.assembly.parallel.context_parallel import share_blocks
+from headrace.assembly.parallel.prefill_context import (
+    check_tokens_only,
+    divide_passes,
+    divided_pass,
+)
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker.context import backend_chooser, build_context
 from headrace_core.model import CausalLM
@@ -71,6 +76,8 @@ def build_model(
     def admit(model: CausalLM) -> None:
         if ranks is not None and ranks.share_keys:
             share_blocks(model, config.parallel.decode_context_parallel_size)
+        if ranks is not None and ranks.divide_prompts:
+            check_tokens_only(model)
         if again:
             return
         if experts is not None:
@@ -99,6 +106,9 @@ def build_model(
         experts.meet_engines(model)
     if told is not None and record is not None:
         told(record)
+    divided = None if ranks is None else divided_pass(ranks, config.cache.block_size)
+    if divided is not None:
+        divide_passes(model, divided)
     return model
 
 

@@ -13,6 +13,7 @@ from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.parallel.experts import divided_experts
+from headrace.assembly.parallel.prefill_context import divided_pass, undivided_graphs
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
@@ -204,8 +205,11 @@ class RankParts:
         pools = self._resolved.info.pooling is not None
         if config.multimodal.only_encodes:
             return None
+        divided = divided_pass(ranks, config.cache.block_size)
         return Capture(
-            lambda: ops.step_graph if ranks.can_record(pools=pools) else None,
+            lambda: (
+                undivided_graphs(ops.step_graph, divided) if ranks.can_record(pools=pools) else None
+            ),
             self._setup.capture_sizes,
             enforce_eager=bool(config.graph.enforce_eager),
             recorders=ranks.recorders,
