@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace_attention.prompt_division import NewTokens, Piece, PromptDivision
 
 requests = st.lists(
-    st.builds(NewTokens, first=st.integers(0, 300), count=st.integers(1, 900)),
+    st.builds(NewTokens, first=st.integers(0, 300), num_tokens=st.integers(1, 900)),
     min_size=1,
     max_size=6,
 )
@@ -20,7 +20,7 @@ def test_every_token_is_one_ranks_and_every_block(
 ) -> None:
     division = PromptDivision(ranks, size, least_tokens=40)
     pieces = division.pieces(news)
-    if max(new.count for new in news) < max(40, 2 * ranks * size):
+    if max(new.num_tokens for new in news) < max(40, 2 * ranks * size):
         assert pieces is None
         return
     assert pieces is not None
@@ -29,12 +29,12 @@ def test_every_token_is_one_ranks_and_every_block(
     for rank, own in enumerate(pieces):
         assert own == sorted(own), "in the order of the batch"
         for request, start, end in own:
-            assert 0 <= start < end <= news[request].count
+            assert 0 <= start < end <= news[request].num_tokens
             for token in range(start, end):
                 assert owner.setdefault((request, token), rank) == rank
                 block = (news[request].first + token) // size
                 assert written.setdefault((request, block), rank) == rank
-    assert len(owner) == sum(new.count for new in news)
+    assert len(owner) == sum(new.num_tokens for new in news)
     for rank in range(ranks):
         later = [p for p in pieces[rank] if news[p.request].first + p.start > 0]
         assert later, "no rank has beginnings of prompts only"

@@ -63,9 +63,9 @@ class Packer:
 
 def _rows(part: plans.Piece, weight: PlannedWeight) -> Tensor:
     dtype = getattr(torch, weight.dtype)
-    count = part.count * weight.in_features
+    count = part.num_rows * weight.in_features
     flat = torch.frombuffer(part.file, dtype=dtype, count=count, offset=part.offset)
-    return flat.view(part.count, weight.in_features).clone()
+    return flat.view(part.num_rows, weight.in_features).clone()
 
 
 class Start:

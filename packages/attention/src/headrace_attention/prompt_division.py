@@ -23,7 +23,7 @@ class NewTokens(NamedTuple):
 
     first: int
     """Position of the first one: so many are computed already."""
-    count: int
+    num_tokens: int
 
 
 class Piece(NamedTuple):
@@ -55,19 +55,19 @@ class PromptDivision:
 
         Requests with few new tokens stay whole, each on the rank that has the fewest tokens by then.
         """
-        if max(new.count for new in requests) < self.least_tokens:
+        if max(new.num_tokens for new in requests) < self.least_tokens:
             return None
         found: list[list[Piece]] = [[] for _ in range(self.ranks)]
         for index, new in enumerate(requests):
-            if new.count >= self.least_tokens:
+            if new.num_tokens >= self.least_tokens:
                 for rank, start, end in self._cut(new):
                     found[rank].append(Piece(index, start, end))
         load = [sum(piece.end - piece.start for piece in pieces) for pieces in found]
         for index, new in enumerate(requests):
-            if new.count < self.least_tokens:
+            if new.num_tokens < self.least_tokens:
                 rank = load.index(min(load))
-                found[rank].append(Piece(index, 0, new.count))
-                load[rank] += new.count
+                found[rank].append(Piece(index, 0, new.num_tokens))
+                load[rank] += new.num_tokens
         return [sorted(pieces) for pieces in found]
 
     def _cut(self, new: NewTokens) -> list[tuple[int, int, int]]:
@@ -75,10 +75,12 @@ class PromptDivision:
         parts, size = 2 * self.ranks, self.block_size
         # Borders of blocks, nearest to equal parts; halves are rounded up.
         borders = [
-            (2 * (new.first * parts + new.count * i) + parts * size) // (2 * parts * size) * size
+            (2 * (new.first * parts + new.num_tokens * i) + parts * size)
+            // (2 * parts * size)
+            * size
             for i in range(1, parts)
         ]
-        cuts = [0, *(border - new.first for border in borders), new.count]
+        cuts = [0, *(border - new.first for border in borders), new.num_tokens]
         last = self.ranks - 1
         own = [(rank, cuts[rank], cuts[rank + 1]) for rank in range(last)]
         middle = (last, cuts[last], cuts[last + 2])

@@ -127,7 +127,8 @@ def _differences(
     arrays: Sequence[Array | None], contents: Sequence[bytes], known: Sequence[bytes]
 ) -> tuple[bytes, list[bytes]]:
     """[N] codes, and what is sent of the tensors."""
-    codes, parts = bytearray(len(contents)), []
+    codes = bytearray(len(contents))
+    parts: list[bytes] = []
     for i, (content, before) in enumerate(zip(contents, known)):
         if content == before:
             continue
@@ -288,7 +289,7 @@ def _put(slot: _Slot, state: memoryview, view: memoryview, at: int) -> int:
     at += 4 * count
     values = np.frombuffer(view, bits, count, at) if count else np.zeros(0, bits)
     np.frombuffer(state, bits, slot.count, slot.start)[places] = values
-    return at + slot.dtype.itemsize * count
+    return at + values.nbytes
 
 
 def _group(tensors: Sequence[Tensor | None], max_seqlen_k: int) -> GroupBatch:

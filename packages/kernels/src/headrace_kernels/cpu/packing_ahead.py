@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
     file: mmap.mmap
     offset: int
-    count: int
+    num_rows: int
 
 
 class PackJob(NamedTuple):
@@ -50,7 +50,7 @@ class PackJob(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        return sum(part.count for part in self.parts)
+        return sum(part.num_rows for part in self.parts)
 
     @property
     def row_bytes(self) -> int:
@@ -156,7 +156,7 @@ class PackingAhead:
         )  # fmt: skip
         for job in chunk:
             for part in job.parts:
-                _let_go(part, part.count * job.row_bytes)
+                _let_go(part, part.num_rows * job.row_bytes)
 
     def _source(self, job: PackJob, calls: list[int], words: list[int]) -> int:
         """Address of a weight's rows: in the file, or where calls that are added bring them together."""
@@ -169,9 +169,9 @@ class PackingAhead:
         for part in job.parts:
             calls += (self._library.copy_rows.packed, len(words))
             words += (
-                at, address_of(part.file) + part.offset, part.count, 1, row, row, row, row, row,
+                at, address_of(part.file) + part.offset, part.num_rows, 1, row, row, row, row, row,
             )  # fmt: skip
-            at += part.count * row
+            at += part.num_rows * row
         return self._scratch.address
 
 

@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
     file: mmap.mmap
     offset: int
-    count: int
+    num_rows: int
 
 
 class PlannedWeight(NamedTuple):
