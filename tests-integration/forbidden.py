@@ -56,6 +56,18 @@ ALLOWED = {
     ("distributed/eplb/background.py", "BackgroundExchange.close: wait join"): "the same",
     ("headrace/assembly/parallel/experts.py", "DividedMixtures.end_move: wait result"): "the same",
     ("engine/kv_transfer/whole_blocks.py", "WholeBlocks._result: wait result"): "the call is done",
+    ("engine/kv_transfer/worker.py", "BlockMover._finish: wait result"):
+        "a stage that is gone ends the group, and so the call",
+    ("headrace/assembly/parallel/prefill_context.py", "divide_passes: wait join"):
+        "no thread: ranks join a group, within the meeting place's limit",
+    ("headrace/assembly/worker/factory.py", "packed_bytes: wait wait"):
+        "the thread ends with the weights' files, as loading does",
+    ("headrace/assembly/worker/model.py", "build_model.admit: wait wait"): "the same",
+    ("kernels/cpu/packing_ahead.py", "PackingAhead.wait: wait join"): "the same",
+    ("kernels/cpu/packing_ahead.py", "PackingAhead.take: wait join"): "the same",
+    ("kernels/cpu/packing_ahead.py", "PackingAhead.close: wait join"): "the thread is told to stop",
+    ("models/loading/ahead/weights.py", "WeightsAhead.wait: wait wait"):
+        "the thread ends with the weights' files, as loading does",
     ("engine/kv_transfer/worker.py", "BlockMover.run: wait result"):
         "a rank's reading of blocks, or its end, which fails the future",
     ("engine/lockstep/relay.py", "EngineRelay.close: wait join"):
