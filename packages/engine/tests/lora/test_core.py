@@ -32,6 +32,9 @@ class Scheduler:
     def abort(self, request_ids):
         return []
 
+    def update(self, step, result, told=None):
+        raise AssertionError("no step is made")
+
     def stats(self, *, drain=False):
         return SimpleNamespace(num_requests_waiting=0, block_size=0, waiting_loras={})
 

@@ -21,7 +21,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.kv import KVCacheConfig, KVCacheSpec, MLASpec
 from headrace_core.model import AttentionLayer
 from headrace_engine.kv_transfer.settings import FIELD
-from headrace_engine.speculation.draft_model import PREFIX
+from headrace_engine.speculation.layer_names import DRAFT_PREFIX
 
 PARTS = "kv_head_parts"
 
@@ -86,7 +86,10 @@ def parts_of_groups(
 def _parts_of(
     names: tuple[str, ...], layers: Mapping[str, AttentionLayer], division: Division
 ) -> GroupParts:
-    own, guessing = models_layers(names), tuple(name for name in names if name.startswith(PREFIX))
+    own, guessing = (
+        models_layers(names),
+        tuple(name for name in names if name.startswith(DRAFT_PREFIX)),
+    )
     found: list[BlockPart] = []
     times = 1
     if own:
@@ -105,7 +108,7 @@ def _parts_of(
 
 def models_layers(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a group's layers that are the model's own, and guess nothing."""
-    return tuple(name for name in names if not name.startswith(PREFIX))
+    return tuple(name for name in names if not name.startswith(DRAFT_PREFIX))
 
 
 def whole_spec(spec: Any, parts: GroupParts) -> Any:

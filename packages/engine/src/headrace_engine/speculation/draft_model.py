@@ -28,11 +28,10 @@ from headrace_core.speculation import DraftProposer, DraftTask
 from headrace_core.step import NewRequest
 from headrace_engine.speculation.draft_context import DraftContext, DraftView
 from headrace_engine.speculation.draft_head import DraftHead
+from headrace_engine.speculation.layer_names import DRAFT_PREFIX
 
 Ints = npt.NDArray[np.int64]
 
-PREFIX = "draft."
-"""Before the names of its layers among the model's."""
 CATCH_UP_TOKENS = 256
 """Tokens of a request that a step computes at most to catch up: others wait meanwhile."""
 
@@ -51,7 +50,7 @@ def draft_layers(model: CausalLM | DraftHead) -> dict[str, AttentionLayer]:
     for layer in layers.values():
         if layer.kv_spec is not None and not isinstance(layer.kv_spec, FullAttentionSpec | MLASpec):
             raise _refused("layers with windows, chunks or cross-attention")
-    return {f"{PREFIX}{name}": layer for name, layer in layers.items()}
+    return {f"{DRAFT_PREFIX}{name}": layer for name, layer in layers.items()}
 
 
 def _refused(what: str) -> UnsupportedFeature:
