@@ -20,8 +20,8 @@ pytestmark = pytest.mark.days(3)
 FIELD = "prefill_context_parallel_size"
 SETTINGS = {**ROOMY, "max_model_len": 256}
 FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 46}
-"""Not enough for all requests at once: some wait."""
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+"""Enough for one of the longest requests, not for all: some are preempted."""
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
 
 
 def _prompts() -> list[list[int]]:
@@ -65,17 +65,30 @@ def pair(folder: Path) -> Iterator[LLM]:
 
 def test_two_ranks_say_the_bits_of_one_process(pair: LLM, expected: Any) -> None:
     assert [said(pair, [prompt], GREEDY)[0] for prompt in PROMPTS] == expected
-    divided = divided_passes(pair)
+    before, divided = pair.engine.stats().num_preemptions, divided_passes(pair)
     assert divided[0] > 0
     assert divided[0] == divided[1]
     pair.reset_prefix_cache()
     with together(pair, len(PROMPTS)):
         batched = said(pair, PROMPTS, GREEDY)
     stats = pair.engine.stats()
+    assert stats.num_preemptions > before
     assert stats.num_free_blocks == stats.num_blocks
     assert batched == expected
-    assert said(pair, PROMPTS, GREEDY) == expected, "nor do they depend on the run, and on hits"
+    assert said(pair, PROMPTS, GREEDY) == expected, "nor do they depend on the run"
     assert divided_passes(pair)[0] > divided[0]
+
+
+def test_what_follows_a_prefix_that_is_cached_is_divided(pair: LLM, expected: Any) -> None:
+    pair.reset_prefix_cache()
+    assert said(pair, [PROMPTS[1]], GREEDY) == [expected[1]]
+    divided = divided_passes(pair)[0]
+    [hit] = pair.generate([PROMPTS[4]], GREEDY, use_tqdm=False)
+    assert hit.num_cached_tokens == 48
+    assert divided_passes(pair)[0] > divided
+    [output] = hit.outputs
+    scores = [e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True)]
+    assert [*zip(output.token_ids, scores, strict=True)] == expected[4]
 
 
 def test_prompts_in_parts_and_their_log_probabilities(folder: Path) -> None:
