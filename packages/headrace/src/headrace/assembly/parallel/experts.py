@@ -203,10 +203,23 @@ class DividedMixtures:
     def take_part(self) -> bool:
         """A pass in which this engine has no rows; False: no engine has any, and nothing was computed. All
         ranks of the engine must call it."""
+        return self._run_empty(0)
+
+    def take_leave(self) -> bool:
+        """As :meth:`take_part`, of an engine that is to end; True: so are all others."""
+        from headrace_models.layers.moe.exchange import LEAVING
+
+        exchange = self.division.exchange
+        assert exchange is not None
+        self._run_empty(LEAVING)
+        return exchange.all_leave
+
+    def _run_empty(self, number: int) -> bool:
+        """A pass without rows, for which a number is told; True: an engine has some."""
         exchange = self.division.exchange
         assert exchange is not None
         self.waves.enter()
-        with exchange.one_pass(0) as counts:
+        with exchange.one_pass(number) as counts:
             if not any(counts):
                 self.waves.rest()
                 return False
