@@ -420,6 +420,13 @@ class ServingWorker:
         ran: bool = self._ranks.experts.take_part()
         return ran
 
+    @torch.inference_mode()
+    def take_leave(self) -> bool:
+        """As :meth:`take_part`, of an engine that is to end. True: all others are, too, and wait for it no
+        longer."""
+        may_leave: bool = self._ranks.experts.take_leave()
+        return may_leave
+
     def _run(self, step: ScheduledStep) -> StepResult:
         runner = self._ready()
         if self._mover is None or step.connector_metadata is None:

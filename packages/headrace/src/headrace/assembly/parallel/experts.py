@@ -57,18 +57,13 @@ def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
     """Refuse what engines with experts in common have not been combined with."""
     if not config.parallel.shares_experts:
         return
-    for field, value, why in (
-        ("lora.enable_lora", config.lora.enable_lora, "adapters beside shared experts were not tried"),
-        ("model.runner", info.runner if info.runner != "generate" else None,
-         "passes that pool are an engine's own"),
-    ):  # fmt: skip
-        if value:
-            raise ConfigError(
-                f"{field} = {value!r:.200}: must be left out while "
-                f"{config.parallel.describe_ranks()}: {why}; without enable_expert_parallel engines are "
-                "independent",
-                field=field,
-            )
+    if info.runner != "generate":
+        field = "model.runner"
+        raise ConfigError(
+            f"{field} = {info.runner!r}: must be 'generate' while {config.parallel.describe_ranks()}: passes "
+            "that pool are an engine's own; without enable_expert_parallel engines are independent",
+            field=field,
+        )
 
 
 def divided_experts(
@@ -203,10 +198,23 @@ class DividedMixtures:
     def take_part(self) -> bool:
         """A pass in which this engine has no rows; False: no engine has any, and nothing was computed. All
         ranks of the engine must call it."""
+        return self._run_empty(0)
+
+    def take_leave(self) -> bool:
+        """As :meth:`take_part`, of an engine that is to end; True: so are all others."""
+        from headrace_models.layers.moe.exchange import LEAVING
+
+        exchange = self.division.exchange
+        assert exchange is not None
+        self._run_empty(LEAVING)
+        return exchange.all_leave
+
+    def _run_empty(self, number: int) -> bool:
+        """A pass without rows, for which a number is told; True: an engine has some."""
         exchange = self.division.exchange
         assert exchange is not None
         self.waves.enter()
-        with exchange.one_pass(0) as counts:
+        with exchange.one_pass(number) as counts:
             if not any(counts):
                 self.waves.rest()
                 return False
