@@ -170,7 +170,7 @@ def _in_four_bits(family: str, **changes: Any) -> Callable[[Path], Any]:
 
 
 def _with_images(folder: Path) -> Any:
-    return save_qwen2_vl(folder, num_hidden_layers=3)
+    return save_qwen2_vl(folder, tower_heads=4, num_hidden_layers=3)
 
 
 FLOATS = {"quantization_activations": "float"}
