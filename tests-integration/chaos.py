@@ -38,6 +38,8 @@ from servers import PATIENCE, START_SECONDS, RunningServer, free_port, running
 from tqdm import tqdm
 
 from headrace.bench.http import Client, HttpError
+from headrace_engine.clients import child
+from headrace_engine.multiproc import rank_process
 from headrace_engine.sim.tokens import expected_tokens
 from headrace_testing.waiting import wait_until
 
@@ -58,6 +60,8 @@ VOCAB_SIZE, EOS = 1408, (2, 0)
 """Of the bundled model, whose tokenizer the simulated device borrows."""
 PATIENT = 0.98
 """Chance to wait another half second for servers that come back, before more is killed."""
+MISSED = (child.__name__, rank_process.__name__)
+"""Modules of engines and ranks, which a server misses; helpers of libraries may end unnoticed."""
 MOST_FALLS, FALLS_SECONDS = 3, 65.0
 """Kills of a server's engines: more within a minute, and the server replaces them no more."""
 
@@ -219,11 +223,13 @@ class Fleet:
             return ""
         self._falls[index] = [*recent, now]
         pid = chosen.choice(inner)
+        is_missed = any(module in command_line(pid) for module in MISSED)
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return ""
-        self._unnoticed.append((process, pid, "-dp" in self._commands[index]))
+        if is_missed:
+            self._unnoticed.append((process, pid, "-dp" in self._commands[index]))
         return f"process {pid} of server {index + 1}"
 
     def has_noticed(self) -> bool:
@@ -279,6 +285,14 @@ def get(url: str) -> tuple[int, bytes]:
         return error.code, error.read()
     except OSError:
         return 0, b""
+
+
+def command_line(pid: int) -> str:
+    """Words of a process; "" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 def children(pid: int) -> list[int]:

@@ -108,14 +108,14 @@ def _with_qwen_processor(folder: Path, model: Any, ids: Mapping[str, int]) -> An
     return finish(folder, model, "".join(QWEN_MARKS[1:]), ids[QWEN_MARKS[0]])
 
 
-def save_qwen2_vl(folder: Path, **changes: Any) -> Any:
+def save_qwen2_vl(folder: Path, *, tower_heads: int = 2, **changes: Any) -> Any:
     """Images of their own size, a token for every 16 x 16 pixels; ``changes`` of the text's config."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     ids = save_tokenizer(folder, QWEN_MARKS)
     end = ids["<|endoftext|>"]
     vision = {
-        "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2,
+        "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": tower_heads, "mlp_ratio": 2,
         "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}

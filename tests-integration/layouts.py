@@ -170,7 +170,7 @@ def _in_four_bits(family: str, **changes: Any) -> Callable[[Path], Any]:
 
 
 def _with_images(folder: Path) -> Any:
-    return save_qwen2_vl(folder, num_hidden_layers=3)
+    return save_qwen2_vl(folder, tower_heads=4, num_hidden_layers=3)
 
 
 FLOATS = {"quantization_activations": "float"}
@@ -178,7 +178,7 @@ KINDS = {
     "dense": Family("dense: Llama", _changed("llama")),
     "mixture": Family("mixture: Qwen3-MoE", _changed("qwen3_moe")),
     "latent": Family("latent attention, mixture: DeepSeek V3", _changed("deepseek_v3")),
-    "hybrid": Family("hybrid: Bamba", _changed("bamba")),
+    "hybrid": Family("hybrid: Bamba", _changed("bamba", mamba_n_groups=4)),
     "hybrid mixture": Family(
         "hybrid, mixture: Qwen3-Next",
         _changed("qwen3_next", linear_num_key_heads=4, linear_num_value_heads=8),

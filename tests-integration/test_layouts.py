@@ -66,7 +66,7 @@ def preempted(llm: LLM, family: Family, layout: Layout) -> list[Said]:
     return batches
 
 
-@pytest.mark.parametrize(("name", "flags"), todays(CELLS, days=18))
+@pytest.mark.parametrize(("name", "flags"), todays(CELLS, days=56))
 def test_a_layout_says_what_one_process_says(
     name: str, flags: str, checkpoints: Checkpoints
 ) -> None:

@@ -239,6 +239,18 @@ def test_several_ranks(case: str, ranks: int) -> None:
         torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
 
 
+def test_ranks_do_not_share_a_head() -> None:
+    """Its output would be added once for each of them."""
+
+    def work(communicator: Communicator) -> None:
+        Attention(context(communicator), "attn", rotary=None, **SIZES)
+
+    with pytest.raises(
+        UnsupportedModel, match="heads = 4 must be divisible by tensor_parallel_size = 8"
+    ):
+        run_ranks(8, work)
+
+
 def test_chunks_are_a_kind_of_cache() -> None:
     (layer,) = build(CASES["chunks"]).layers
     assert isinstance(layer.kv_spec, ChunkedLocalSpec)

@@ -40,7 +40,7 @@ from headrace_models.layers.attention.heads_norm import (
     WholeRMSNorm,
 )
 from headrace_models.layers.base import Layer, Part, Shard, Slot, WeightLayer
-from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel, shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.layers.rotary import ROTARY_ROWS
 
@@ -142,7 +142,8 @@ class ProjectedAttention(Layer):
             if makes_keys:
                 self.key_norm = RMSNorm(context, f"{name}.k_norm", head_dim, eps, offset=offset)
 
-        heads = shard_of(num_heads, context.communicator, what=f"{name}, heads")
+        # A head that two ranks keep would be added twice by the output layer.
+        heads = dividing_shard(num_heads, context.communicator, what=f"{name}, heads")
         kv_heads = shard_of(num_kv_heads, context.communicator, what=f"{name}, key-value heads")
         self.kv_copies = context.communicator.world_size // kv_heads.count
         self.spec = AttentionLayerSpec(
