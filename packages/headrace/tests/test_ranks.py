@@ -62,9 +62,15 @@ def test_groups_of_ranks_that_divide_prompts() -> None:
     of = [Ranks(RankPlace(rank, 4, prefill_context=2)) for rank in range(4)]
     assert [ranks.tensor_size for ranks in of] == [2] * 4
     assert [ranks.stage for ranks in of] == [0] * 4
-    assert Ranks(RankPlace(1, 2, prefill_context=2)).can_record(pools=False), (
-        "short steps exchange nothing"
-    )
+    alone = Ranks(RankPlace(1, 2, prefill_context=2))
+    assert alone.can_record(pools=False), "short steps exchange nothing"
+
+
+def test_stages_of_one_rank_record_what_they_exchange_or_nothing() -> None:
+    """They have no group that layers are divided over, and hand on hidden states all the same."""
+    ranks = Ranks(RankPlace(1, 3, "gloo", stages=3))
+    assert ranks.recorders() == ()
+    assert not ranks.can_record(pools=False)
 
 
 def test_experts_that_move_beside_steps_have_a_group_of_their_own() -> None:

@@ -109,7 +109,8 @@ class Ranks:
             if self.rank == 0:
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
-        if self.tensor_size == 1 or self.recorders():
+        exchanges = self.tensor_size > 1 or self.num_stages > 1
+        if not exchanges or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
             logger.info(
