@@ -57,21 +57,13 @@ def _check_shared(config: EngineConfig, info: ModelInfo) -> None:
     """Refuse what engines with experts in common have not been combined with."""
     if not config.parallel.shares_experts:
         return
-    speculative = config.speculative
-    for field, value, why in (
-        ("lora.enable_lora", config.lora.enable_lora, "adapters beside shared experts were not tried"),
-        ("speculative.method", speculative.method, "guesses beside shared experts were not tried"),
-        ("speculative.model", speculative.model, "a draft model's passes would be an engine's own"),
-        ("model.runner", info.runner if info.runner != "generate" else None,
-         "passes that pool are an engine's own"),
-    ):  # fmt: skip
-        if value:
-            raise ConfigError(
-                f"{field} = {value!r:.200}: must be left out while "
-                f"{config.parallel.describe_ranks()}: {why}; without enable_expert_parallel engines are "
-                "independent",
-                field=field,
-            )
+    if info.runner != "generate":
+        field = "model.runner"
+        raise ConfigError(
+            f"{field} = {info.runner!r}: must be 'generate' while {config.parallel.describe_ranks()}: passes "
+            "that pool are an engine's own; without enable_expert_parallel engines are independent",
+            field=field,
+        )
 
 
 def divided_experts(
