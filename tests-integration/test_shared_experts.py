@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from families import save_model
 from modes import PROMPTS, SETTINGS
-from servers import PATIENCE, SLACK, RunningServer, alive, serving
+from servers import PATIENCE, SLACK, RunningServer, alive, serving, slow_steps
 from test_data_parallel import by_engine, complete, engines
 from test_expert_parallel import agree, said
 
@@ -175,19 +175,27 @@ def test_a_killed_engine_ends_all(folder: Path) -> None:
         wait_until(lambda: not any(map(alive, pids)))
 
 
+def test_stopping_while_requests_run_is_an_orderly_end(folder: Path) -> None:
+    """Both engines run passes when the signal comes, and none of their four ranks misses another one."""
+    flags = (*words(folder), "-tp", "2", "--drain-timeout", "0")
+    with serving(*flags, environment=slow_steps(0.05)) as server:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(tokens, server, 0, engine, 100) for engine in (0, 1)]
+            wait_until(lambda: min(by_engine(server, "num_requests_running")) == 1)
+            assert server.stop() == 0
+        assert any(future.exception() is not None for future in asked)
+    bad = [line for line in server.log if re.search("ERROR|CRITICAL|Traceback|died|has left", line)]
+    assert bad == []
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"enable_eplb": True}, "parallel.enable_eplb.*share the experts"),
         ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
          "parallel.decode_context_parallel_size.*share the experts"),
         ({"distributed_executor_backend": "ray"}, "parallel.distributed_executor_backend.*'mp', or left"),
         ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend"),
-        ({"enable_lora": True}, "lora.enable_lora.*data_parallel_size = 2"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
-                                   "prompt_lookup_max": 2}},
-         "speculative.method = 'ngram'.*data_parallel_size = 2"),
         ({"enable_sleep_mode": True}, "device.enable_sleep_mode.*data_parallel_size = 2"),
         ({"device": "sim"}, "parallel.*must be 1 on device 'sim'"),
         ({"model_impl": "transformers"}, "parallel.enable_expert_parallel.*transformers"),

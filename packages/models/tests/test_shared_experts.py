@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace_core.errors import ModelError, UnsupportedModel
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_models.layers.moe.division import ExpertDivision
-from headrace_models.layers.moe.exchange import RowExchange
+from headrace_models.layers.moe.exchange import LEAVING, RowExchange
 from headrace_models.layers.moe.experts import Experts
 from headrace_models.loading.loader import load_model
 from headrace_testing.model.decoders import PagedDriver, ThreadRank, build_context, run_ranks
@@ -111,6 +111,45 @@ def test_rows_of_others_change_nothing() -> None:
     alone, *beside = run_engines(2, 1, work)[0]
     for one in beside:
         torch.testing.assert_close(alone, one, atol=1e-6, rtol=1e-6)
+
+
+def test_engines_that_are_to_end_leave_together() -> None:
+    """The second one is told later, in the middle of its work."""
+
+    def work(engine: int, own: Communicator, group: Communicator) -> list[bool]:
+        made, exchange = shared(engine, 2, own, group)
+        found = []
+        for rows in ((LEAVING, LEAVING, LEAVING), (3, 0, LEAVING))[engine]:
+            with exchange.one_pass(rows) as told:
+                found.append(exchange.all_leave)
+                if rows > 0:
+                    assert torch.isfinite(made(*inputs(rows, 3))).all()
+                elif any(told):
+                    exchange.take_part()
+        return found
+
+    assert run_engines(2, 1, work) == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize(("engines", "ranks"), [(2, 2), (3, 1)])
+def test_all_ranks_do_something_between_two_passes(engines: int, ranks: int) -> None:
+    """When those of engine 0 say so: what others have told is told again after it."""
+
+    def work(engine: int, own: Communicator, group: Communicator) -> list[Any]:
+        _, exchange = shared(engine, engines, own, group)
+        found: list[Any] = []
+        exchange.between = lambda: found.append("between")
+        for number in (1, 2):
+            if engine == 0 and number == 2:
+                exchange.call_all()
+                exchange.between()
+            with exchange.one_pass(number * (engine + 1)) as told:
+                found.append(list(told))
+                exchange._num_called = len(exchange.calls)
+        return found
+
+    told = [[number * (engine + 1) for engine in range(engines)] for number in (1, 2)]
+    assert run_engines(engines, ranks, work) == [[told[0], "between", told[1]]] * engines * ranks
 
 
 def test_calls_out_of_turn_are_errors() -> None:

@@ -224,6 +224,8 @@ class EngineLoop:
                 self._beat = self._clock()
                 self._handle_commands()
                 if self._stopping:
+                    if self._lockstep is not None:
+                        self._lockstep.leave()
                     break
                 if self._core.executor.failure is not None:  # while nothing ran
                     raise self._core.executor.failure

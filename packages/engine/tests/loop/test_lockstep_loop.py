@@ -19,7 +19,7 @@ class Turns:
 
     def __init__(self, left: int = 0, error: BaseException | None = None) -> None:
         self.left, self.error = left, error
-        self.ran = 0
+        self.ran = self.left_with_others = 0
         self.due: Callable[[], None] = lambda: None
 
     def when_due(self, call: Callable[[], None]) -> None:
@@ -33,6 +33,9 @@ class Turns:
         self.left -= 1
         self.ran += 1
         return True
+
+    def leave(self) -> None:
+        self.left_with_others += 1
 
     def close(self) -> None:
         self.left = 0
@@ -58,14 +61,17 @@ def test_empty_passes_run_while_they_are_due_and_requests_all_the_same() -> None
     loop.stop()
     assert not loop.is_alive
     assert sink.deaths == []
+    assert turns.left_with_others == 1
 
 
 def test_a_failed_empty_pass_ends_the_engine() -> None:
-    loop, sink = looping(Turns(error=EngineDead("rank 1 has died")))
+    turns = Turns(error=EngineDead("rank 1 has died"))
+    loop, sink = looping(turns)
     loop.start()
     wait_until(lambda: sink.deaths != [])
     assert "rank 1 has died" in str(sink.deaths[0])
     loop.stop()
+    assert turns.left_with_others == 0, "the others end with it"
 
 
 def test_the_end_of_another_engine_is_no_failure_of_one_that_was_told_to_end() -> None:

@@ -619,7 +619,16 @@ class ServingWorker:
         """Run an empty pass: compute for engines that share this one's experts. False: they have nothing to
         run either."""
         ran: bool = self._experts.take_part()
+        if ran and self._watcher is not None:
+            self._watcher.after_step()
         return ran
+
+    @torch.inference_mode()
+    def take_leave(self) -> bool:
+        """As :meth:`take_part`, of an engine that is to end. True: all others are, too, and wait for it no
+        longer."""
+        may_leave: bool = self._experts.take_leave()
+        return may_leave
 
     def _run(self, step: ScheduledStep) -> StepResult:
         runner = self._ready()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 from headrace_core.executor import Executor
 from headrace_engine.lockstep.peers import PeerEngines
 
-TAKE_PART = "take_part"
-"""The workers' method that runs an empty pass."""
+logger = logging.getLogger(__name__)
+
+TAKE_PART, TAKE_LEAVE = "take_part", "take_leave"
+"""The workers' methods that run an empty pass: one of many, and one of an engine that is to end."""
+LEAVE_SECONDS = 10.0
+"""Longest stay of an engine that is to end while others are not."""
 
 
 class LockstepTurns:
@@ -31,6 +37,18 @@ class LockstepTurns:
             return False
         self._executor.call(TAKE_PART)
         return True
+
+    def leave(self) -> None:
+        """Run empty passes until all engines are to end: none leaves while another one would wait for it.
+
+        Raises:
+            BaseException: an engine has ended, or a pass failed.
+        """
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while self._executor.failure is None and not self._executor.call(TAKE_LEAVE)[0]:
+            if time.monotonic() > deadline:
+                logger.warning("other engines were not told to end within %g s", LEAVE_SECONDS)
+                return
 
     def close(self) -> None:
         """Hear of no further waves."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace_core.errors import CaptureRefused, EngineDead, ReplayFailed, UnsupportedFeature
 from headrace_core.executor import Worker, WorkerFactory
-from headrace_engine.lockstep.turns import TAKE_PART
+from headrace_engine.lockstep.turns import TAKE_LEAVE, TAKE_PART
 from headrace_engine.multiproc.leader import PassLeader
 from headrace_engine.multiproc.nodes.listener import gather
 from headrace_engine.multiproc.places import RankedWorkers, Rendezvous
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LED = {"profile": "begin_profile", "warm_up": ""}
 """Calls whose passes rank 0 leads: the others follow its passes, then get the call. Before it they get the
 one that stands here, if one does."""
-OWN = ("start_profile", "stop_profile", TAKE_PART)
+OWN = ("start_profile", "stop_profile", TAKE_PART, TAKE_LEAVE)
 """Calls that are of rank 0 only: a recording is of its steps, and it leads the passes."""
 JOIN_SECONDS = 10.0
 """Longest wait for rank 0's thread at the end: it may be in an exchange with a rank that does not come."""

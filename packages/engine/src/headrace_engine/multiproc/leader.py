@@ -17,7 +17,7 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.graph import StepGraph
 from headrace_core.lora import AdapterSlots
 from headrace_core.model import DividesVocabulary, LaunchesPasses
-from headrace_engine.lockstep.turns import TAKE_PART
+from headrace_engine.lockstep.turns import TAKE_LEAVE, TAKE_PART
 from headrace_engine.multiproc.adapters import LedAdapters
 from headrace_engine.multiproc.messages import ModelPass
 
@@ -28,8 +28,8 @@ ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
 BEGIN_MOVE, END_MOVE = "begin_move", "end_move"
 """Likewise, in which they begin to come to other ranks, and take their places there."""
-OF_EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE, TAKE_PART)
-"""Those, and the one in which ranks compute for other engines only."""
+OF_EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE, TAKE_PART, TAKE_LEAVE)
+"""Those, and the ones in which ranks compute for other engines only."""
 PASSES = ("forward", "forward_streams", "embed_media", "encode", *OF_EXPERTS)
 """Methods of models whose layers are divided, and of their experts; another method is rank 0's own affair."""
 LOGITS = "compute_logits"

@@ -11,7 +11,7 @@ of all engines; H hidden size, k experts per row; P rows that an exchange has ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,12 @@ from headrace_core.parallel import Communicator
 
 if TYPE_CHECKING:
     from headrace_models.layers.moe.experts import Experts
+
+
+BETWEEN = -1
+"""Told as engine 0's number of rows: before the pass all ranks do something else together."""
+LEAVING = -2
+"""Told as the number of rows of an engine that has none, and is to end."""
 
 
 class MixtureCall(NamedTuple):
@@ -88,8 +94,12 @@ class RowExchange:
         """Rows of each engine in the pass that runs; empty between passes."""
         self.calls: list[MixtureCall] = []
         """Of a pass, in order; known after the first one."""
+        self.all_leave = False
+        """True in the pass in which every engine says that it is to end."""
         self._is_known = False
         self._num_called = 0
+        self.between: Callable[[], None] = lambda: None
+        """What this rank does, between two passes, when the ranks of engine 0 call all others."""
 
     def start(self, group: Communicator) -> None:
         """Exchange rows from now on with a group of W ranks, those of each engine next to each other.
@@ -101,6 +111,19 @@ class RowExchange:
         assert (group.rank, group.world_size) == wanted
         self._group = group
 
+    def call_all(self) -> None:
+        """Have all ranks of all other engines run :attr:`between` before their next pass; returns when they
+        begin to. All ranks of engine 0 call it, and only after a pass in which an engine had rows: then all
+        come to a further one."""
+        assert self.engine == 0
+        self._tell(BETWEEN)
+
+    def _tell(self, number: int) -> list[int]:
+        """A number of this engine -> those of all."""
+        told = self._group.all_gather(torch.tensor([number], dtype=torch.int64), dim=0)
+        found: list[int] = told[:: self._tensor.world_size].tolist()
+        return found
+
     @contextmanager
     def one_pass(self, num_tokens: int) -> Iterator[Sequence[int]]:
         """A pass of this engine's model, or an empty one; gives each engine's number of tokens.
@@ -108,21 +131,30 @@ class RowExchange:
         Every rank of every engine must begin one at the same time.
 
         Args:
-            num_tokens: of this engine; 0: it runs no layers, and takes part by :meth:`take_part`.
+            num_tokens: of this engine; 0, or :data:`LEAVING`: it runs no layers, and takes part by
+                :meth:`take_part`.
         """
-        told = self._group.all_gather(torch.tensor([num_tokens], dtype=torch.int64), dim=0)
-        self.counts = told[:: self._tensor.world_size].tolist()
-        self._num_called = 0
+        self._begin_pass(num_tokens)
         try:
             yield self.counts
         finally:
             self.counts = []
         if not self._is_known:
             self._is_known = True
-        elif num_tokens and self._num_called != len(self.calls):
+        elif num_tokens > 0 and self._num_called != len(self.calls):
             raise ModelError(
                 f"a pass called {self._num_called} mixtures, and the first one {len(self.calls)}"
             )
+
+    def _begin_pass(self, number: int) -> None:
+        """Tell a number of rows, and know those of all."""
+        self._num_called = 0
+        told = self._tell(number)
+        while told[0] == BETWEEN:
+            self.between()
+            told = self._tell(number)
+        self.all_leave = all(each == LEAVING for each in told)
+        self.counts = [max(0, each) for each in told]
 
     def take_part(self) -> None:
         """Do this rank's share of a pass in which its engine has no rows: of all calls, in order."""
