@@ -74,6 +74,7 @@ from headrace_engine.kv.states import state_groups
 from headrace_engine.kv_transfer.moves import MOVES
 from headrace_engine.kv_transfer.parts import GroupParts, parts_of_groups, whole_spec
 from headrace_engine.kv_transfer.worker import BlockMover, splits_of_groups
+from headrace_engine.lockstep.graph import LockstepGraph
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.lora.store import AdapterStore
 from headrace_engine.multiproc.staged import StagedRunner
@@ -573,7 +574,7 @@ class ServingWorker:
             record = partial(
                 capture_steps,
                 self._capture,
-                max_num_seqs=seqs,
+                max_num_seqs=seqs + self._meets_engines,  # one that fills a batch up
                 num_groups=len(runner.backends),
                 device=self._device.type,
                 all_rows=all_rows,
@@ -585,18 +586,35 @@ class ServingWorker:
                 runner.graph = record(runner.whole_step, parts=parts)
             else:  # each rank records its own steps; a step in parts has no order for exchanges
                 with self._leader.alone():
-                    runner.graph = record(runner.whole_step)
+                    runner.graph = self._record_together(runner, record)
                 self._leader.lead_replays(runner.graph)
             if self._draft_proposer is not None:
                 like = torch.empty(0, dtype=getattr(torch, self._dtype), device=self._device)
                 self._draft_proposer.capture(record, self._capture.largest, like)
-            if self._adapters is not None:
+            if self._adapters is not None and not self._meets_engines:
                 with nullcontext() if self._leader is None else self._leader.alone():
                     self._adapters.choose_all(tokens, tokens)
                     runner.adapter_graph = record(runner.whole_step, kind="steps with adapters")
                     self._adapters.choose_none()
                 if self._leader is not None:
                     self._leader.lead_replays(runner.adapter_graph)
+
+    @property
+    def _meets_engines(self) -> bool:
+        """True if passes are those of several engines, which share experts."""
+        return self._experts is not None and bool(self._experts.meets_engines)
+
+    def _record_together(
+        self, runner: ModelRunner, record: Callable[..., StepGraph | None]
+    ) -> StepGraph | None:
+        """Steps of this rank, recorded: to be replayed together with those of other ranks or engines."""
+        if not self._meets_engines:
+            return record(runner.whole_step)
+        with self._experts.recording():
+            graph = record(runner.whole_step)
+        if graph is None:
+            return None
+        return LockstepGraph(graph, self._experts, runner.whole_step, runner.block_size)
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step, then a slice of what is embedded beside steps."""

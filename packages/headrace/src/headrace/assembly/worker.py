@@ -115,7 +115,11 @@ def worker_factory(
         config.graph.max_cudagraph_capture_size,
         max_num_batched_tokens=tokens,
     )
-    ranks = Ranks(place, config.parallel.decode_context_parallel_size)
+    ranks = Ranks(
+        place,
+        config.parallel.decode_context_parallel_size,
+        experts_move=config.parallel.enable_eplb,
+    )
     threads = ranks.threads(cpu_threads(resolved))
     kv_scales = kv_scale_constants(config.cache, os.environ)
     make_processors = processor_maker(resolved, timeline)

@@ -45,11 +45,14 @@ class Ranks:
     Args:
         place: None: there is one rank.
         context_size: ranks that share the keys of what would be copies (decode context parallelism).
+        experts_move: they do while the model serves.
     """
 
-    def __init__(self, place: RankPlace | None = None, context_size: int = 1) -> None:
+    def __init__(
+        self, place: RankPlace | None = None, context_size: int = 1, *, experts_move: bool = False
+    ) -> None:
         self._place = place
-        self._context_size = context_size
+        self._context_size, self._experts_move = context_size, experts_move
         self._groups: dict[str, Communicator] = {}
         """Those that this rank has joined, by name."""
         self._links: list[Link] = []
@@ -76,8 +79,9 @@ class Ranks:
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
-        group = self.communicator()
-        return (group,) if self.are_several and isinstance(group, RecordsCalls) else ()
+        group = self._groups.get(EXPERT_GROUP) if self.num_engines > 1 else self.communicator()
+        several = self.are_several or self.num_engines > 1
+        return (group,) if several and isinstance(group, RecordsCalls) else ()
 
     def can_record(self) -> bool:
         """True if exchanges between ranks can be part of recorded steps; if not, logs why."""
@@ -86,15 +90,17 @@ class Ranks:
             if self.num_stages > 1
             else "of ranks that share keys"
             if self.share_keys
-            else "of engines that share experts"
-            if self.num_engines > 1
+            else "of engines of several ranks that share experts"
+            if self.num_engines > 1 and self.are_several
+            else "of engines that share experts which move"
+            if self.num_engines > 1 and self._experts_move
             else ""
         )
         if whose:
             if self.rank == 0:
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
-        if not self.are_several or self.recorders():
+        if not (self.are_several or self.num_engines > 1) or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
             logger.info(
