@@ -16,7 +16,6 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
         "data_parallel_hybrid_lb", "data_parallel_external_lb", "max_parallel_loading_workers",
         "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
-        "prefill_context_parallel_size",
     ),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",
@@ -33,7 +32,6 @@ SHORT: Mapping[str, str] = {
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
     "-dpe": "data_parallel_external_lb",
-    "-pcp": "prefill_context_parallel_size",
     "-cc": "compilation_config",
 }  # fmt: skip
 """Short forms of some of them, as they are typed."""

@@ -27,6 +27,13 @@ class ParallelConfig:
         1, "Stages over which the layers are divided: each has a range of them, their part of the KV cache, "
         "and tensor_parallel_size ranks, processes of this machine.", other_flag="-pp",
     )  # fmt: skip
+    prefill_context_parallel_size: int = option(
+        1, "Groups of tensor_parallel_size ranks that divide the tokens of long prompts: each has all weights"
+        " and the whole KV cache, and computes a part of each prompt. Everything else every group computes.",
+        other_flag="-pcp",
+        cost="the memory of weights and cache so many times; short steps are computed by every group, with "
+        "its share of the threads",
+    )  # fmt: skip
     decode_context_parallel_size: int = option(
         1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
         "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
@@ -127,7 +134,8 @@ class ParallelConfig:
     @property
     def num_ranks(self) -> int:
         """Ranks of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        context = self.prefill_context_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * context
 
     @property
     def shares_experts(self) -> bool:
@@ -139,6 +147,7 @@ class ParallelConfig:
         sizes = {
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "prefill_context_parallel_size": self.prefill_context_parallel_size,
         }
         named = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
         if self.shares_experts:
@@ -158,6 +167,7 @@ class ParallelConfig:
         most = MOST_RANKS // size
         require(1 <= stages <= most, "parallel.pipeline_parallel_size", stages,
                f"in 1..{most}: {MOST_RANKS} ranks at most, {size} for each stage")  # fmt: skip
+        self._check_prefill_context()
         ranks = engines * self.num_ranks
         require(not self.shares_experts or ranks <= MOST_RANKS, "parallel.data_parallel_size", engines,
                f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} "
@@ -169,6 +179,24 @@ class ParallelConfig:
         check_expert_parallel(self)
         self._check_nodes()
         self._check_stages()
+
+    def _check_prefill_context(self) -> None:
+        """What ranks that divide prompts have not been combined with yet."""
+        count, most = self.prefill_context_parallel_size, MOST_RANKS // self.tensor_parallel_size
+        field = "parallel.prefill_context_parallel_size"
+        require(1 <= count <= most, field, count,
+               f"in 1..{most}: {MOST_RANKS} ranks at most, {self.tensor_parallel_size} of each group"
+               )  # fmt: skip
+        if count == 1:
+            return
+        for name, value in (
+            ("pipeline_parallel_size", self.pipeline_parallel_size > 1 and "above 1"),
+            ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
+            ("enable_expert_parallel", self.enable_expert_parallel and "true"),
+            ("nnodes", self.nnodes > 1 and "above 1"),
+            ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
+        ):
+            require(not value, field, count, f"1 with {name} {value}")
 
     def _check_stages(self) -> None:
         """What several stages have not been combined with yet."""

@@ -33,6 +33,8 @@ class RankPlace:
     """Number of the engine, among those that share experts."""
     num_engines: int = 1
     """How many these are."""
+    prefill_context: int = 1
+    """Groups of neighbouring ranks that have the same weights and divide prompts."""
 
     @property
     def size_here(self) -> int:
@@ -85,6 +87,8 @@ class RankedWorkers:
     """The hosts, if there are several."""
     peers: PeerEngines | None = None
     """Other engines with which this one shares experts; None: there are none."""
+    prefill_context: int = 1
+    """See :attr:`RankPlace.prefill_context`."""
 
     @property
     def num_here(self) -> int:
@@ -102,7 +106,7 @@ class RankedWorkers:
         )
         return RankPlace(
             rank, self.world_size, self.communicator, rendezvous, self.stages, self.num_here, engine,
-            num_engines,
+            num_engines, self.prefill_context,
         )  # fmt: skip
 
 

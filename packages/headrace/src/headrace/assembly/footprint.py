@@ -226,7 +226,15 @@ def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
 
     config = resolved.config
     shares = Shares(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
-    stages = config.parallel.pipeline_parallel_size
+    parts, stages = (
+        config.parallel.prefill_context_parallel_size, config.parallel.pipeline_parallel_size
+    )  # fmt: skip
+    if parts > 1:
+        raise ConfigError(
+            f"parallel.prefill_context_parallel_size = {parts}: must be left out: each rank takes the memory "
+            "of one without it",
+            field="parallel.prefill_context_parallel_size",
+        )
     if stages > 1:
         raise ConfigError(
             f"parallel.pipeline_parallel_size = {stages}: `headrace plan` tells the memory of each stage",

@@ -23,6 +23,13 @@ from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.parallel.communicators import communicator_name
 from headrace.assembly.parallel.context_parallel import key_sharing, share_blocks
 from headrace.assembly.parallel.experts import divided_experts
+from headrace.assembly.parallel.prefill_context import (
+    check_tokens_only,
+    divide_passes,
+    divided_pass,
+    dividing,
+    undivided_graphs,
+)
 from headrace.assembly.parallel.ranks import (
     FOLLOWER_FACTORY,
     Ranks,
@@ -128,6 +135,7 @@ def worker_factory(
         ranks.use_device(platform.device)
         ops = choose_ops(resolved, timeline, threads)
         slices = None if ranks.are_several else encoder_slices(resolved)
+        divided = divided_pass(ranks, config.cache.block_size)
         experts = divided_experts(config.parallel, ranks, tokens)
         if experts is not None and peers is not None:
             experts.waves = peers.waves
@@ -180,7 +188,7 @@ def worker_factory(
             "capture": None
             if config.multimodal.only_encodes
             else Capture(
-                lambda: ops.step_graph if ranks.can_record() else None,
+                lambda: undivided_graphs(ops.step_graph, divided) if ranks.can_record() else None,
                 sizes,
                 enforce_eager=bool(config.graph.enforce_eager),
                 recorders=ranks.recorders,
@@ -282,6 +290,7 @@ def ranked_workers(
         parallel.pipeline_parallel_size,
         plan,
         peers,
+        parallel.prefill_context_parallel_size,
     )
 
 
@@ -438,6 +447,8 @@ def build_model(
     def admit(model: CausalLM) -> None:
         if ranks is not None and ranks.share_keys:
             share_blocks(model, config.parallel.decode_context_parallel_size)
+        if ranks is not None and ranks.divide_prompts:
+            check_tokens_only(model)
         if again:
             return
         if experts is not None:
@@ -465,6 +476,9 @@ def build_model(
         experts.meet_engines(model)
     if told is not None and record is not None:
         told(record)
+    divided = None if ranks is None else divided_pass(ranks, config.cache.block_size)
+    if divided is not None:
+        divide_passes(model, divided)
     return model
 
 
@@ -573,7 +587,7 @@ def build_context(
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     uncached = tower_chooser(resolved, ops, choose)
-    sharing = key_sharing(config, ops, ranks)
+    sharing, cut = key_sharing(config, ops, ranks), dividing(ops, ranks)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -589,7 +603,7 @@ def build_context(
             activations=config.model.quantization_activations,
         ),
         communicator=SingleProcess() if ranks is None else ranks.communicator(),
-        attention=lambda need: sharing(need, _paged(choose(need))),
+        attention=lambda need: cut(need, sharing(need, _paged(choose(need)))),
         encoder_attention=lambda need: _pausing(_without_cache(uncached(need)), need, slices),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,

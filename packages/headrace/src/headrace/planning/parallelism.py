@@ -56,6 +56,7 @@ def check_plannable(config: EngineConfig) -> None:
     """
     parallel = config.parallel
     for name, value, default in (
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
         ("enable_eplb", parallel.enable_eplb, False),
         ("nnodes", parallel.nnodes, 1),

@@ -50,6 +50,8 @@ def check_gpus(parallel: ParallelConfig) -> None:
     for name, value, why in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1,
          "stages exchange sizes through the host's memory"),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1,
+         "prompts are divided in the host's memory"),
         ("enable_eplb", parallel.enable_eplb, "tokens of experts are counted in the host's memory"),
         ("distributed_executor_backend", parallel.executor != "mp",
          "only ranks of 'mp' know which of their host's GPUs is theirs"),

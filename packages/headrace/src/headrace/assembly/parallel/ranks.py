@@ -13,6 +13,7 @@ from headrace.assembly.parallel.communicators import (
     communicator_name,
 )
 from headrace.assembly.parallel.context_parallel import check_context_parallel
+from headrace.assembly.parallel.prefill_context import check_prefill_context
 from headrace.assembly.transfer.kv import check_ranks_transfer, kv_connector
 from headrace_core import plugins
 from headrace_core.errors import ConfigError
@@ -56,7 +57,9 @@ class Ranks:
         self.rank = 0 if place is None else place.rank
         self.world_size = 1 if place is None else place.world_size
         self.num_stages = 1 if place is None else place.stages
-        self.tensor_size = self.world_size // self.num_stages
+        self.num_parts = 1 if place is None else place.prefill_context
+        """Groups of ranks that divide prompts (prefill context parallelism)."""
+        self.tensor_size = self.world_size // (self.num_stages * self.num_parts)
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
         self.rank_here = 0 if place is None else place.rank_here
@@ -73,6 +76,11 @@ class Ranks:
     def share_keys(self) -> bool:
         """True if ranks keep a part of the tokens each."""
         return self.are_several and self._context_size > 1
+
+    @property
+    def divide_prompts(self) -> bool:
+        """True if ranks compute a part of each long prompt's tokens."""
+        return self.num_parts > 1
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: the communicator, if its calls can be recorded."""
@@ -94,7 +102,7 @@ class Ranks:
             if self.rank == 0:
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
-        if not self.are_several or self.recorders():
+        if self.tensor_size == 1 or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
             logger.info(
@@ -105,13 +113,24 @@ class Ranks:
     @property
     def stage(self) -> int:
         """Index of this rank's stage."""
-        return self.rank // self.tensor_size
+        return self.rank // (self.tensor_size * self.num_parts)
+
+    @property
+    def _tensor_group(self) -> str:
+        return tensor_group(self.rank // self.tensor_size)
 
     def communicator(self) -> Communicator:
-        """The group of the ranks of this stage, which this one joins when it is first asked for."""
+        """The group of the ranks that layers of this one are divided over, which it joins when it is first
+        asked for."""
         if self.tensor_size == 1:
             return SingleProcess()
-        return self._join(tensor_group(self.stage), self.rank % self.tensor_size, self.tensor_size)
+        return self._join(self._tensor_group, self.rank % self.tensor_size, self.tensor_size)
+
+    def prompt_group(self) -> Communicator:
+        """The group of the ranks with this one's weights, which divide prompts; joined when first asked
+        for."""
+        part, lane = divmod(self.rank, self.tensor_size)
+        return self._join(prompt_group_name(lane), part, self.num_parts)
 
     def expert_group(self) -> Communicator:
         """The group of all ranks of all engines that share experts, which this one joins when it is first
@@ -165,7 +184,7 @@ class Ranks:
         if self._place is None or not self.are_several:
             return {}
         found = {"communicator": self._place.communicator}
-        group = self._groups.get(tensor_group(self.stage))
+        group = self._groups.get(self._tensor_group)
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}
 
@@ -228,9 +247,19 @@ class Ranks:
         return self.size_here if device == "cpu" else 1
 
 
-def tensor_group(stage: int) -> str:
-    """Name of the group of a stage's ranks."""
-    return f"tp:{stage}"
+def tensor_group(number: int) -> str:
+    """Name of a group of neighbouring ranks that layers are divided over: of a stage, or of those that
+    compute a part of prompts."""
+    return f"tp:{number}"
+
+
+def prompt_group_name(lane: int) -> str:
+    """Name of a group of ranks that divide prompts.
+
+    Args:
+        lane: their place among the ranks that layers are divided over.
+    """
+    return f"pcp:{lane}"
 
 
 def link_group(lane: int, start: int) -> str:
@@ -253,7 +282,9 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
     tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     shared = parallel.decode_context_parallel_size
     context = range(tensor_size // shared) if 1 < shared < tensor_size else ()
-    tensor = [tensor_group(stage) for stage in range(num_stages)] if tensor_size > 1 else []
+    parts = parallel.prefill_context_parallel_size
+    tensor = [*map(tensor_group, range(num_stages * parts))] if tensor_size > 1 else []
+    prompts = [*map(prompt_group_name, range(tensor_size))] if parts > 1 else []
     links = [
         link_group(lane, start)
         for lane in range(tensor_size)
@@ -262,6 +293,7 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
     moving = parallel.enable_eplb and eplb_settings(parallel.eplb_config).use_async
     return (
         *tensor,
+        *prompts,
         *map(context_group_name, context),
         *(links if num_stages > 1 else ()),
         *((MOVING_GROUP,) if moving else ()),
@@ -287,6 +319,8 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
             if parallel.tensor_parallel_size > 1
             else "pipeline"
             if parallel.pipeline_parallel_size > 1
+            else "prefill_context"
+            if parallel.prefill_context_parallel_size > 1
             else "data"
         )
         field = f"parallel.{kind}_parallel_size"
@@ -308,6 +342,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
                 field=field,
             )
     check_context_parallel(config)
+    check_prefill_context(config, info)
     check_ranks_transfer(config)
     partition = os.environ.get(PARTITION)
     if partition is not None and parallel.pipeline_parallel_size > 1:

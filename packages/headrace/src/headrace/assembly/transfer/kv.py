@@ -94,6 +94,8 @@ def check_ranks_transfer(config: EngineConfig) -> None:
     for name, value, why in (
         ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1 and "above 1",
          "stages' blocks have other layers"),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1 and "above 1",
+         "not tried together"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and "above 1",
          "ranks have other tokens of a block"),
         ("nnodes", parallel.nnodes > 1 and "above 1", "not tried together"),
