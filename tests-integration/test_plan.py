@@ -340,6 +340,7 @@ def test_words_that_are_no_devices(large: Path, capsys: pytest.CaptureFixture[st
         (("--devices", "2x64GiB@100GB/s", "-tp", "3"), "devices"),
         (("--devices", "cpu", "--concurrency", "0"), "concurrency"),
         (("--devices", "2xcpu", "-tp", "2", "-dcp", "2"), "decode_context_parallel_size"),
+        (("--devices", "2xcpu", "-pcp", "2"), "prefill_context_parallel_size"),
         (("--devices", "2xcpu", "--link-latency", "5us"), "link_latency"),
         (("--devices", "2xcpu", "--max-num-seqs", "5"), "max_num_seqs"),
         (("--devices", "2xcpu", "--max-model-len", "5", "--context", "5"), "context"),

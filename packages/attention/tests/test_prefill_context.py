@@ -11,10 +11,7 @@ from torch import Tensor
 
 from headrace_attention.mla import MLAOpsBackend
 from headrace_attention.paged import PagedBackend
-from headrace_attention.prefill_context import (
-    DividedPass,
-    DividingChooser,
-)
+from headrace_attention.prefill_context import DividedPass, DividingChooser
 from headrace_attention.sdpa import SDPABackend
 from headrace_core.attention import (
     MLA,
@@ -168,7 +165,8 @@ def test_profiling_divides_and_exchanges_no_cache(reference_ops: OpTable) -> Non
     batch = dataclasses.replace(tokens_of(STEPS[0]), groups=(), logits_rows=torch.tensor([73]))
 
     def work(group: Communicator) -> tuple[Tensor, int]:
-        model = OneLayerEach(DividingChooser(reference_ops, 2)(NEED, PagedBackend(reference_ops)), False, False)  # fmt: skip
+        backend = DividingChooser(reference_ops, 2)(NEED, PagedBackend(reference_ops))
+        model = OneLayerEach(backend, False, False)
         out = DividedPass(lambda: group, 2, SIZE, least_tokens=20).run(model.forward, batch)
         return out, model.most_rows
 

@@ -170,6 +170,8 @@ class DividedPass:
         least_tokens: int = LEAST_TOKENS,
     ) -> None:
         self._join = join
+        self.num_divided = 0
+        """Passes until now of which each rank computed a part."""
         self._division = PromptDivision(ranks, block_size, least_tokens)
 
     @property
@@ -185,6 +187,7 @@ class DividedPass:
         pieces = self._pieces(batch)
         if pieces is None:
             return forward(batch)
+        self.num_divided += 1
         rows = [_rows(own, batch) for own in pieces]
         wanted = _wanted(rows, batch)
         rank, most = self._group.rank, max(len(own) for own in wanted)

@@ -57,13 +57,15 @@ def dividing(
 
 
 def divided_pass(ranks: Ranks, block_size: int | None) -> DividedPass | None:
-    """Divides the steps of this rank's model; None: no prompts are divided."""
+    """Divides the passes of this rank's model, always the same one; None: no prompts are divided."""
     if not ranks.divide_prompts:
         return None
-    from headrace_attention.prefill_context import DividedPass
+    if ranks.divided is None:
+        from headrace_attention.prefill_context import DividedPass
 
-    assert block_size is not None
-    return DividedPass(ranks.prompt_group, ranks.num_parts, block_size)
+        assert block_size is not None
+        ranks.divided = DividedPass(ranks.prompt_group, ranks.num_parts, block_size)
+    return ranks.divided
 
 
 def check_tokens_only(model: CausalLM) -> None:

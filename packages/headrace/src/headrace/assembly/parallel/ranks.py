@@ -27,6 +27,7 @@ from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.expert_settings import eplb_settings
 
 if TYPE_CHECKING:
+    from headrace_attention.prefill_context import DividedPass
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
@@ -59,6 +60,8 @@ class Ranks:
         self.num_stages = 1 if place is None else place.stages
         self.num_parts = 1 if place is None else place.prefill_context
         """Groups of ranks that divide prompts (prefill context parallelism)."""
+        self.divided: DividedPass | None = None
+        """Divides this rank's passes, once its model is built."""
         self.tensor_size = self.world_size // (self.num_stages * self.num_parts)
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
@@ -180,10 +183,12 @@ class Ranks:
 
     def report(self) -> dict[str, str]:
         """How this stage's ranks exchange tensors: ``communicator``, and ``all_reduce`` of one that chooses
-        by size."""
+        by size; ``divided_passes``: number of those until now, where prompts are divided."""
         if self._place is None or not self.are_several:
             return {}
         found = {"communicator": self._place.communicator}
+        if self.divided is not None:
+            found["divided_passes"] = str(self.divided.num_divided)
         group = self._groups.get(self._tensor_group)
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}
