@@ -1,10 +1,13 @@
 """Ranks beside one process: decoding, and how soon a rank knows of a pass.
 
     python benchmarks/ranks.py decode MODEL [--batch 1 8] [--rounds 5] [--communicators shm gloo]
+    python benchmarks/ranks.py prefill MODEL [--length 2048] [--rounds 5]
     python benchmarks/ranks.py passes [--batch 1 8 32] [--work-ms 5]
 
 ``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
-generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``passes`` starts a rank
+generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``prefill`` times the first
+token of one prompt that is not cached, in one process, with two ranks that divide layers (``-tp 2``) and with
+two that divide the prompt (``-pcp 2``). ``passes`` starts a rank
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
 other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
 """
@@ -16,8 +19,9 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -136,7 +140,13 @@ class Engine:
 
     def decode(self, num_seqs: int, num_tokens: int) -> float:
         """Milliseconds a decode step of so many requests takes."""
-        self._pipe.send((num_seqs, num_tokens))
+        self._pipe.send((num_seqs, num_tokens, 128))
+        seconds: float = self._pipe.recv()
+        return seconds * 1000
+
+    def prefill(self, length: int) -> float:
+        """Milliseconds to the first token of a prompt of so many tokens."""
+        self._pipe.send((1, 1, length))
         seconds: float = self._pipe.recv()
         return seconds * 1000
 
@@ -150,27 +160,52 @@ def serve(pipe: Connection, model: str, settings: dict[str, Any]) -> None:
     """Decode what is asked for until None is."""
     from headrace import LLM, SamplingParams
 
-    with LLM(model, max_model_len=1024, kv_cache_memory_bytes=512 << 20, kv_cache_ahead_bytes=-1,
-             **settings) as llm:  # fmt: skip
+    size = {"max_model_len": 1024, "kv_cache_memory_bytes": 512 << 20}
+    with LLM(model, kv_cache_ahead_bytes=-1, **{**size, **settings}) as llm:
         pipe.send("ready")
         while (asked := pipe.recv()) is not None:
-            num_seqs, num_tokens = asked
+            num_seqs, num_tokens, length = asked
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-            prompts = [[100 + i, *range(200, 327)] for i in range(num_seqs)]
+            prompts = [[100 + i, *range(200, 199 + length)] for i in range(num_seqs)]
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             pipe.send((time.perf_counter() - start) / num_tokens)
 
 
 def turn(
-    engines: dict[str, Engine], num_seqs: int, num_tokens: int
+    engines: dict[str, Engine], measure: Callable[[Engine], float]
 ) -> tuple[dict[str, float], float]:
-    """Milliseconds of a step by layout, and per cent of the machine that others took meanwhile."""
+    """Milliseconds by layout, and per cent of the machine that others took meanwhile."""
     noise, times = Noise(), {}
     for name, engine in engines.items():
         time.sleep(SETTLE_SECONDS)
-        times[name] = engine.decode(num_seqs, num_tokens)
+        times[name] = measure(engine)
     return times, noise.figures()["others_pct"]
+
+
+def print_rounds(
+    what: str, engines: dict[str, Engine], rounds: int, measure: Callable[[Engine], float]
+) -> None:
+    """Measure in turns until there are so many rounds in which the machine was quiet; print a row for each
+    layout."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    tries = 0
+    while len(next(iter(times.values()))) < rounds and tries < 3 * rounds:
+        tries += 1
+        one, others = turn(engines, measure)
+        if others < MOST_OTHERS_PCT:
+            for name, ms in one.items():
+                times[name].append(ms)
+    if not all(times.values()):
+        raise SystemExit(f"others took more than {MOST_OTHERS_PCT} % in every round")
+    base = next(iter(times.values()))
+    for name, each in times.items():
+        ratios = sorted(b / a for a, b in zip(base, each, strict=True))
+        print(
+            f"| {what} | {name} | {statistics.median(each):.1f} "
+            f"({min(each):.1f}-{max(each):.1f}) | {statistics.median(ratios):.2f}x "
+            f"({ratios[0]:.2f}-{ratios[-1]:.2f}) |", flush=True,
+        )  # fmt: skip
 
 
 def decode(args: argparse.Namespace) -> None:
@@ -192,24 +227,35 @@ def decode(args: argparse.Namespace) -> None:
         for num_seqs in args.batch:
             for engine in engines.values():  # prompts are cached then
                 engine.decode(num_seqs, 4)
-            times: dict[str, list[float]] = {name: [] for name in engines}
-            tries = 0
-            while len(next(iter(times.values()))) < args.rounds and tries < 3 * args.rounds:
-                tries += 1
-                one, others = turn(engines, num_seqs, args.tokens)
-                if others < MOST_OTHERS_PCT:
-                    for name, ms in one.items():
-                        times[name].append(ms)
-            if not all(times.values()):
-                raise SystemExit(f"others took more than {MOST_OTHERS_PCT} % in every round")
-            base = next(iter(times.values()))
-            for name, each in times.items():
-                ratios = sorted(b / a for a, b in zip(base, each, strict=True))
-                print(
-                    f"| {num_seqs} | {name} | {statistics.median(each):.1f} "
-                    f"({min(each):.1f}-{max(each):.1f}) | {statistics.median(ratios):.2f}x "
-                    f"({ratios[0]:.2f}-{ratios[-1]:.2f}) |", flush=True,
-                )  # fmt: skip
+            steps = partial(Engine.decode, num_seqs=num_seqs, num_tokens=args.tokens)
+            print_rounds(str(num_seqs), engines, args.rounds, steps)
+
+
+def prefill(args: argparse.Namespace) -> None:
+    """Print the times to the first token of one prompt, by layout."""
+    threads, length = len(os.sched_getaffinity(0)), args.length
+    settings = {
+        "num_threads": threads, "max_model_len": length + 64, "max_num_batched_tokens": length,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    layouts: dict[str, dict[str, Any]] = {
+        f"1 process, {threads} threads": {},
+        "-tp 2": {"tensor_parallel_size": 2},
+        "-pcp 2": {"prefill_context_parallel_size": 2},
+    }
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(closing(Engine(args.model, {**settings, **own})))
+            for name, own in layouts.items()
+        }
+        print(
+            "| tokens | layout | ms to the first token, median (lowest-highest) | of one process |"
+        )
+        print("|---|---|---|---|")
+        for engine in engines.values():
+            engine.prefill(length)
+        measure = partial(Engine.prefill, length=length)
+        print_rounds(str(length), engines, args.rounds, measure)
 
 
 def main() -> None:
@@ -224,6 +270,11 @@ def main() -> None:
     one.add_argument("--rounds", type=int, default=5)
     one.add_argument("--communicators", nargs="+", default=["shm"], choices=["shm", "gloo"])
     one.set_defaults(run=decode)
+    first = commands.add_parser("prefill", help="the first token of a long prompt")
+    first.add_argument("model", help="folder of the checkpoint")
+    first.add_argument("--length", type=int, default=2048, help="tokens of the prompt")
+    first.add_argument("--rounds", type=int, default=5)
+    first.set_defaults(run=prefill)
     two = commands.add_parser("passes", help="how soon a rank knows of a pass")
     two.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     two.add_argument("--passes", type=int, default=500)
