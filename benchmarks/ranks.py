@@ -5,9 +5,9 @@
     python benchmarks/ranks.py passes [--batch 1 8 32] [--work-ms 5]
 
 ``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
-generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``prefill`` times the first
-token of one prompt that is not cached, in one process, with two ranks that divide layers (``-tp 2``) and with
-two that divide the prompt (``-pcp 2``). ``passes`` starts a rank
+generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``prefill`` times the
+first token of one prompt that is not cached, in one process, with two ranks that divide layers (``-tp 2``)
+and with two that divide the prompt (``-pcp 2``). ``passes`` starts a rank
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
 other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits.
 """

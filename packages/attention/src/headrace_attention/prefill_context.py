@@ -178,6 +178,10 @@ class DividedPass:
     def _group(self) -> Communicator:
         return self._join()
 
+    def join(self) -> None:
+        """Join the group, which other ranks do at the same time. Idempotent."""
+        self._join()
+
     def divides(self, batch: ForwardBatch) -> bool:
         """True if each rank computes a part of the batch, the same on all of them."""
         return self._pieces(batch) is not None

@@ -22,13 +22,13 @@ from headrace.assembly.memory_check import check_room
 from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.parallel.communicators import communicator_name
 from headrace.assembly.parallel.context_parallel import key_sharing, share_blocks
+from headrace.assembly.parallel.eager_passes import undivided_graphs
 from headrace.assembly.parallel.experts import divided_experts
 from headrace.assembly.parallel.prefill_context import (
     check_tokens_only,
     divide_passes,
     divided_pass,
     dividing,
-    undivided_graphs,
 )
 from headrace.assembly.parallel.ranks import (
     FOLLOWER_FACTORY,
@@ -188,7 +188,11 @@ def worker_factory(
             "capture": None
             if config.multimodal.only_encodes
             else Capture(
-                lambda: undivided_graphs(ops.step_graph, divided) if ranks.can_record() else None,
+                lambda: (
+                    undivided_graphs(ops.step_graph, divided, config.parallel)
+                    if ranks.can_record()
+                    else None
+                ),
                 sizes,
                 enforce_eager=bool(config.graph.enforce_eager),
                 recorders=ranks.recorders,
@@ -437,18 +441,22 @@ def build_model(
         from headrace.progress import progress_bars
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
+        from headrace_models.sequence_parallel import check_shareable, share_tokens
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
         context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
+        shares_tokens = ranks is not None and config.parallel.enable_sp
 
     def admit(model: CausalLM) -> None:
         if ranks is not None and ranks.share_keys:
             share_blocks(model, config.parallel.decode_context_parallel_size)
         if ranks is not None and ranks.divide_prompts:
             check_tokens_only(model)
+        if shares_tokens:
+            check_shareable(model)
         if again:
             return
         if experts is not None:
@@ -476,6 +484,8 @@ def build_model(
         experts.meet_engines(model)
     if told is not None and record is not None:
         told(record)
+    if ranks is not None and shares_tokens:
+        ranks.shares = share_tokens(model, context.communicator)
     divided = None if ranks is None else divided_pass(ranks, config.cache.block_size)
     if divided is not None:
         divide_passes(model, divided)
