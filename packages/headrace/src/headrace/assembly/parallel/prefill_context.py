@@ -82,7 +82,7 @@ def check_tokens_only(model: CausalLM) -> None:
 
 
 def divide_passes(model: CausalLM, divided: DividedPass) -> None:
-    """Have each rank compute its tokens of the model's passes from now on. All ranks are loading, and meet."""
+    """Have each rank compute its tokens of the model's passes from now on; all ranks are loading."""
     divided.join()  # later there is no place where they could
     changed: Any = model
     changed.forward = partial(divided.run, model.forward)
