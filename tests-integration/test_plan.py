@@ -328,8 +328,12 @@ def test_what_the_engine_refuses_is_said_in_its_words(
 
 
 def test_experts_are_not_spread_where_there_are_fewer(folder: Path) -> None:
-    planned = planner(wide("qwen3_moe", folder))
-    refused = planned.plan(Layout(8, experts=True), DEVICES._replace(number=8))
+    config_class, sizes = FAMILIES["qwen3_moe"]
+    path = folder / "eight_heads"
+    path.mkdir()
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    save_model("qwen3_moe", path, {"qwen3_moe": (config_class, {**sizes, **heads})})
+    refused = planner(path).plan(Layout(8, experts=True), DEVICES._replace(number=8))
     assert "6 experts cannot be divided over tensor_parallel_size = 8" in refused.refused
 
 

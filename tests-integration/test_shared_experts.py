@@ -17,6 +17,7 @@ import pytest
 from families import save_model
 from modes import PROMPTS, SETTINGS
 from servers import PATIENCE, SLACK, RunningServer, alive, serving, slow_steps
+from shared_experts import SHARED
 from test_data_parallel import by_engine, complete, engines
 from test_expert_parallel import agree, said
 
@@ -25,13 +26,6 @@ from headrace_testing.sampling import todays
 from headrace_testing.waiting import wait_until
 
 pytestmark = pytest.mark.days(3)
-
-SHARED: dict[str, Any] = {
-    "data_parallel_size": 2,
-    "enable_expert_parallel": True,
-    "max_num_batched_tokens": 32,
-    "max_num_seqs": 7,
-}
 
 
 @pytest.fixture(scope="module")

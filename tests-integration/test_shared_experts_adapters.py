@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lora_over_ranks import ONE, PARAMS, Said, agree, made
 from modes import PROMPTS
-from test_shared_experts import SHARED
+from shared_experts import SHARED
 
 from headrace import LLM, LoRARequest
 from headrace_core.errors import HeadraceError

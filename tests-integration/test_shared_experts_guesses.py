@@ -10,8 +10,8 @@ from draft_heads import eagle3
 from families import save_model
 from modes import PROMPTS, SETTINGS
 from mtp_heads import mtp
+from shared_experts import SHARED
 from test_expert_parallel import agree, said
-from test_shared_experts import SHARED
 
 from headrace import LLM
 from headrace_testing.sampling import todays

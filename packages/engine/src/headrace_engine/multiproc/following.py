@@ -208,6 +208,8 @@ class FollowingWorker(ServingWorker):
         """True if rank 0's recorded steps give hidden states of all rows."""
         if self._settings.pooling is None:
             return self._settings.drafts.reads_states
+        if isinstance(self._ready().model, RunsParts):
+            return False  # steps of its stages are not recorded; what pools may be on another one
         return needs_all_rows(cast(SupportsPooling, self._loaded()), self._settings.pooling)
 
     def begin_profile(self) -> None:
