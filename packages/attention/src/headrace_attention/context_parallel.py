@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace_attention.counterparts import counterpart
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.mla import MLAOpsBackend
 from headrace_attention.paged import PagedBackend
@@ -32,7 +33,6 @@ from headrace_core.attention import (
     AttentionLayerSpec,
     AttentionNeed,
 )
-from headrace_core.errors import ConfigError
 from headrace_core.kv import PAD_SLOT
 
 if TYPE_CHECKING:
@@ -229,25 +229,15 @@ class KeySharingChooser:
         Raises:
             ConfigError: the layer's attention, or the backend, does not work on a share of the keys.
         """
-        unserved = sorted(FEATURE_TEXTS.get(name, name) for name in need.features - SERVED_FEATURES)
-        if need.attention_type != "decoder":
-            unserved.append(f"attention of type {need.attention_type}")
-        if unserved:
-            raise ConfigError(
-                f"{FIELD} = {self._group.world_size}: must be 1 for a model with {', '.join(unserved)}",
-                field=FIELD,
-            )
         classes: dict[type[AttentionBackend], type[SharedPagedBackend | SharedMLABackend]] = {
             PagedBackend: SharedPagedBackend,
             MLAOpsBackend: SharedMLABackend,
         }
-        shared = classes.get(type(chosen))
-        if shared is None:
-            raise ConfigError(
-                f"attention.backend = {chosen.name!r}: must be 'paged' or 'latent' with {FIELD} = "
-                f"{self._group.world_size}",
-                field="attention.backend",
-            )
+        shared = counterpart(
+            need, chosen, classes,
+            unserved=sorted(FEATURE_TEXTS.get(n, n) for n in need.features - SERVED_FEATURES),
+            field=FIELD, ranks=self._group.world_size,
+        )  # fmt: skip
         if type(chosen) not in self._made:
             self._made[type(chosen)] = shared(self._ops, self._group, self._share)
         return self._made[type(chosen)]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace_attention.counterparts import counterpart
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.mla import MLAOpsBackend
 from headrace_attention.paged import PagedBackend
@@ -33,7 +34,6 @@ from headrace_core.attention import (
     AttentionNeed,
 )
 from headrace_core.batch import GroupBatch
-from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -305,27 +305,16 @@ class DividingChooser:
         Raises:
             ConfigError: the layer's attention, or the backend, does not work where prompts are divided.
         """
-        unserved = []
-        if SPARSE_TOPK in need.features:
-            unserved.append(f"{FEATURE_TEXTS[SPARSE_TOPK]} attention")
-        if need.attention_type != "decoder":
-            unserved.append(f"attention of type {need.attention_type}")
-        if unserved:
-            raise ConfigError(
-                f"{FIELD} = {self._ranks}: must be 1 for a model with {', '.join(unserved)}",
-                field=FIELD,
-            )
+        sparse = SPARSE_TOPK in need.features
         classes: dict[type[AttentionBackend], type[DividedPagedBackend | DividedMLABackend]] = {
             PagedBackend: DividedPagedBackend,
             MLAOpsBackend: DividedMLABackend,
         }
-        made = classes.get(type(chosen))
-        if made is None:
-            raise ConfigError(
-                f"attention.backend = {chosen.name!r}: must be 'paged' or 'latent' with {FIELD} = "
-                f"{self._ranks}",
-                field="attention.backend",
-            )
+        made = counterpart(
+            need, chosen, classes,
+            unserved=[f"{FEATURE_TEXTS[SPARSE_TOPK]} attention"] if sparse else [],
+            field=FIELD, ranks=self._ranks,
+        )  # fmt: skip
         if type(chosen) not in self._made:
             self._made[type(chosen)] = made(self._ops)
         return self._made[type(chosen)]
