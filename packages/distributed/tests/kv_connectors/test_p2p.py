@@ -207,7 +207,11 @@ class Between:
                 client, _ = self._listening.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # it closed meanwhile: who asked learns so in the same way
+                client.close()
+                continue
             for source, sink, change in (
                 (client, server, lambda data, _: data),
                 (server, client, self._change),

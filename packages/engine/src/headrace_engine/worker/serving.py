@@ -90,9 +90,6 @@ class ServingWorker:
         settings: everything that it is told.
     """
 
-    packed_ahead: Callable[[], int] = int
-    """Waits for weights of the first model that are packed before it is built; returns their bytes."""
-
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._limits, self._ranks = settings.limits, settings.ranks
@@ -137,7 +134,7 @@ class ServingWorker:
         make_transfer = settings.media.make_transfer
         if make_transfer is not None:  # what it refuses is known before weights are read
             self._transfer = make_transfer()
-        ahead = self.packed_ahead()
+        ahead = settings.weights.packed_ahead()
         self._available = self._meter.available() // self._ranks.memory_share + ahead
         before = self._meter.used() - ahead
         with memory_errors("the model's weights"), self._memory.region(WEIGHTS):

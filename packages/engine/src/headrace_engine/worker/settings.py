@@ -207,6 +207,8 @@ class WeightSettings:
     """What the engine may hold in all; None: what is free."""
     holder: WeightHolder | None = None
     """What comes of new weights; knows the models that are built. None: there is no way for them."""
+    packed_ahead: Callable[[], int] = int
+    """Waits for weights of the first model that are packed before it is built; returns their bytes."""
     memory_pool: MemoryPool | None = None
     """Holds weights and cache of an engine that may sleep, if the device has such memory."""
 

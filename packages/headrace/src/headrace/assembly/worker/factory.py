@@ -73,22 +73,9 @@ def worker_factory(
         parts = setup.make(peers)
         if ranks.rank:
             return FollowingWorker(parts.following(connector))
-        made = worker_class(parts.serving(connector, leader, grammars, adapters))
-        if ahead is not None:
-            made.packed_ahead = partial(packed_bytes, ahead, timeline)
-        return made
+        return worker_class(parts.serving(connector, leader, grammars, adapters))
 
     return make_worker
-
-
-def packed_bytes(ahead: WeightsAhead, timeline: StartupTimeline) -> int:
-    """Wait for weights that are packed ahead; returns their bytes. What the loader needs is imported
-    meanwhile."""
-    with timeline.phase("import models"):
-        import headrace_models.loading.loader
-        import headrace_models.loading.update  # noqa: F401 - timed here
-    with timeline.phase("wait for packed weights"):
-        return ahead.wait()
 
 
 def ranked_workers(

@@ -247,8 +247,21 @@ class RankParts:
             build_beside=beside_builder(self._resolved, self._ops, self._slices),
             max_bytes=self._resolved.config.cache.max_memory_bytes,
             holder=self._weights,
+            packed_ahead=self._packed_ahead,
             memory_pool=memory_pool(self._resolved),
         )
+
+    def _packed_ahead(self) -> int:
+        """Wait for weights that are packed ahead; returns their bytes. What the loader needs is imported
+        meanwhile."""
+        setup = self._setup
+        if setup.ahead is None:
+            return 0
+        with setup.timeline.phase("import models"):
+            import headrace_models.loading.loader
+            import headrace_models.loading.update  # noqa: F401 - timed here
+        with setup.timeline.phase("wait for packed weights"):
+            return setup.ahead.wait()
 
     def _build(
         self, model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
