@@ -206,7 +206,7 @@ def test_a_server_on_one_host_and_ranks_on_another_end_together(folders: dict[st
     assert server.stderr is not None
     for line in server.stderr:
         log.append(line)
-        if "listening" in line or "serving" in line.lower():
+        if "serving at http" in line:
             break
     server.send_signal(signal.SIGTERM)
     output, errors = server.communicate(PATIENCE)
