@@ -354,7 +354,9 @@ def _turn(engine: str, python: str, given: argparse.Namespace) -> dict[str, list
     if done.returncode:
         print(f"{engine}: failed\n{done.stderr[-2000:]}", file=sys.stderr)
         return {}
-    said: dict[str, list[float]] = json.loads(done.stdout.strip().splitlines()[-1])
+    # The last such line: vLLM logs its end to the same place.
+    results = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    said: dict[str, list[float]] = json.loads(results[-1])
     print(f"{engine}: {said}", file=sys.stderr, flush=True)
     return said
 
