@@ -26,6 +26,7 @@ MOST = 3
 SIZES: dict[str, dict[str, Any]] = {
     "one": {},
     "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
 }
 
 

@@ -94,7 +94,6 @@ TRANSFER = CacheConfig(
 @pytest.mark.parametrize(
     ("parallel", "text"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
         ({"nnodes": 2}, "nnodes above 1"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),

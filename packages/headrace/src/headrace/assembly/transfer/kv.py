@@ -114,8 +114,6 @@ def check_ranks_transfer(config: EngineConfig) -> None:
     if not config.cache.kv_transfer_config:
         return
     for name, value, why in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1 and "above 1",
-         "not tried together"),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1 and "above 1",
          "not tried together"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and "above 1",
