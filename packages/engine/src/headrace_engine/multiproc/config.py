@@ -205,8 +205,6 @@ class ParallelConfig:
             return
         for name, value in (
             ("enable_eplb", self.enable_eplb and "true"),
-            ("nnodes", self.nnodes > 1 and "above 1"),
-            ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
         ):
             require(not value, "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
                    f"1 with {name} {value}")  # fmt: skip
@@ -214,8 +212,8 @@ class ParallelConfig:
     def _check_nodes(self) -> None:
         count, ranks = self.nnodes, self.num_ranks
         require(1 <= count <= ranks and ranks % count == 0, "parallel.nnodes", count,
-               f"a divisor of the number of ranks, {ranks} (tensor_parallel_size): each host has as "
-               "many")  # fmt: skip
+               f"a divisor of the number of ranks, {ranks} (tensor_parallel_size times "
+               "pipeline_parallel_size): each host has as many")  # fmt: skip
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
         require(not self.enable_elastic_ep or (count == 1 and self.executor != "external_launcher"),
