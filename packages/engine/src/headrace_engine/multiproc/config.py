@@ -201,13 +201,9 @@ class ParallelConfig:
 
     def _check_stages(self) -> None:
         """What several stages have not been combined with yet."""
-        if self.pipeline_parallel_size == 1:
-            return
-        for name, value in (
-            ("enable_eplb", self.enable_eplb and "true"),
-        ):
-            require(not value, "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
-                   f"1 with {name} {value}")  # fmt: skip
+        require(self.pipeline_parallel_size == 1 or not self.enable_eplb,
+                "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
+                "1 with enable_eplb true")  # fmt: skip
 
     def _check_nodes(self) -> None:
         count, ranks = self.nnodes, self.num_ranks
