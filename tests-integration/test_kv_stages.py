@@ -128,7 +128,7 @@ def test_memory_and_disk_of_each_stage(
     llama: Path, wanted: dict[str, Said], tmp_path: Path
 ) -> None:
     """Beside a folder that is shared: with several connectors in one."""
-    few = {**STAGES, "num_gpu_blocks_override": 18, "max_num_seqs": 2}
+    few = {**STAGES, "num_gpu_blocks_override": 18, "max_num_seqs": 1}
     disk, shared = tmp_path / "disk", tmp_path / "shared"
     sizes = {"cpu_bytes_to_use": 64 << 20, "disk_bytes_to_use": 64 << 20}
     memory = transfer("offload", cpu_bytes_to_use=64 << 20)
