@@ -27,11 +27,16 @@ class ParallelConfig:
         1, "Stages over which the layers are divided: each has a range of them, their part of the KV cache, "
         "and tensor_parallel_size ranks, processes of this machine.", other_flag="-pp",
     )  # fmt: skip
+    enable_sp: bool = option(
+        False, "Sequence parallelism: between the divided layers of large steps each of the "
+        "tensor_parallel_size ranks adds and norms its part of the tokens, in place of all of them.",
+        cost="such steps are not recorded; tensors of all tokens still cross between the ranks",
+    )  # fmt: skip
     prefill_context_parallel_size: int = option(
-        1, "Ranks that divide the tokens of long prompts: each has all weights and the whole KV cache, and "
-        "computes a part of each prompt. Everything else every rank computes.",
+        1, "Groups of tensor_parallel_size ranks that divide the tokens of long prompts: each has all weights"
+        " and the whole KV cache, and computes a part of each prompt. Everything else every group computes.",
         other_flag="-pcp",
-        cost="the memory of weights and cache so many times; short steps are computed by every rank, with "
+        cost="the memory of weights and cache so many times; short steps are computed by every group, with "
         "its share of the threads",
     )  # fmt: skip
     decode_context_parallel_size: int = option(
@@ -173,6 +178,9 @@ class ParallelConfig:
                f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} "
                f"ranks of each engine: {MOST_RANKS} ranks can share experts")  # fmt: skip
         self._check_context()
+        require(not self.enable_sp or (size > 1 and not self.enable_expert_parallel and stages == 1),
+               "parallel.enable_sp", self.enable_sp, "left out with tensor_parallel_size = 1, with "
+               "pipeline_parallel_size above 1, and with enable_expert_parallel")  # fmt: skip
         executor = self.distributed_executor_backend
         require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with {self.describe_ranks()}: 'uni' runs one rank")  # fmt: skip
@@ -190,7 +198,6 @@ class ParallelConfig:
         if count == 1:
             return
         for name, value in (
-            ("tensor_parallel_size", self.tensor_parallel_size > 1 and "above 1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size > 1 and "above 1"),
             ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
             ("enable_expert_parallel", self.enable_expert_parallel and "true"),

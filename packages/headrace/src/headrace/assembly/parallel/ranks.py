@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
+    from headrace_models.sequence_parallel import TokenShares
     from headrace_models.stages.stage import Link, Stage
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class Ranks:
         """Groups of ranks that divide prompts (prefill context parallelism)."""
         self.divided: DividedPass | None = None
         """Divides this rank's passes, once its model is built."""
+        self.shares: TokenShares | None = None
+        """The tokens that ranks share between layers (sequence parallelism), once its model is built."""
         self.tensor_size = self.world_size // (self.num_stages * self.num_parts)
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
@@ -188,12 +191,15 @@ class Ranks:
 
     def report(self) -> dict[str, str]:
         """How this stage's ranks exchange tensors: ``communicator``, and ``all_reduce`` of one that chooses
-        by size; ``divided_passes``: number of those until now, where prompts are divided."""
+        by size; ``divided_passes`` and ``shared_passes``: number of those until now, where ranks divide
+        prompts, and where they share tokens between layers."""
         if self._place is None or not self.are_several:
             return {}
         found = {"communicator": self._place.communicator}
         if self.divided is not None:
             found["divided_passes"] = str(self.divided.num_divided)
+        if self.shares is not None:
+            found["shared_passes"] = str(self.shares.num_shared)
         group = self._groups.get(self._tensor_group)
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}

@@ -12,8 +12,9 @@ from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.parallel.eager_passes import undivided_graphs
 from headrace.assembly.parallel.experts import divided_experts
-from headrace.assembly.parallel.prefill_context import divided_pass, undivided_graphs
+from headrace.assembly.parallel.prefill_context import divided_pass
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
@@ -208,7 +209,9 @@ class RankParts:
         divided = divided_pass(ranks, config.cache.block_size)
         return Capture(
             lambda: (
-                undivided_graphs(ops.step_graph, divided) if ranks.can_record(pools=pools) else None
+                undivided_graphs(ops.step_graph, divided, config.parallel)
+                if ranks.can_record(pools=pools)
+                else None
             ),
             self._setup.capture_sizes,
             enforce_eager=bool(config.graph.enforce_eager),
