@@ -185,7 +185,6 @@ def test_stopping_while_requests_run_is_an_orderly_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"enable_eplb": True}, "parallel.enable_eplb.*share the experts"),
         ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
          "parallel.decode_context_parallel_size.*share the experts"),

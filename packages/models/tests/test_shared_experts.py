@@ -131,6 +131,27 @@ def test_engines_that_are_to_end_leave_together() -> None:
     assert run_engines(2, 1, work) == [[False, False, True]] * 2
 
 
+@pytest.mark.parametrize(("engines", "ranks"), [(2, 2), (3, 1)])
+def test_all_ranks_do_something_between_two_passes(engines: int, ranks: int) -> None:
+    """When those of engine 0 say so: what others have told is told again after it."""
+
+    def work(engine: int, own: Communicator, group: Communicator) -> list[Any]:
+        _, exchange = shared(engine, engines, own, group)
+        found: list[Any] = []
+        exchange.between = lambda: found.append("between")
+        for number in (1, 2):
+            if engine == 0 and number == 2:
+                exchange.call_all()
+                exchange.between()
+            with exchange.one_pass(number * (engine + 1)) as told:
+                found.append(list(told))
+                exchange._num_called = len(exchange.calls)
+        return found
+
+    told = [[number * (engine + 1) for engine in range(engines)] for number in (1, 2)]
+    assert run_engines(engines, ranks, work) == [[told[0], "between", told[1]]] * engines * ranks
+
+
 def test_calls_out_of_turn_are_errors() -> None:
     def work(engine: int, own: Communicator, group: Communicator) -> None:
         made, exchange = shared(engine, 2, own, group)

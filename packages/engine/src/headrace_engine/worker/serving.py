@@ -415,6 +415,8 @@ class ServingWorker:
         """Run an empty pass: compute for engines that share this one's experts. False: they have nothing to
         run either."""
         ran: bool = self._ranks.experts.take_part()
+        if ran and self._ranks.watcher is not None:
+            self._ranks.watcher.after_step()
         return ran
 
     @torch.inference_mode()

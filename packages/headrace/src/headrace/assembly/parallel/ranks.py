@@ -22,7 +22,7 @@ from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
-from headrace_engine.lockstep.peers import EXPERT_GROUP
+from headrace_engine.lockstep.peers import EXPERT_GROUP, EXPERT_MOVES
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.expert_settings import eplb_settings
 
@@ -146,9 +146,13 @@ class Ranks:
     def expert_group(self) -> Communicator:
         """The group of all ranks of all engines that share experts, which this one joins when it is first
         asked for; those of an engine are neighbours."""
-        rank = self.engine * self.world_size + self.rank
-        group = self._join(EXPERT_GROUP, rank, self.num_engines * self.world_size)
-        group.barrier()  # then nobody needs the place where they meet any longer
+        return self._join_engines(EXPERT_GROUP)
+
+    def _join_engines(self, name: str) -> Communicator:
+        rank, is_new = self.engine * self.world_size + self.rank, name not in self._groups
+        group = self._join(name, rank, self.num_engines * self.world_size)
+        if is_new:
+            group.barrier()  # then nobody needs the place where they meet any longer
         return group
 
     def stages(self, partition: str | None) -> Stage | None:
@@ -205,7 +209,10 @@ class Ranks:
         return found if describe is None else {**found, "all_reduce": describe()}
 
     def moving_group(self) -> Communicator:
-        """The ranks once more, for exchanges of experts beside steps; joined when first asked for."""
+        """The ranks that divide the experts once more, for exchanges of these beside steps; joined when first
+        asked for."""
+        if self.num_engines > 1:
+            return self._join_engines(EXPERT_MOVES)
         return self._join(MOVING_GROUP, self.rank, self.world_size)
 
     def leave(self) -> None:
@@ -306,7 +313,11 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         for lane in range(tensor_size)
         for start in range(num_stages if lane == 0 else num_stages - 1)
     ]
-    moving = parallel.enable_eplb and eplb_settings(parallel.eplb_config).use_async
+    moving = (
+        parallel.enable_eplb
+        and not parallel.shares_experts
+        and eplb_settings(parallel.eplb_config).use_async
+    )
     return (
         *tensor,
         *prompts,

@@ -106,8 +106,8 @@ def build_model(
         )
     choose.check_used()
     if experts is not None:
-        experts.settle()
         experts.meet_engines(model)
+        experts.settle()
     if told is not None and record is not None:
         told(record)
     if ranks is not None and shares_tokens:

@@ -11,7 +11,7 @@ of all engines; H hidden size, k experts per row; P rows that an exchange has ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from headrace_models.layers.moe.experts import Experts
 
 
-LEAVING = -1
+BETWEEN = -1
+"""Told as engine 0's number of rows: before the pass all ranks do something else together."""
+LEAVING = -2
 """Told as the number of rows of an engine that has none, and is to end."""
 
 
@@ -96,6 +98,8 @@ class RowExchange:
         """True in the pass in which every engine says that it is to end."""
         self._is_known = False
         self._num_called = 0
+        self.between: Callable[[], None] = lambda: None
+        """What this rank does, between two passes, when the ranks of engine 0 call all others."""
 
     def start(self, group: Communicator) -> None:
         """Exchange rows from now on with a group of W ranks, those of each engine next to each other.
@@ -106,6 +110,13 @@ class RowExchange:
         wanted = (self._group.rank, self._group.world_size)
         assert (group.rank, group.world_size) == wanted
         self._group = group
+
+    def call_all(self) -> None:
+        """Have all ranks of all other engines run :attr:`between` before their next pass; returns when they
+        begin to. All ranks of engine 0 call it, and only after a pass in which an engine had rows: then all
+        come to a further one."""
+        assert self.engine == 0
+        self._tell(BETWEEN)
 
     def _tell(self, number: int) -> list[int]:
         """A number of this engine -> those of all."""
@@ -139,6 +150,9 @@ class RowExchange:
         """Tell a number of rows, and know those of all."""
         self._num_called = 0
         told = self._tell(number)
+        while told[0] == BETWEEN:
+            self.between()
+            told = self._tell(number)
         self.all_leave = all(each == LEAVING for each in told)
         self.counts = [max(0, each) for each in told]
 
