@@ -78,6 +78,29 @@ def test_families_and_layouts(kind: str, tmp_path: Path) -> None:
     check(tmp_path, expected, SHARED | KINDS[kind] | stored)
 
 
+RECORDED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen3_next": {"data_parallel_size": 3},
+    "deepseek_v3": {"async_scheduling": False},
+}
+"""Grouped queries; layers with states, one engine being idle now and then; latent attention."""
+
+
+@pytest.mark.parametrize("kind", todays(RECORDED, days=3))
+def test_recorded_steps_give_the_bits_of_eager_ones(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Engines have different numbers of requests, so that steps are padded."""
+    save_model(kind, tmp_path)
+    found = []
+    for eager in (True, False):
+        settings = {**SHARED, **RECORDED[kind], "enforce_eager": eager}
+        with LLM(str(tmp_path), **SETTINGS, **settings) as llm:
+            found.append([said(llm, PROMPTS[:1]), said(llm, PROMPTS), said(llm, PROMPTS[2:5])])
+        assert ("captured steps" in capfd.readouterr().err) is not eager
+    assert found[0] == found[1]
+
+
 def words(folder: Path) -> list[str]:
     return ["--model", str(folder), "--dtype", "float32", "--skip-tokenizer-init", "--max-model-len", "128",
             "-dp", "2", "-ep", "--kv-cache-memory-bytes", "32m", "--block-size", "8", "--num-threads", "2"

@@ -66,7 +66,9 @@ def test_engines_with_one_rank_divide_experts() -> None:
     made = divided_experts(shared, Ranks(place), 64)
     assert made is not None
     assert (made.division.engine, made.division.num_engines) == (1, 2)
-    assert not Ranks(place).can_record(pools=False)
+    assert made.meets_engines is False, "before a model is built"
+    assert not Ranks(place).can_record(pools=False), "before the engines have met"
+    assert not Ranks(place, experts_move=True).can_record(pools=False)
 
 
 def test_a_mixture_that_not_every_token_goes_to_is_refused() -> None:

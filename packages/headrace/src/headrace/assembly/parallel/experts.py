@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -199,10 +200,49 @@ class DividedMixtures:
         self, exchange: RowExchange, own: Callable[..., Any], batch: ForwardBatch, *rest: Any
     ) -> Any:
         """A pass of this engine, in which it has rows."""
+        if exchange.counts:  # within a pass that has begun
+            return own(batch, *rest)
         if self._is_serving:
             self.waves.enter()
         with exchange.one_pass(batch.num_tokens):
             result = own(batch, *rest)
+        self._has_run = True
+        return result
+
+    @property
+    def meets_engines(self) -> bool:
+        """True if passes are those of several engines."""
+        return self.division.exchange is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """For the block, steps are recorded, in which exchanges with other engines are calls like others."""
+        exchange = self.division.exchange
+        assert exchange is not None
+        assert self._group is not None
+        with exchange.recording(self._group):
+            yield
+
+    def run_recorded(
+        self, num_tokens: int, recorded: Callable[[int], Any], eager: Callable[[], Any]
+    ) -> Any:
+        """A pass of this engine for which it has a recording.
+
+        Args:
+            num_tokens: of its batch.
+            recorded: runs the recording, given the tokens to which the batch is padded: all other engines
+                with rows have one, too.
+            eager: runs the pass without.
+        """
+        exchange = self.division.exchange
+        assert exchange is not None
+        self.waves.enter()
+        with exchange.one_pass(num_tokens, has_recording=True) as counts:
+            if exchange.is_even:
+                result = recorded(counts[self.division.engine])
+                exchange.replayed()
+            else:
+                result = eager()
         self._has_run = True
         return result
 

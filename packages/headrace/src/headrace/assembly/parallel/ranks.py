@@ -48,11 +48,14 @@ class Ranks:
     Args:
         place: None: there is one rank.
         context_size: ranks that share the keys of what would be copies (decode context parallelism).
+        experts_move: they do while the model serves.
     """
 
-    def __init__(self, place: RankPlace | None = None, context_size: int = 1) -> None:
+    def __init__(
+        self, place: RankPlace | None = None, context_size: int = 1, *, experts_move: bool = False
+    ) -> None:
         self._place = place
-        self._context_size = context_size
+        self._context_size, self._experts_move = context_size, experts_move
         self._groups: dict[str, Communicator] = {}
         """Those that this rank has joined, by name."""
         self._links: list[Link] = []
@@ -90,7 +93,8 @@ class Ranks:
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: groups of ranks, if their calls can be recorded."""
-        groups = (self.communicator(), *(link.pair for link in self._links))
+        shared = self._groups.get(EXPERT_GROUP) if self.num_engines > 1 else None
+        groups = (shared or self.communicator(), *(link.pair for link in self._links))
         return tuple(group for group in groups if isinstance(group, RecordsCalls))
 
     def can_record(self, *, pools: bool) -> bool:
@@ -104,15 +108,17 @@ class Ranks:
             if self.num_stages > 1 and pools
             else "of ranks that share keys"
             if self.share_keys
-            else "of engines that share experts"
-            if self.num_engines > 1
+            else "of engines of several ranks that share experts"
+            if self.num_engines > 1 and self.are_several
+            else "of engines that share experts which move"
+            if self.num_engines > 1 and self._experts_move
             else ""
         )
         if whose:
             if self.rank == 0:
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
-        exchanges = self.tensor_size > 1 or self.num_stages > 1
+        exchanges = self.tensor_size > 1 or self.num_stages > 1 or self.num_engines > 1
         if not exchanges or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
