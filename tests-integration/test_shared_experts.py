@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -99,6 +100,31 @@ def test_recorded_steps_give_the_bits_of_eager_ones(
             found.append([said(llm, PROMPTS[:1]), said(llm, PROMPTS), said(llm, PROMPTS[2:5])])
         assert ("captured steps" in capfd.readouterr().err) is not eager
     assert found[0] == found[1]
+
+
+MOVES: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "beside passes": {"tensor_parallel_size": 2, "use_async": True},
+}
+
+
+@pytest.mark.parametrize("kind", todays(MOVES, days=2))
+def test_experts_that_move_between_engines_change_no_token(
+    kind: str,
+    folder: Path,
+    whole: Any,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """They move while one engine has requests, and while both do."""
+    own = dict(MOVES[kind])
+    ranks = own.pop("tensor_parallel_size", 1)
+    moves = {"window_size": 6, "step_interval": 12, "num_redundant_experts": 2, **own}
+    settings = {**SHARED, "tensor_parallel_size": ranks, "enable_eplb": True, "eplb_config": moves}
+    with caplog.at_level(logging.INFO), LLM(str(folder), **SETTINGS, **settings) as llm:
+        for prompts, expected in ((PROMPTS[:1], whole[:1]), (PROMPTS, whole), (PROMPTS, whole)):
+            agree(said(llm, prompts), expected)
+    assert "experts moved" in capfd.readouterr().err
 
 
 def words(folder: Path) -> list[str]:
