@@ -135,6 +135,10 @@ class DividedMixtures:
         """See :func:`check_mixtures`."""
         check_mixtures(self.division, architecture)
 
+    def forget(self) -> None:
+        """The model has gone, and another one is built."""
+        self.division.forget()
+
     def settle(self) -> None:
         """See that loaded experts can move, if they are to. Every rank must call it.
 

@@ -176,6 +176,7 @@ class Ranks:
         from headrace_models.stages.stage import Link, Stage
 
         index, last = self.stage, self.num_stages - 1
+        self._links.clear()  # those of a model that has gone
         numbers = () if partition is None else partition_of(partition, self.num_stages)
         lane = self.rank % self.tensor_size
 
@@ -383,7 +384,8 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one rank: name, value (false: it is off), and why."""
     return (
-        ("device.enable_sleep_mode", config.device.enable_sleep_mode, "ranks do not sleep yet"),
+        ("device.enable_sleep_mode", config.device.enable_sleep_mode and config.parallel.shares_experts,
+         "engines that share experts do not sleep"),
         ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,

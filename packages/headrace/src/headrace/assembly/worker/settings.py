@@ -136,6 +136,7 @@ class RankParts:
             self._of_rank(connector, has_inputs=self._ranks.stage == 0),
             drafts=DraftSettings(reads_states=has_head(resolved.config, resolved.info)),
             adapters=AdapterSettings(make_slots=slots),
+            weights=WeightSettings(rebuild_model=self._rebuild, memory_pool=memory_pool(resolved)),
         )
 
     def serving(
@@ -281,6 +282,8 @@ class RankParts:
         from headrace.assembly.beside import resolved_beside
 
         config = self._resolved.config
+        if self._experts is not None:
+            self._experts.forget()
         load = dataclasses.replace(config.load, **changes)
         changed = self._resolved._replace(config=dataclasses.replace(config, load=load))
         if path is not None:

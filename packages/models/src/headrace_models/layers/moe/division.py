@@ -79,6 +79,11 @@ class ExpertDivision:
         self.mixtures: list[Experts] = []
         """In the order of their making."""
 
+    def forget(self) -> None:
+        """Forget the mixtures of a model that has gone."""
+        self.mixtures.clear()
+        self.exchange = None
+
     def divide(
         self, experts: Experts, context: BuildContext, count: int, identities: int, top_k: int
     ) -> Placement:
