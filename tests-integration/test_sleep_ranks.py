@@ -13,8 +13,9 @@ import pytest
 import torch
 from families import save_model
 from modes import PROMPTS, SETTINGS
-from servers import PATIENCE, alive, children_of, serving
+from servers import PATIENCE, alive, serving
 from test_context_parallel import agree, said
+from test_kv_ranks import rank_pids
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import LLM, SamplingParams
@@ -99,14 +100,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_memory_of_a_rank_goes_back_and_returns(large: Path) -> None:
     """Of rank 1, which is a process of its own."""
-    own = set(children_of(os.getpid()))
     with LLM(
         str(large), **{**SETTINGS, **TWO, "kv_cache_memory_bytes": 48 << 20}, enable_sleep_mode=True
     ) as llm:
-        [rank] = {
-            pid for pid in set(children_of(os.getpid())) - own
-            if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        }  # fmt: skip
+        [rank] = rank_pids()
         said(llm, PROMPTS, GREEDY)
         held = llm.collective_rpc("report")[1]["weights_bytes"]
         assert held > 60e6
@@ -120,9 +117,8 @@ def test_memory_of_a_rank_goes_back_and_returns(large: Path) -> None:
 
 def test_a_rank_that_ends_asleep_ends_the_engine(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    own = set(children_of(os.getpid()))
     with LLM(str(tmp_path), **SETTINGS, **TWO, enable_sleep_mode=True) as llm:
-        ranks = set(children_of(os.getpid())) - own
+        ranks = rank_pids()
         llm.sleep()
         for pid in ranks:
             os.kill(pid, signal.SIGKILL)

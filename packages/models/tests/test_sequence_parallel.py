@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        vocab_size=64, hidden_size=48, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=6, num_key_value_heads=6, tie_word_embeddings=True,
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("qwen2")

@@ -105,3 +105,5 @@ class RereadingWorker(ServingWorker):
         cache = self._cache
         self._free()
         self._cache = cache
+        if self._ranks.experts is not None:
+            self._ranks.experts.forget()

@@ -272,7 +272,7 @@ class RankParts:
     ) -> CausalLM:
         return build_model(
             model, self._ops, self._setup.timeline, self._slices, slots, again=again,
-            told=self._weights.loaded, ranks=self._ranks, experts=self._experts,
+            told=None if self._ranks.rank else self._weights.loaded, ranks=self._ranks, experts=self._experts,
             ahead=None if again else self._setup.ahead,
         )  # fmt: skip
 
@@ -282,8 +282,6 @@ class RankParts:
         from headrace.assembly.beside import resolved_beside
 
         config = self._resolved.config
-        if self._experts is not None:
-            self._experts.forget()
         load = dataclasses.replace(config.load, **changes)
         changed = self._resolved._replace(config=dataclasses.replace(config, load=load))
         if path is not None:
