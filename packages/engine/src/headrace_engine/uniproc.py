@@ -151,7 +151,9 @@ class UniProcExecutor(Executor):
             if self._thread is None or self._closed:
                 state = "was shut down" if self._closed else "was not started"
                 cause = "" if self._failure is None else f": {self._failure}"
-                raise EngineDead(f"the executor {state}; it runs no steps{cause}") from self._failure
+                raise EngineDead(
+                    f"the executor {state}; it runs no steps{cause}"
+                ) from self._failure
             self._tasks.put(_WorkerTask(future, run, is_step))
         return future
 

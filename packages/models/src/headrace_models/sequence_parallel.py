@@ -176,7 +176,8 @@ def _why_not(model: Any) -> str:
         for part, wanted in ((block.attention, (Attention,)), (block.mlp, (GatedMLP, MLP))):
             if type(part) not in wanted:
                 return f"layer {index} has a {type(part).__name__}"
-        if not (block.attention.out.reduce and block.mlp.down.reduce):
+        known: Any = block  # of these classes, by now
+        if not (known.attention.out.reduce and known.mlp.down.reduce):
             return f"layer {index} is whole on every rank"
     return ""
 
