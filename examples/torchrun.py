@@ -1,6 +1,7 @@
 """One engine over the processes of torchrun, each of which has a rank of it and gets all outputs.
 
     torchrun --nproc-per-node 2 examples/torchrun.py --tensor-parallel-size 2
+    torchrun --nproc-per-node 4 examples/torchrun.py -tp 2 -pp 2
 
 Every process runs this script: it must make the same calls with the same prompts.
 """
@@ -17,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="(default: the demo model)")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=2)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -24,6 +26,7 @@ def main() -> None:
     with LLM(
         model=args.model,
         tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         max_model_len=args.max_model_len,
         seed=args.seed,
         distributed_executor_backend="external_launcher",

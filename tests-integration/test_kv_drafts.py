@@ -19,7 +19,6 @@ from test_draft_heads import check
 from test_kv_ranks import PROMPTS, Said, agree, ask, counts, files, is_idle, transfer
 
 from headrace import LLM, SamplingParams, demo
-from headrace_core.errors import ConfigError
 
 pytestmark = pytest.mark.days(2)
 
@@ -27,6 +26,7 @@ MOST = 3
 SIZES: dict[str, dict[str, Any]] = {
     "one": {},
     "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
 }
 
 
@@ -81,7 +81,7 @@ def test_a_head_guesses_behind_loaded_blocks_as_behind_its_own(
     check(model, guess, asked.found, 10)
 
 
-@pytest.mark.parametrize("sizes", ["one"])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_draft_model_catches_up_with_loaded_blocks(
     llama: tuple[Path, Any], wanted: Said, tmp_path: Path, sizes: str
 ) -> None:
@@ -103,11 +103,6 @@ def test_a_draft_model_catches_up_with_loaded_blocks(
         said, computed = ask(third, further)
         agree(said, found)
         assert computed == 6, "what the engine with a draft model has saved"
-
-
-def test_a_draft_model_on_several_ranks_is_refused(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="left out with speculative_config of a draft model"):
-        guessing(llama[0], "draft_model", llama[0], files(tmp_path), **SIZES["ranks"])
 
 
 def test_blocks_of_another_head_are_not_taken(
@@ -150,7 +145,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(shared: Path) -> Iterator[RunningServer]:
     drafts = {"method": "draft_model", "model": str(demo.path()), "num_speculative_tokens": 3}
-    words = ("--dtype", "float32", "--served-model-name", "demo",
+    words = ("-tp", "2", "--dtype", "float32", "--served-model-name", "demo",
              "--speculative-config", json.dumps(drafts), "--kv-transfer-config",
              json.dumps(files(shared)["kv_transfer_config"]))  # fmt: skip
     with serving(*words) as running:
@@ -161,7 +156,8 @@ def test_a_served_model_with_a_draft_model_saves_for_one_without(
     server: RunningServer, shared: Path
 ) -> None:
     answer = post(f"{server.api}/completions", BODY)
-    with LLM(dtype="float32", **files(shared)) as llm:
+    two = {"tensor_parallel_size": 2}
+    with LLM(dtype="float32", **two, **files(shared)) as llm:
         params = SamplingParams(temperature=0, max_tokens=8)
         [output] = llm.generate([BODY["prompt"]], params, use_tqdm=False)
         assert output.outputs[0].text == answer["choices"][0]["text"]

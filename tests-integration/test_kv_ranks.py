@@ -273,7 +273,6 @@ def test_a_giver_whose_rank_is_killed_costs_nothing_but_work(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({**TWO, "pipeline_parallel_size": 2}, "left out with pipeline_parallel_size above 1"),
         ({**TWO, "decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
         ({"kv_head_parts": 0}, r"kv_head_parts = 0: must be parts of the heads"),
         (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import VOCAB_SIZE, save_model
 from modes import SETTINGS as ROOMY
-from test_context_parallel import said
+from test_context_parallel import agree, said
 from together import together
 
 from headrace import LLM, SamplingParams
@@ -110,6 +110,21 @@ def test_prompts_in_parts_and_their_log_probabilities(folder: Path) -> None:
         assert divided_passes(llm) == [divided_passes(llm)[0]] * 3
 
 
+def test_two_by_two_ranks(folder: Path, expected: Any) -> None:
+    """Layers are divided over two ranks, prompts over two such pairs."""
+    layout = {"prefill_context_parallel_size": 2, "tensor_parallel_size": 2}
+    with LLM(str(folder), **SETTINGS, **FEW_BLOCKS, **layout) as llm:
+        alone = [said(llm, [prompt], GREEDY)[0] for prompt in PROMPTS]
+        agree(alone, expected)
+        assert min(divided_passes(llm)) > 0
+        llm.reset_prefix_cache()
+        with together(llm, len(PROMPTS)):
+            assert said(llm, PROMPTS, GREEDY) == alone
+        assert llm.engine.stats().num_preemptions
+    with LLM(str(folder), **SETTINGS, **layout) as llm:
+        assert said(llm, PROMPTS, GREEDY) == alone
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -134,8 +149,10 @@ def test_windows_latent_attention_mixtures_and_small_numbers(
     ("changes", "match"),
     [
         ({FIELD: 65}, "in 1..64"),
-        ({"tensor_parallel_size": 2}, "1 with tensor_parallel_size above 1"),
         ({"pipeline_parallel_size": 2}, "1 with pipeline_parallel_size above 1"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+         "1 with decode_context_parallel_size above 1"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True}, "enable_expert_parallel true"),
         ({"distributed_executor_backend": "ray"}, "'ray'"),
         ({"enable_lora": True}, "enable_lora"),
         ({"model_impl": "transformers"}, "code of transformers"),

@@ -89,6 +89,22 @@ def test_an_actor_has_a_rank_until_it_is_killed(ray: Any, folder: Path) -> None:
         assert "node 1 (" in str(errors[0]) or "rank 1 (" in str(errors[0])
 
 
+def test_an_actor_has_a_stage_until_it_is_killed(ray: Any, folder: Path) -> None:
+    if "moe" in folder.name:
+        pytest.skip("one model is enough")
+    with LLM(str(folder), **SETTINGS) as llm:
+        wanted = said(llm)
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}
+    with LLM(str(folder), **settings) as llm:
+        assert said(llm) == wanted, "the bits of one process"
+        _, actor = [report["pid"] for report in llm.collective_rpc("report")]
+        os.kill(actor, signal.SIGKILL)
+        wait_until(lambda: llm.engine.client.failure is not None, SECONDS)
+        cause = str(llm.engine.client.failure)
+        assert "node 1 (" in cause or "rank 1 (" in cause
+    wait_until(lambda: ray.available_resources().get("CPU") == 2, SECONDS, "Ray keeps its cores")
+
+
 def test_no_room_is_told(
     ray: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -15,7 +15,11 @@ import pytest
 from families import save_model
 from forks import start
 from modes import PROMPTS, SETTINGS
-from servers import PATIENCE, SLACK, alive
+from posted import post
+from servers import PATIENCE, SLACK, alive, children_of, serving, slow_steps
+from test_faults import _Stream as OpenStream
+from test_pipeline_parallel import PARTITION
+from test_tensor_parallel_served import BODY
 from two_hosts import Host, refusal, second_host
 
 from headrace import LLM, SamplingParams
@@ -166,6 +170,37 @@ def test_hosts_that_do_not_fit_are_refused_and_the_right_one_joins(
     assert "killed by signal 9" in node.log
 
 
+def test_stages_on_two_hosts_until_one_is_killed(
+    host: Host, folders: dict[str, Path], secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has a stage, of two ranks; a host that would cut the model elsewhere is refused."""
+    folder, port = folders["llama"], free_port(host.address)
+    sizes = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "node_secret_file": str(secret),
+    }
+    words = flags(folder, port, host.address, **sizes)
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(leading, folder, port, host.address, **sizes)
+        other = host.start(*words, environment={PARTITION: "1,3"})
+        assert other.wait(JOIN_SECONDS) == 2
+        assert f"{PARTITION}: unset on node 0, 1,3 on node 1" in other.log
+        node = host.start(*words)
+        llm = coming.result(JOIN_SECONDS)
+    with llm:
+        agree(said(llm), whole(folder))
+        assert [report["rank"] for report in llm.collective_rpc("report")] == [0, 1, 2, 3]
+        process, ranks, call = node.pid, node.ranks, begin(llm)
+        assert len(ranks) == 2
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: llm.engine.client.failure is not None, SECONDS)
+        assert "node 1 (" in str(llm.engine.client.failure)
+        call.join(SECONDS)
+        wait_until(lambda: not any(map(alive, [process, *ranks])), SECONDS, "a rank lives on")
+    node.close()
+
+
 def ended(words: list[str]) -> tuple[int, str]:
     process = start(*words)
     output, errors = process.communicate(JOIN_SECONDS)
@@ -214,6 +249,36 @@ def test_a_server_on_one_host_and_ranks_on_another_end_together(folders: dict[st
     _, errors = node.communicate(SECONDS)
     assert node.wait(0.0) == 0, errors
     assert "the engine was shut down" in errors
+
+
+def test_a_server_ends_with_a_stage_of_another_host(folders: dict[str, Path]) -> None:
+    """On the loopback interface; both answer through a socket what one process says."""
+    port, segments = free_port("127.0.0.1"), set(os.listdir("/dev/shm"))
+    words = ["-pp", "2", "--nnodes", "2", "--master-port", str(port), "--dtype", "float32",
+             "--num-threads", "1", "--served-model-name", "demo"]  # fmt: skip
+    with LLM(dtype="float32", num_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24)
+        [expected] = llm.chat(BODY["messages"], params, use_tqdm=False)
+    node = start("serve", *words, "--node-rank", "1", "--headless")
+    try:
+        with serving(*words, environment=slow_steps(0.02)) as server:
+            [choice] = post(f"{server.api}/chat/completions", BODY)["choices"]
+            assert choice["message"]["content"] == expected.outputs[0].text
+            [rank] = children_of(node.pid)
+            opened = OpenStream(server, 1500)
+            os.kill(rank, signal.SIGKILL)
+            opened.join(SECONDS)
+            assert any('"error"' in line for line in opened.lines), opened.lines[-3:]
+            assert server.process.wait(3 * SECONDS) != 0
+            log = "".join(server.log)
+        cause = f"rank 1 (process {rank} on node 1) ended: killed by signal 9"
+        assert cause in log
+        _, errors = node.communicate(SECONDS)
+        assert node.wait(0.0) == 1
+        assert cause in errors
+    finally:
+        node.kill()
+    assert set(os.listdir("/dev/shm")) <= segments
 
 
 @pytest.mark.parametrize(

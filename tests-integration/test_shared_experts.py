@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -76,6 +77,58 @@ def test_families_and_layouts(kind: str, tmp_path: Path) -> None:
     with LLM(str(tmp_path), **SETTINGS, **stored) as llm:
         expected = said(llm, PROMPTS)
     check(tmp_path, expected, SHARED | KINDS[kind] | stored)
+
+
+RECORDED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "qwen3_next": {"data_parallel_size": 3},
+    "deepseek_v3": {"async_scheduling": False},
+}
+"""Grouped queries; layers with states, one engine being idle now and then; latent attention."""
+
+
+@pytest.mark.parametrize("kind", todays(RECORDED, days=3))
+def test_recorded_steps_give_the_bits_of_eager_ones(
+    kind: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Engines have different numbers of requests, so that steps are padded."""
+    save_model(kind, tmp_path)
+    found = []
+    for eager in (True, False):
+        settings = {**SHARED, **RECORDED[kind], "enforce_eager": eager}
+        # Engines log from the level that this process does.
+        with caplog.at_level(logging.INFO), LLM(str(tmp_path), **SETTINGS, **settings) as llm:
+            found.append([said(llm, PROMPTS[:1]), said(llm, PROMPTS), said(llm, PROMPTS[2:5])])
+        assert ("captured steps" in capfd.readouterr().err) is not eager
+    assert found[0] == found[1]
+
+
+MOVES: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "beside passes": {"tensor_parallel_size": 2, "use_async": True},
+}
+
+
+@pytest.mark.parametrize("kind", todays(MOVES, days=2))
+def test_experts_that_move_between_engines_change_no_token(
+    kind: str,
+    folder: Path,
+    whole: Any,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """They move while one engine has requests, and while both do."""
+    own = dict(MOVES[kind])
+    ranks = own.pop("tensor_parallel_size", 1)
+    moves = {"window_size": 6, "step_interval": 12, "num_redundant_experts": 2, **own}
+    settings = {**SHARED, "tensor_parallel_size": ranks, "enable_eplb": True, "eplb_config": moves}
+    with caplog.at_level(logging.INFO), LLM(str(folder), **SETTINGS, **settings) as llm:
+        for prompts, expected in ((PROMPTS[:1], whole[:1]), (PROMPTS, whole), (PROMPTS, whole)):
+            agree(said(llm, prompts), expected)
+    assert "experts moved" in capfd.readouterr().err
 
 
 def words(folder: Path) -> list[str]:
@@ -185,7 +238,6 @@ def test_stopping_while_requests_run_is_an_orderly_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"enable_eplb": True}, "parallel.enable_eplb.*share the experts"),
         ({"pipeline_parallel_size": 2}, "parallel.pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
          "parallel.decode_context_parallel_size.*share the experts"),

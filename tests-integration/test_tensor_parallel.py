@@ -143,7 +143,7 @@ def test_functions_for_workers_are_refused(divided: LLM) -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         divided.apply_model(lambda model: 1)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
-        divided.collective_rpc("reload_weights")
+        divided.collective_rpc("update_weights", args=([],))
     assert said(divided, PROMPTS[:1])
 
 
@@ -169,7 +169,6 @@ def test_guesses_are_checked_by_every_rank(
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
-        ({"enable_sleep_mode": True}, "device.enable_sleep_mode"),
         ({"worker_extension_cls": "a.b:C"}, "parallel.worker_extension_cls"),
         ({"kv_cache_dtype": "fp8", "calculate_kv_scales": True}, "cache.calculate_kv_scales"),
         ({"distributed_executor_backend": "uni"}, "parallel.distributed_executor_backend"),

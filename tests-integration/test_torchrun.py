@@ -77,8 +77,8 @@ def whole(folder: Path) -> list[list[tuple[int, float]]]:
     ]  # fmt: skip
 
 
-def arguments(folder: Path, size: int, then: str = "") -> str:
-    settings = {**SETTINGS, "tensor_parallel_size": size}
+def arguments(folder: Path, size: int, then: str = "", stages: int = 1) -> str:
+    settings = {**SETTINGS, "tensor_parallel_size": size, "pipeline_parallel_size": stages}
     return json.dumps([str(folder), settings, PROMPTS, then])
 
 
@@ -140,6 +140,18 @@ def test_two_engines_of_two_ranks(script: str, folder: Path) -> None:
     assert found["random"][2] == found["random"][3]
 
 
+def test_two_stages_of_two_ranks(script: str, folder: Path) -> None:
+    run = torchrun(4, script, arguments(folder, 2, stages=2))
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = told(run.stdout)
+    for kind in ("greedy", "random"):
+        assert all(found[kind][rank] == found[kind][0] for rank in range(4)), (
+            "the same bits on all ranks"
+        )
+    agree(found["greedy"][0], whole(folder))
+    assert list(found["ranks"].values()) == [[0, 1, 2, 3]] * 4
+
+
 class Launched:
     """The processes of one engine, started by hand: the process of rank 0 serves the store."""
 
@@ -155,12 +167,14 @@ class Launched:
             for rank in range(2)
         ]  # fmt: skip
 
-    def wait_for(self, rank: int, kind: str) -> None:
+    def wait_for(self, rank: int, kind: str) -> Any:
+        """What a rank tells of that kind."""
         stdout = self.processes[rank].stdout
         assert stdout is not None
         for line in stdout:
-            if json.loads(line)[1] == kind:
-                return
+            _, told_kind, what = json.loads(line)
+            if told_kind == kind:
+                return what
         raise AssertionError(self.processes[rank].communicate()[1][-3000:])
 
     def ends(self, rank: int, seconds: float = 5 * SLACK) -> tuple[int, str, str]:
@@ -174,15 +188,25 @@ class Launched:
 
 
 @pytest.mark.parametrize(
-    ("killed", "cause"),
-    [(1, r"node 1 \(127.0.0.1:\d+\) ended|rank 1 .*ended"), (0, "rank 0 of this engine is gone")],
+    ("sizes", "killed", "cause"),
+    [
+        ((2, 1), 1, r"node 1 \(127.0.0.1:\d+\) ended|rank 1 .*ended"),
+        ((2, 1), 0, "rank 0 of this engine is gone"),
+        ((1, 2), 1, r"node 1 \(127.0.0.1:\d+\) ended|rank 1 .*ended"),
+        ((1, 2), 0, "rank 0 of this engine is gone"),
+    ],
 )
 def test_a_killed_process_ends_the_calls_of_the_other(
-    script: str, folder: Path, killed: int, cause: str
+    script: str, folder: Path, sizes: tuple[int, int], killed: int, cause: str
 ) -> None:
-    launched = Launched(script, arguments(folder, 2, "wait"))
+    """Ranks of one stage, and stages, whose outputs until then are those of one process."""
+    size, stages = sizes
+    launched = Launched(script, arguments(folder, size, "wait", stages))
     try:
         for rank in range(2):
+            found = launched.wait_for(rank, "greedy")
+            if stages > 1:
+                assert found == [[[t, p] for t, p in one] for one in whole(folder)]
             launched.wait_for(rank, "reset")
         launched.processes[killed].send_signal(signal.SIGKILL)
         status, output, errors = launched.ends(1 - killed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.assembly.parallel.agreed_moves import AfterPasses
 from headrace.assembly.parallel.experts import DividedMixtures, divided_experts
 from headrace.assembly.parallel.ranks import Ranks
 from headrace_core.errors import ConfigError, UnsupportedModel
@@ -41,6 +42,15 @@ def test_rank_0_counts(rank: int) -> None:
     assert made.division.counts == (64 if rank == 0 else 0)
 
 
+@pytest.mark.parametrize(("engine", "counts"), [(0, 128), (1, 0)])
+def test_engine_0_counts_the_rows_of_all(engine: int, counts: int) -> None:
+    shared = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True, enable_eplb=True)
+    made = divided_experts(shared, Ranks(RankPlace(0, 1, "gloo", engine=engine, num_engines=2)), 64)
+    assert made is not None
+    assert made.division.counts == counts
+    assert isinstance(made.balancer(), AfterPasses if engine == 0 else type(None))
+
+
 def test_nothing_is_divided_otherwise() -> None:
     assert divided_experts(ParallelConfig(tensor_parallel_size=2), ranks(0), 64) is None
     assert divided_experts(ON, Ranks(), 64) is None, "a draft model, or one rank"
@@ -56,7 +66,9 @@ def test_engines_with_one_rank_divide_experts() -> None:
     made = divided_experts(shared, Ranks(place), 64)
     assert made is not None
     assert (made.division.engine, made.division.num_engines) == (1, 2)
-    assert not Ranks(place).can_record(pools=False)
+    assert made.meets_engines is False, "before a model is built"
+    assert not Ranks(place).can_record(pools=False), "before the engines have met"
+    assert not Ranks(place, experts_move=True).can_record(pools=False)
 
 
 def test_a_mixture_that_not_every_token_goes_to_is_refused() -> None:

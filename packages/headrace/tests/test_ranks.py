@@ -59,6 +59,9 @@ def test_groups_of_stages_of_ranks() -> None:
 def test_groups_of_ranks_that_divide_prompts() -> None:
     """Neighbours divide layers; those with the same weights divide prompts."""
     assert group_names(ParallelConfig(prefill_context_parallel_size=3)) == ("pcp:0",)
+    both = ParallelConfig(prefill_context_parallel_size=2, tensor_parallel_size=2)
+    assert group_names(both) == ("tp:0", "tp:1", "pcp:0", "pcp:1")
+    assert both.num_ranks == 4
     of = [Ranks(RankPlace(rank, 4, prefill_context=2)) for rank in range(4)]
     assert [ranks.tensor_size for ranks in of] == [2] * 4
     assert [ranks.stage for ranks in of] == [0] * 4
@@ -94,7 +97,6 @@ TRANSFER = CacheConfig(
 @pytest.mark.parametrize(
     ("parallel", "text"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size above 1"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size above 1"),
         ({"nnodes": 2}, "nnodes above 1"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend 'ray'"),

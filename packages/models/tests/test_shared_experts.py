@@ -113,6 +113,38 @@ def test_rows_of_others_change_nothing() -> None:
         torch.testing.assert_close(alone, one, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "recorded", [(True, True, False), (True, False, False), (True, True, True)]
+)
+def test_passes_of_recordings_have_as_many_rows_in_each_engine(
+    recorded: tuple[bool, ...],
+) -> None:
+    """They are even if all engines with rows say so; the last one has none. An engine's own rows get the same
+    sums."""
+    rows = (2, 5, 0)
+    whole = layer(None, None)
+
+    def work(engine: int, own: Communicator, group: Communicator) -> Tensor | None:
+        made, exchange = shared(engine, 3, own, group)
+        count = rows[engine]
+        with exchange.one_pass(count, has_recording=recorded[engine] and count > 0) as told:
+            assert exchange.is_even == all(recorded[:2])
+            assert list(told) == ([5] * 3 if exchange.is_even else list(rows))
+            if not count:
+                exchange.take_part()
+                return None
+            parts = [
+                torch.cat([part, part.new_zeros(told[engine] - count, part.shape[1])])
+                for part in inputs(count, engine)
+            ]
+            return made(*parts)[:count]
+
+    for engine, found in enumerate(run_engines(3, 1, work)[:2]):
+        torch.testing.assert_close(
+            found, whole(*inputs(rows[engine], engine)), atol=1e-5, rtol=1e-5
+        )
+
+
 def test_engines_that_are_to_end_leave_together() -> None:
     """The second one is told later, in the middle of its work."""
 
@@ -129,6 +161,27 @@ def test_engines_that_are_to_end_leave_together() -> None:
         return found
 
     assert run_engines(2, 1, work) == [[False, False, True]] * 2
+
+
+@pytest.mark.parametrize(("engines", "ranks"), [(2, 2), (3, 1)])
+def test_all_ranks_do_something_between_two_passes(engines: int, ranks: int) -> None:
+    """When those of engine 0 say so: what others have told is told again after it."""
+
+    def work(engine: int, own: Communicator, group: Communicator) -> list[Any]:
+        _, exchange = shared(engine, engines, own, group)
+        found: list[Any] = []
+        exchange.between = lambda: found.append("between")
+        for number in (1, 2):
+            if engine == 0 and number == 2:
+                exchange.call_all()
+                exchange.between()
+            with exchange.one_pass(number * (engine + 1)) as told:
+                found.append(list(told))
+                exchange._num_called = len(exchange.calls)
+        return found
+
+    told = [[number * (engine + 1) for engine in range(engines)] for number in (1, 2)]
+    assert run_engines(engines, ranks, work) == [[told[0], "between", told[1]]] * engines * ranks
 
 
 def test_calls_out_of_turn_are_errors() -> None:

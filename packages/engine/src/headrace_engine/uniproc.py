@@ -150,7 +150,10 @@ class UniProcExecutor(Executor):
         with self._lock:
             if self._thread is None or self._closed:
                 state = "was shut down" if self._closed else "was not started"
-                raise EngineDead(f"the executor {state}; it runs no steps") from self._failure
+                cause = "" if self._failure is None else f": {self._failure}"
+                raise EngineDead(
+                    f"the executor {state}; it runs no steps{cause}"
+                ) from self._failure
             self._tasks.put(_WorkerTask(future, run, is_step))
         return future
 

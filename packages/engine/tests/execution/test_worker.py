@@ -370,7 +370,8 @@ def test_memory_is_given_back_and_taken_again(tiny: Any) -> None:
     assert seen == [{}]
     with pytest.raises(ModelError, match="no cache"):
         worker.execute(ScheduledStep(0, {}))
-    worker.restore_cache()
+    assert worker.restore_cache(), "warm_up() comes next"
+    worker.warm_up()
     assert worker.report()["cache_bytes"] > 0
     assert worker.execute(ScheduledStep(1, {})).requests == {}
     worker.update_config({"load_config": {"load_format": "dummy"}})
@@ -433,7 +434,7 @@ def test_memory_that_sleeps_below_objects_that_stay(tiny: Any) -> None:
     before = worker.get_model(), worker._ready(), worker._buffers
     worker.give_back_memory(True)
     worker.read_weights(False)
-    worker.restore_cache()
+    assert not worker.restore_cache()
     assert pool.told == ["sleep weights kv_cache, kept weights", "wake weights", "wake kv_cache"]
     assert (worker.get_model(), worker._ready(), worker._buffers) == before
     assert worker.execute(ScheduledStep(1, {})).requests == {}
@@ -442,7 +443,7 @@ def test_memory_that_sleeps_below_objects_that_stay(tiny: Any) -> None:
     pool.told.clear()
     worker.give_back_memory(True)
     worker.read_weights(True)  # others: what was kept is of no use
-    worker.restore_cache()
+    assert worker.restore_cache()
     assert pool.told == [
         "sleep weights kv_cache, kept weights",
         "wake weights", "use weights", "wake kv_cache", "use kv_cache",

@@ -24,7 +24,7 @@ def engines(relay: EngineRelay, count: int) -> list[PeerEngines]:
 def test_all_learn_where_to_meet_and_of_waves() -> None:
     relay = EngineRelay(3)
     first, second = (PeerEngines(EnginePlace(index, 3, relay.path)) for index in (0, 1))
-    expected = {"ep": "tcp://127.0.0.1:1/ep"}
+    expected = {name: f"tcp://127.0.0.1:1/{name}" for name in ("ep", "ep:moves")}
     assert first.meet(Opened()) == expected
     late = PeerEngines(EnginePlace(2, 3, relay.path))
     assert second.meet(None) == late.meet(None) == expected

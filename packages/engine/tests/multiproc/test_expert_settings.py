@@ -40,7 +40,6 @@ def test_engines_that_share_experts() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "nnodes"),
-        ({"enable_eplb": True}, "enable_eplb"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend"),
         ({"distributed_executor_backend": "uni"}, "distributed_executor_backend"),
         ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend"),

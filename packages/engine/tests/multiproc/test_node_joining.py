@@ -32,7 +32,7 @@ class Gathering:
     """A listener that gathers in a thread."""
 
     def __init__(self, plan: NodePlan, pool: ThreadPoolExecutor) -> None:
-        self.listener = NodeListener(plan, NodeAccepted([], 6, "gloo", "tcp://here"))
+        self.listener = NodeListener(plan, NodeAccepted([], 6, "gloo", "tcp://here", 3))
         self.nodes: Future[list[JoinedNode]] = pool.submit(self.listener.gather, PATIENCE)
         self.pool = pool
         self.plan = dataclasses.replace(plan, port=self.listener.port)
@@ -66,7 +66,7 @@ def test_nodes_come_in_any_order_with_their_ranks(gathering: Gathering) -> None:
     second = gathering.join(2).result(PATIENCE)
     assert not gathering.nodes.done()
     first = gathering.join(1).result(PATIENCE)
-    assert first.accepted == NodeAccepted([2, 3], 6, "gloo", "tcp://here")
+    assert first.accepted == NodeAccepted([2, 3], 6, "gloo", "tcp://here", 3)
     assert second.accepted.ranks == [4, 5]
     nodes = gathering.all()
     assert [node.node for node in nodes] == [1, 2]

@@ -18,10 +18,12 @@ from headrace_engine.threads import in_this_context
 
 logger = logging.getLogger(__name__)
 
-EXPERT_GROUP = "ep"
-"""Name of the group of all ranks of engines that share experts."""
+EXPERT_GROUP, EXPERT_MOVES = "ep", "ep:moves"
+"""Names of the groups of all ranks of engines that share experts: of their passes, and of moves of experts
+beside these."""
 MEETING_SECONDS = 600.0
 """Longest wait for engine 0 to say where the ranks meet: it may be resolving a large checkpoint."""
+_GROUPS = (EXPERT_GROUP, EXPERT_MOVES)
 _WAVE = b"wave "
 
 
@@ -62,7 +64,7 @@ class PeerEngines:
         ).start()
 
     def meet(self, opened: OpensGroups | None) -> dict[str, str]:
-        """Where all ranks of all engines meet, by the group's name.
+        """Where all ranks of all engines meet, by the name of each of their groups.
 
         Args:
             opened: engine 0's own place, at which they do; it says so to the others.
@@ -72,11 +74,11 @@ class PeerEngines:
         """
         if self.engine == 0:
             assert opened is not None
-            address = opened.address(EXPERT_GROUP)
-            self._send(MEET + address.encode())
+            addresses = " ".join(map(opened.address, _GROUPS))
+            self._send(MEET + addresses.encode())
         else:
-            address = self._meeting.result(MEETING_SECONDS)
-        return {EXPERT_GROUP: address}
+            addresses = self._meeting.result(MEETING_SECONDS)
+        return dict(zip(_GROUPS, addresses.split(), strict=True))
 
     def close(self) -> None:
         """Leave. Idempotent."""

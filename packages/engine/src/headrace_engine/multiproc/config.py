@@ -27,11 +27,16 @@ class ParallelConfig:
         1, "Stages over which the layers are divided: each has a range of them, their part of the KV cache, "
         "and tensor_parallel_size ranks, processes of this machine.", other_flag="-pp",
     )  # fmt: skip
+    enable_sp: bool = option(
+        False, "Sequence parallelism: between the divided layers of large steps each of the "
+        "tensor_parallel_size ranks adds and norms its part of the tokens, in place of all of them.",
+        cost="such steps are not recorded; tensors of all tokens still cross between the ranks",
+    )  # fmt: skip
     prefill_context_parallel_size: int = option(
-        1, "Ranks that divide the tokens of long prompts: each has all weights and the whole KV cache, and "
-        "computes a part of each prompt. Everything else every rank computes.",
+        1, "Groups of tensor_parallel_size ranks that divide the tokens of long prompts: each has all weights"
+        " and the whole KV cache, and computes a part of each prompt. Everything else every group computes.",
         other_flag="-pcp",
-        cost="the memory of weights and cache so many times; short steps are computed by every rank, with "
+        cost="the memory of weights and cache so many times; short steps are computed by every group, with "
         "its share of the threads",
     )  # fmt: skip
     decode_context_parallel_size: int = option(
@@ -173,6 +178,9 @@ class ParallelConfig:
                f"at most {MOST_RANKS // self.num_ranks} with enable_expert_parallel and {self.num_ranks} "
                f"ranks of each engine: {MOST_RANKS} ranks can share experts")  # fmt: skip
         self._check_context()
+        require(not self.enable_sp or (size > 1 and not self.enable_expert_parallel and stages == 1),
+               "parallel.enable_sp", self.enable_sp, "left out with tensor_parallel_size = 1, with "
+               "pipeline_parallel_size above 1, and with enable_expert_parallel")  # fmt: skip
         executor = self.distributed_executor_backend
         require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with {self.describe_ranks()}: 'uni' runs one rank")  # fmt: skip
@@ -190,7 +198,6 @@ class ParallelConfig:
         if count == 1:
             return
         for name, value in (
-            ("tensor_parallel_size", self.tensor_parallel_size > 1 and "above 1"),
             ("pipeline_parallel_size", self.pipeline_parallel_size > 1 and "above 1"),
             ("decode_context_parallel_size", self.decode_context_parallel_size > 1 and "above 1"),
             ("enable_expert_parallel", self.enable_expert_parallel and "true"),
@@ -201,21 +208,15 @@ class ParallelConfig:
 
     def _check_stages(self) -> None:
         """What several stages have not been combined with yet."""
-        if self.pipeline_parallel_size == 1:
-            return
-        for name, value in (
-            ("enable_eplb", self.enable_eplb and "true"),
-            ("nnodes", self.nnodes > 1 and "above 1"),
-            ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
-        ):
-            require(not value, "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
-                   f"1 with {name} {value}")  # fmt: skip
+        require(self.pipeline_parallel_size == 1 or not self.enable_eplb,
+                "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
+                "1 with enable_eplb true")  # fmt: skip
 
     def _check_nodes(self) -> None:
         count, ranks = self.nnodes, self.num_ranks
         require(1 <= count <= ranks and ranks % count == 0, "parallel.nnodes", count,
-               f"a divisor of the number of ranks, {ranks} (tensor_parallel_size): each host has as "
-               "many")  # fmt: skip
+               f"a divisor of the number of ranks, {ranks} (tensor_parallel_size times "
+               "pipeline_parallel_size): each host has as many")  # fmt: skip
         require(0 <= self.node_rank < count, "parallel.node_rank", self.node_rank,
                f"in 0..{count - 1} with nnodes = {count}")  # fmt: skip
         require(not self.enable_elastic_ep or (count == 1 and self.executor != "external_launcher"),

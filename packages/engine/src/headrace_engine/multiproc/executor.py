@@ -28,6 +28,8 @@ LED = {"profile": "begin_profile", "warm_up": ""}
 one that stands here, if one does."""
 OWN = ("start_profile", "stop_profile", TAKE_PART, TAKE_LEAVE)
 """Calls that are of rank 0 only: a recording is of its steps, and it leads the passes."""
+STEPWISE = {"reload_weights": (("read_weights", True), ("restore_cache",), ("warm_up",))}
+"""Calls that several of all ranks stand for, one after the other, as rank 0 leads passes in some."""
 JOIN_SECONDS = 10.0
 """Longest wait for rank 0's thread at the end: it may be in an exchange with a rank that does not come."""
 
@@ -100,10 +102,13 @@ class MultiProcExecutor(UniProcExecutor):
             )
         if method in OWN:
             return super().call(method, *args)
+        if method in STEPWISE:
+            answers = [self.call(*one) for one in STEPWISE[method]]
+            return answers[0]
         if method not in CALLS:
             raise UnsupportedFeature(
                 f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1, or engines "
-                f"share experts; ranks in other processes do {', '.join(CALLS)} only"
+                f"share experts; ranks in other processes do {', '.join((*CALLS, *STEPWISE))} only"
             )
         results: list[Any] = self._queue(
             partial(_on_every_rank, others, method, args), is_step=False

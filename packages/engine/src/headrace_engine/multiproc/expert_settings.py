@@ -74,7 +74,6 @@ def _check_shared(config: ParallelConfig) -> None:
         ("decode_context_parallel_size", config.decode_context_parallel_size, 1),
         ("nnodes", config.nnodes, 1),
         ("distributed_executor_backend", executor, executor if executor == "mp" else None),
-        ("enable_eplb", config.enable_eplb, False),
     ):
         accepted = "'mp', or left out," if name == "distributed_executor_backend" else repr(wanted)
         require(value == wanted, f"parallel.{name}", value,

@@ -34,12 +34,12 @@ from headrace_engine.multiproc.leader import (
     VOCABULARY,
 )
 from headrace_engine.multiproc.staged import record_part
+from headrace_engine.weights.rereading import RereadingWorker
 from headrace_engine.worker.recording import step_recorder
-from headrace_engine.worker.serving import ServingWorker
 from headrace_engine.worker.settings import WorkerSettings
 
 
-class FollowingWorker(ServingWorker):
+class FollowingWorker(RereadingWorker):
     """Runs the passes that rank 0 runs. One thread only.
 
     Args:
@@ -148,7 +148,7 @@ class FollowingWorker(ServingWorker):
         return self._runner.with_metadata(arg)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
-        """See :meth:`ServingWorker.allocate_cache`."""
+        """See :meth:`RereadingWorker.allocate_cache`."""
         super().allocate_cache(config)
         connector = self._settings.transfer.connector
         if connector is not None and self._mover is not None:
@@ -181,6 +181,10 @@ class FollowingWorker(ServingWorker):
         if self._finder is not None:
             self._finder.forget(request_id)
 
+    def _free(self) -> None:
+        super()._free()
+        self._hidden = self._finder = self._following = None
+
     def _moving(self) -> BlockMover:
         if self._mover is None:
             raise ModelError("there is no connector: allocate_cache() has not been called")
@@ -193,7 +197,7 @@ class FollowingWorker(ServingWorker):
         return self._following.read(number, path, dropped)
 
     def report(self) -> dict[str, Any]:
-        """See :meth:`ServingWorker.report`; with the number of adapters that are kept, if any may be."""
+        """See :meth:`RereadingWorker.report`; with the number of adapters that are kept, if any may be."""
         kept = {} if self._following is None else {"adapters_kept": self._following.num_kept}
         return {**super().report(), **kept}
 

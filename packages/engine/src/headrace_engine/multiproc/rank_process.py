@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 CALLS = (
     "load", "kv_specs", "begin_profile", "profile", "allocate_cache", "warm_up", "report", "close",
+    "update_config", "give_back_memory", "read_weights", "restore_cache",
 )  # fmt: skip
 """Methods of a worker that rank 0 may call."""
 MOVES = (LOAD, SAVE)

@@ -38,8 +38,8 @@ class SleepingWorker(Protocol):
         """
         ...
 
-    def restore_cache(self) -> None:
-        """Allocate the cache under its old plan, and warm up."""
+    def restore_cache(self) -> bool:
+        """Allocate the cache under its old plan. True: ``warm_up()`` must come next, on all ranks."""
         ...
 
 
@@ -186,8 +186,8 @@ class EngineSleep:
     def _wake(self, tag: str) -> None:
         if tag == WEIGHTS:
             self._executor.call("read_weights", False)
-        else:
-            self._executor.call("restore_cache")
+        elif any(self._executor.call("restore_cache")):
+            self._executor.call("warm_up")
 
     def _parts(self) -> str:
         return ", ".join(tag for tag in TAGS if tag in self._asleep)

@@ -4,35 +4,32 @@ between two steps."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.model import (
-    CausalLM,
-    SupportsRecurrence,
-)
+from headrace_core.model import SupportsRecurrence
 from headrace_engine.execution.cache import (
     bind_buffers,
     cache_specs,
     group_backends,
 )
-from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.lora.step_adapters import StepAdapters
 from headrace_engine.sampling.sampler import Sampler
-from headrace_engine.sleep.engine_sleep import KV_CACHE, WEIGHTS
+from headrace_engine.sleep.engine_sleep import WEIGHTS
 from headrace_engine.speculation.draft_head import DraftHead
 from headrace_engine.weights.beside import Candidate, ModelsBeside, Running
 from headrace_engine.weights.holder import HeldWeights, WeightHolder
 from headrace_engine.weights.messages import WeightsMessage
 from headrace_engine.weights.order import Probe
 from headrace_engine.weights.probe import Limits
+from headrace_engine.weights.rereading import RereadingWorker
 from headrace_engine.weights.updates import keeps_no_weights
-from headrace_engine.worker.serving import ServingWorker, close_runner
+from headrace_engine.worker.serving import close_runner
 from headrace_engine.worker.settings import WorkerSettings
 
 _OF_MODEL = (
@@ -51,7 +48,7 @@ class WorkerModelConfig(NamedTuple):
     max_model_len: int
 
 
-class ModelWorker(ServingWorker):
+class ModelWorker(RereadingWorker):
     """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
 
     Args:
@@ -62,9 +59,6 @@ class ModelWorker(ServingWorker):
         super().__init__(settings)
         weights, drafts, limits = settings.weights, settings.drafts, settings.limits
         self._new_weights = weights.holder or WeightHolder()
-        self._load_changes: Mapping[str, str] = {}
-        self._loaded_with: Mapping[str, str] = {}
-        """Changes with which the weights were read that it has, or had last."""
         self._beside: ModelsBeside | None = None
         if weights.build_beside is not None:
             raw = Sampler(settings.ops.sample, settings.ops.top_logprobs)
@@ -75,14 +69,6 @@ class ModelWorker(ServingWorker):
                 weights.build_beside, raw, of_probes, self._meter, self._device, weights.max_bytes,
                 build_head=drafts.build_head if drafts.head_within else None,
             )  # fmt: skip
-
-    def update_config(self, changes: object) -> None:
-        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
-
-        Raises:
-            RequestError: something else is to change.
-        """
-        self._load_changes = load_changes(changes)
 
     def reload_weights(self) -> None:
         """Build the model again under the same cache plan, and capture its steps again.
@@ -95,57 +81,19 @@ class ModelWorker(ServingWorker):
             UnsupportedFeature: this worker cannot. WeightsError: see the loader.
         """
         self.read_weights(True)
-        self.restore_cache()
+        if self.restore_cache():
+            self.warm_up()
 
     def give_back_memory(self, keep: bool = False) -> None:
-        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.give_back_memory`.
+        """See :meth:`RereadingWorker.give_back_memory`.
 
         Raises:
-            UnsupportedFeature: this worker cannot read its weights again.
             RequestError: what guesses has weights that are nowhere else.
-            CapacityError: the host has no memory for what is kept.
         """
         self._check_rereads("sleep")
         if keep and self._new_weights.draft_is_from_outside:
             raise keeps_no_weights()
-        if keep and self._memory.keeps and self._runner is not None:
-            self._runner.media_vectors.clear()
-            self._memory.sleep(keep=True)
-            self._meter.trim()
-            return
-        self._forget_draft()
-        self._free_all_but_plan()
-        if self._settings.adapters.store is not None:
-            self._settings.adapters.store.bind(None)
-        gc.collect()
-        self._memory.sleep(keep=False)
-        self._meter.trim()
-
-    def read_weights(self, changed: bool) -> None:
-        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.read_weights`."""
-        rebuild = self._check_rereads("reload_weights")
-        changes = self._load_changes if changed else self._loaded_with
-        if self._memory.wake(WEIGHTS) and not changed:
-            return
-        if self._new_weights.draft_is_from_outside:  # those of the checkpoint are wanted
-            self._forget_draft()
-        self._free_all_but_plan()
-        self._binding.widen()
-        with self._memory.region(WEIGHTS):
-            other = {} if self._path is None else {"path": self._path}
-            model, draft = rebuild(changes, *self._make_slots(), **other), self._draft
-            if draft is None and self._settings.drafts.build_model is not None:
-                draft = self._settings.drafts.build_model()
-        self._hold(model, draft)
-        self._loaded_with = changes
-
-    def restore_cache(self) -> None:
-        """See :meth:`headrace_engine.sleep.engine_sleep.SleepingWorker.restore_cache`."""
-        assert self._cache is not None
-        if self._memory.wake(KV_CACHE):
-            return
-        self.allocate_cache(self._cache)
-        self.warm_up()
+        super().give_back_memory(keep)
 
     def build_beside(
         self, path: str, probes: tuple[Probe, ...], max_perplexity: float | None
@@ -389,9 +337,12 @@ class ModelWorker(ServingWorker):
             self._new_weights.draft_loaded(None)
 
     def _forget_draft(self) -> None:
-        """Let go of what guesses, which is read again with the model's weights."""
-        self._draft = self._head = None
+        super()._forget_draft()
         self._new_weights.draft_loaded(None)
+
+    def _forget_weights_from_outside(self) -> None:
+        if self._new_weights.draft_is_from_outside:  # those of the checkpoint are wanted
+            self._forget_draft()
 
     def _models_beside(self) -> ModelsBeside:
         if self._beside is None:
@@ -410,21 +361,6 @@ class ModelWorker(ServingWorker):
             self._measure_kv_scales(self._settings.kv_scales)
         if record:
             self._settle_and_record()
-
-    def _check_rereads(self, call: str) -> Callable[..., CausalLM]:
-        if self._settings.weights.rebuild_model is None or self._cache is None:
-            raise UnsupportedFeature(f"{call}: this worker reads its weights once")
-        if self._transfer is not None:
-            raise UnsupportedFeature(
-                f"{call}: engines of a disaggregated encoder read their weights once, as they know "
-                "vectors by the model (ec_transfer_config)"
-            )
-        return self._settings.weights.rebuild_model
-
-    def _free_all_but_plan(self) -> None:
-        cache = self._cache
-        self._free()
-        self._cache = cache
 
     def _close_graphs(self) -> None:
         """Free recordings, which hold the addresses of weights."""

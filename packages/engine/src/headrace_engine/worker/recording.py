@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
@@ -11,6 +12,7 @@ from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.kv.states import state_groups
+from headrace_engine.lockstep.graph import LockstepGraph
 from headrace_engine.worker.settings import WorkerLimits, WorkerSettings
 
 
@@ -27,7 +29,8 @@ def step_recorder(
     return partial(
         capture_steps,
         settings.capture,
-        max_num_seqs=settings.limits.max_num_seqs,
+        # One more, by which engines that share experts fill a batch up.
+        max_num_seqs=settings.limits.max_num_seqs + meets_engines(settings.ranks.experts),
         num_groups=len(runner.backends),
         device=runner.device.type,
         all_rows=all_rows,
@@ -35,6 +38,33 @@ def step_recorder(
         cross_groups=tuple(cross_groups(cache)),
         state_groups=tuple(state_groups(cache)),
     )
+
+
+def meets_engines(experts: Any) -> bool:
+    """True if passes are those of several engines, which share experts.
+
+    Args:
+        experts: of :class:`~headrace_engine.worker.settings.RankSettings`.
+    """
+    return experts is not None and bool(experts.meets_engines)
+
+
+def record_together(
+    experts: Any, runner: ModelRunner, record: Callable[..., StepGraph | None]
+) -> StepGraph | None:
+    """Steps of this rank, recorded: to be replayed together with those of other ranks or engines.
+
+    Args:
+        experts: see :func:`meets_engines`.
+        record: see :func:`step_recorder`.
+    """
+    if not meets_engines(experts):
+        return runner.record(record)
+    with experts.recording():
+        graph = runner.record(record)
+    if graph is None:
+        return None
+    return LockstepGraph(graph, experts, runner.whole_step, runner.block_size)
 
 
 def captured_bytes(

@@ -73,7 +73,12 @@ from headrace_engine.speculation.draft_head import DraftHead
 from headrace_engine.speculation.draft_model import draft_layers
 from headrace_engine.structured.matching import ConstraintMaker
 from headrace_engine.worker.guessing import ModelProposer, let_guess
-from headrace_engine.worker.recording import captured_bytes, step_recorder
+from headrace_engine.worker.recording import (
+    captured_bytes,
+    meets_engines,
+    record_together,
+    step_recorder,
+)
 from headrace_engine.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -377,14 +382,14 @@ class ServingWorker:
                 runner.graph = runner.record(record, parts=parts)
             else:  # each rank records its own steps; a step in parts has no order for exchanges
                 with self._ranks.leader.alone():
-                    runner.graph = runner.record(record)
+                    runner.graph = record_together(self._ranks.experts, runner, record)
                 self._ranks.leader.lead_replays(runner.graph)
             if self._draft_proposer is not None:
                 like = torch.empty(
                     0, dtype=getattr(torch, self._settings.dtype), device=self._device
                 )
                 self._draft_proposer.capture(record, self._settings.capture.largest, like)
-            if self._adapters is not None:
+            if self._adapters is not None and not meets_engines(self._ranks.experts):
                 with nullcontext() if self._ranks.leader is None else self._ranks.leader.alone():
                     self._adapters.choose_all(tokens, tokens)
                     runner.adapter_graph = runner.record(record, kind="steps with adapters")
@@ -415,6 +420,8 @@ class ServingWorker:
         """Run an empty pass: compute for engines that share this one's experts. False: they have nothing to
         run either."""
         ran: bool = self._ranks.experts.take_part()
+        if ran and self._ranks.watcher is not None:
+            self._ranks.watcher.after_step()
         return ran
 
     @torch.inference_mode()

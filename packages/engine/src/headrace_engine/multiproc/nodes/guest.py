@@ -34,8 +34,9 @@ class GuestRank:
         accepted = joined.accepted
         self._joined, self._make = joined, make
         self._place = RankPlace(
-            rank, accepted.world_size, accepted.communicator, accepted.rendezvous, num_here=1
-        )
+            rank, accepted.world_size, accepted.communicator, accepted.rendezvous, accepted.stages,
+            num_here=1,
+        )  # fmt: skip
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: BaseException | None = None
         """Why it has ended, unless it was told to."""

@@ -87,7 +87,7 @@ class _Host:
     def _start(self, rank: int) -> None:
         accepted = self._joined.accepted
         place = RankPlace(
-            rank, accepted.world_size, accepted.communicator, accepted.rendezvous,
+            rank, accepted.world_size, accepted.communicator, accepted.rendezvous, accepted.stages,
             num_here=len(accepted.ranks),
         )  # fmt: skip
         ours, theirs = socket.socketpair()

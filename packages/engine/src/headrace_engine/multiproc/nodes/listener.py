@@ -241,7 +241,9 @@ def gather(ranked: RankedWorkers, rendezvous: Mapping[str, str]) -> list[JoinedN
     plan = ranked.nodes
     if plan is None:
         return []
-    accepted = NodeAccepted([], ranked.world_size, ranked.communicator, dict(rendezvous))
+    accepted = NodeAccepted(
+        [], ranked.world_size, ranked.communicator, dict(rendezvous), ranked.stages
+    )
     listener = NodeListener(plan, accepted)
     plan.opened(listener.port)
     nodes = listener.gather(JOIN_SECONDS)

@@ -25,6 +25,8 @@ class NodeAccepted(NamedTuple):
     communicator: str
     rendezvous: dict[str, str]
     """See :attr:`headrace_engine.multiproc.places.RankPlace.rendezvous`."""
+    stages: int = 1
+    """See :attr:`headrace_engine.multiproc.places.RankPlace.stages`."""
 
 
 class NodeRefused(NamedTuple):

@@ -1,7 +1,7 @@
 """Processes that somebody else starts (``distributed_executor_backend="external_launcher"``): torchrun.
 
 Every process runs the same script and makes the same ``LLM``. Neighbouring ranks share an engine:
-tensor_parallel_size of them. The lowest has it, the others mirror it.
+tensor_parallel_size times pipeline_parallel_size of them. The lowest has it, the others mirror it.
 """
 
 from __future__ import annotations

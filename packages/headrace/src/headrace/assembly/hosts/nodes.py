@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.parallel.ranks import FOLLOWER_FACTORY
@@ -50,9 +52,12 @@ def node_plan(resolved: ResolvedConfig) -> NodePlan | None:
     )  # fmt: skip
 
 
-def shared_settings(resolved: ResolvedConfig) -> dict[str, str]:
+def shared_settings(
+    resolved: ResolvedConfig, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """What must be the same on all hosts: resolved settings as text, by name, and the checkpoint's facts."""
     import headrace_core
+    from headrace_models.stages.division import PARTITION
 
     config, info = resolved.config, resolved.info
     found = {
@@ -61,6 +66,8 @@ def shared_settings(resolved: ResolvedConfig) -> dict[str, str]:
         for field in dataclasses.fields(getattr(config, section))
         if f"{section}.{field.name}" not in OF_A_HOST
     }
+    if config.parallel.pipeline_parallel_size > 1:
+        found[PARTITION] = environ.get(PARTITION, "unset")
     of_model = json.dumps(info.whole_config, sort_keys=True, default=str).encode()
     return {
         **found,

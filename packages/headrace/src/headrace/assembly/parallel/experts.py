@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.assembly.parallel.agreed_moves import AfterPasses, AgreedMoves, MoveKind
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_engine.lockstep.waves import Waves
@@ -78,12 +80,12 @@ def divided_experts(
         return None
     from headrace_models.layers.moe.division import ExpertDivision
 
-    settings = eplb_settings(config.eplb_config)
+    settings, counts = eplb_settings(config.eplb_config), ranks.rank == ranks.engine == 0
     division = ExpertDivision(
         config.expert_placement_strategy,
         redundant=settings.num_redundant_experts,
         may_move=config.enable_eplb,
-        counts=max_tokens if config.enable_eplb and ranks.rank == 0 else 0,
+        counts=max_tokens * ranks.num_engines if config.enable_eplb and counts else 0,
         engine=ranks.engine,
         num_engines=ranks.num_engines,
     )
@@ -125,11 +127,17 @@ class DividedMixtures:
         """Told of the passes of engines that share experts."""
         self._group: Communicator | None = None
         """All ranks of these engines."""
-        self._is_serving = False
+        self._agreed: AgreedMoves | None = None
+        """Moves of experts between them; None: there is one engine."""
+        self._is_serving = self._has_run = False
 
     def check_found(self, architecture: str) -> None:
         """See :func:`check_mixtures`."""
         check_mixtures(self.division, architecture)
+
+    def forget(self) -> None:
+        """The model has gone, and another one is built."""
+        self.division.forget()
 
     def settle(self) -> None:
         """See that loaded experts can move, if they are to. Every rank must call it.
@@ -146,7 +154,7 @@ class DividedMixtures:
             self._ranks.moving_group()  # in which all meet while they load
         for mixture in self.division.mixtures:
             weights = slot_weights(mixture)
-            if weights is None or not are_alike(weights, self._ranks.communicator()):
+            if weights is None or not are_alike(weights, self._dividing()):
                 raise ConfigError(
                     f"{_EPLB} = True: must be left out for this checkpoint: experts of {mixture.name} are "
                     "stored in different ways or sizes, so that one cannot take the place of another",
@@ -164,6 +172,12 @@ class DividedMixtures:
             own = getattr(model, name, None)
             if own is not None:
                 setattr(model, name, partial(self._run_pass, exchange, own))
+        if self._settings is not None:
+            self._agreed = AgreedMoves(self, exchange, self._group)
+
+    def _dividing(self) -> Communicator:
+        """The group of all ranks that divide the experts."""
+        return self._ranks.communicator() if self._group is None else self._group
 
     def begin_serving(self) -> None:
         """From now on passes are those of all engines; so far they were this one's, to measure.
@@ -190,10 +204,51 @@ class DividedMixtures:
         self, exchange: RowExchange, own: Callable[..., Any], batch: ForwardBatch, *rest: Any
     ) -> Any:
         """A pass of this engine, in which it has rows."""
+        if exchange.counts:  # within a pass that has begun
+            return own(batch, *rest)
         if self._is_serving:
             self.waves.enter()
         with exchange.one_pass(batch.num_tokens):
-            return own(batch, *rest)
+            result = own(batch, *rest)
+        self._has_run = True
+        return result
+
+    @property
+    def meets_engines(self) -> bool:
+        """True if passes are those of several engines."""
+        return self.division.exchange is not None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """For the block, steps are recorded, in which exchanges with other engines are calls like others."""
+        exchange = self.division.exchange
+        assert exchange is not None
+        assert self._group is not None
+        with exchange.recording(self._group):
+            yield
+
+    def run_recorded(
+        self, num_tokens: int, recorded: Callable[[int], Any], eager: Callable[[], Any]
+    ) -> Any:
+        """A pass of this engine for which it has a recording.
+
+        Args:
+            num_tokens: of its batch.
+            recorded: runs the recording, given the tokens to which the batch is padded: all other engines
+                with rows have one, too.
+            eager: runs the pass without.
+        """
+        exchange = self.division.exchange
+        assert exchange is not None
+        self.waves.enter()
+        with exchange.one_pass(num_tokens, has_recording=True) as counts:
+            if exchange.is_even:
+                result = recorded(counts[self.division.engine])
+                exchange.replayed()
+            else:
+                result = eager()
+        self._has_run = True
+        return result
 
     def take_part(self) -> bool:
         """A pass in which this engine has no rows; False: no engine has any, and nothing was computed. All
@@ -219,7 +274,13 @@ class DividedMixtures:
                 self.waves.rest()
                 return False
             exchange.take_part()
-            return True
+        self._has_run = True
+        return True
+
+    def take_has_run(self) -> bool:
+        """True once after each pass in which an engine had rows."""
+        has_run, self._has_run = self._has_run, False
+        return has_run
 
     def places(self) -> list[Places]:
         """By mixture, where experts are."""
@@ -242,6 +303,12 @@ class DividedMixtures:
         Args:
             arranged: by mixture, rank and slot.
         """
+        if self._agreed is not None:
+            self._agreed.lead(MoveKind.ALL, arranged)
+        self.arrange_here(arranged)
+
+    def arrange_here(self, arranged: list[list[list[int]]]) -> None:
+        """:meth:`arrange_experts`, which all other engines know of."""
         from headrace_distributed.eplb.moves import move_experts
         from headrace_models.layers.moe.moving import slot_weights
 
@@ -249,7 +316,7 @@ class DividedMixtures:
             placement, weights = mixture.placement, slot_weights(mixture)
             assert placement is not None
             assert weights is not None  # as settle() saw
-            move_experts(placement.places, places, weights, self._ranks.communicator())
+            move_experts(placement.places, places, weights, self._dividing())
             placement.put(places)
 
     def begin_move(self, index: int, places: list[list[int]]) -> None:
@@ -260,6 +327,12 @@ class DividedMixtures:
             index: of the mixture.
             places: where its experts will be, by rank and slot.
         """
+        if self._agreed is not None:
+            self._agreed.lead(MoveKind.BEGIN, [places], index)
+        self.begin_here(index, places)
+
+    def begin_here(self, index: int, places: list[list[int]]) -> None:
+        """:meth:`begin_move`, which all other engines know of."""
         from headrace_distributed.eplb.background import BackgroundExchange
         from headrace_distributed.eplb.moves import receive_experts
         from headrace_models.layers.moe.moving import slot_weights
@@ -281,6 +354,12 @@ class DividedMixtures:
 
     def end_move(self) -> None:
         """Put received weights in place. Every rank must call it between the same two passes."""
+        if self._agreed is not None:
+            self._agreed.lead(MoveKind.END)
+        self.end_here()
+
+    def end_here(self) -> None:
+        """:meth:`end_move`, which all other engines know of."""
         from headrace_distributed.eplb.moves import put_experts
         from headrace_models.layers.moe.moving import slot_weights
 
@@ -300,13 +379,13 @@ class DividedMixtures:
         if moving is not None:
             moving.exchange.close()
 
-    def balancer(self) -> ExpertBalancer | None:
-        """Decides when experts move, on rank 0; None: they do not."""
-        if self._settings is None:
+    def balancer(self) -> ExpertBalancer | AfterPasses | None:
+        """Decides when experts move, on rank 0 of engine 0; None: they do not, or another engine decides."""
+        if self._settings is None or self.division.engine:
             return None
         from headrace_distributed.eplb.balancer import ExpertBalancer
 
-        return ExpertBalancer(
+        made = ExpertBalancer(
             self,
             plugins.load(POLICIES, self._settings.policy),
             window_size=self._settings.window_size,
@@ -314,3 +393,4 @@ class DividedMixtures:
             log_balancedness=self._settings.log_balancedness,
             use_async=self._settings.use_async,
         )
+        return made if self.division.num_engines == 1 else AfterPasses(made, self.take_has_run)

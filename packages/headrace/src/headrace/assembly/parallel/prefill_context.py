@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from headrace.assembly.parallel.ranks import Ranks
     from headrace_attention.prefill_context import DividedPass
     from headrace_core.attention import AttentionBackend, AttentionNeed
-    from headrace_core.batch import ForwardBatch
-    from headrace_core.graph import StepGraph, StepGraphFactory
     from headrace_core.model import CausalLM, ModelInfo
     from headrace_core.ops import OpTable
     from headrace_engine.config import EngineConfig
@@ -88,23 +86,3 @@ def divide_passes(model: CausalLM, divided: DividedPass) -> None:
     divided.join()  # later there is no place where they could
     changed: Any = model
     changed.forward = partial(divided.run, model.forward)
-
-
-def undivided_graphs(
-    factory: StepGraphFactory | None, divided: DividedPass | None
-) -> StepGraphFactory | None:
-    """Makes graphs that no pass fits which is divided; the factory itself, where none is."""
-    if factory is None or divided is None:
-        return factory
-
-    def make() -> StepGraph:
-        graph: Any = factory()
-        fits = graph.fits
-
-        def fits_whole(batch: ForwardBatch, num_logits: int | None = None) -> bool:
-            return not divided.divides(batch) and fits(batch, num_logits)
-
-        graph.fits = fits_whole
-        return graph  # type: ignore[no-any-return] # as the factory's
-
-    return make

@@ -22,7 +22,7 @@ from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import BringsWorker, Platform
 from headrace_engine.config import EngineConfig
 from headrace_engine.cores import BIND_FIELD, CpuThreads, format_cores
-from headrace_engine.lockstep.peers import EXPERT_GROUP
+from headrace_engine.lockstep.peers import EXPERT_GROUP, EXPERT_MOVES
 from headrace_engine.multiproc.config import ParallelConfig
 from headrace_engine.multiproc.expert_settings import eplb_settings
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
     from headrace_engine.multiproc.following import FollowingWorker
     from headrace_engine.multiproc.places import RankPlace, Rendezvous
+    from headrace_models.sequence_parallel import TokenShares
     from headrace_models.stages.stage import Link, Stage
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ class Ranks:
     Args:
         place: None: there is one rank.
         context_size: ranks that share the keys of what would be copies (decode context parallelism).
+        experts_move: they do while the model serves.
     """
 
-    def __init__(self, place: RankPlace | None = None, context_size: int = 1) -> None:
+    def __init__(
+        self, place: RankPlace | None = None, context_size: int = 1, *, experts_move: bool = False
+    ) -> None:
         self._place = place
-        self._context_size = context_size
+        self._context_size, self._experts_move = context_size, experts_move
         self._groups: dict[str, Communicator] = {}
         """Those that this rank has joined, by name."""
         self._links: list[Link] = []
@@ -62,6 +66,8 @@ class Ranks:
         """Groups of ranks that divide prompts (prefill context parallelism)."""
         self.divided: DividedPass | None = None
         """Divides this rank's passes, once its model is built."""
+        self.shares: TokenShares | None = None
+        """The tokens that ranks share between layers (sequence parallelism), once its model is built."""
         self.tensor_size = self.world_size // (self.num_stages * self.num_parts)
         self.size_here = 1 if place is None else place.size_here
         """Ranks that share this host."""
@@ -87,7 +93,8 @@ class Ranks:
 
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: groups of ranks, if their calls can be recorded."""
-        groups = (self.communicator(), *(link.pair for link in self._links))
+        shared = self._groups.get(EXPERT_GROUP) if self.num_engines > 1 else None
+        groups = (shared or self.communicator(), *(link.pair for link in self._links))
         return tuple(group for group in groups if isinstance(group, RecordsCalls))
 
     def can_record(self, *, pools: bool) -> bool:
@@ -101,15 +108,17 @@ class Ranks:
             if self.num_stages > 1 and pools
             else "of ranks that share keys"
             if self.share_keys
-            else "of engines that share experts"
-            if self.num_engines > 1
+            else "of engines of several ranks that share experts"
+            if self.num_engines > 1 and self.are_several
+            else "of engines that share experts which move"
+            if self.num_engines > 1 and self._experts_move
             else ""
         )
         if whose:
             if self.rank == 0:
                 logger.info("steps %s are not recorded: they run eagerly", whose)
             return False
-        exchanges = self.tensor_size > 1 or self.num_stages > 1
+        exchanges = self.tensor_size > 1 or self.num_stages > 1 or self.num_engines > 1
         if not exchanges or self.recorders():
             return True
         if self.rank == 0 and self._place is not None:
@@ -143,9 +152,13 @@ class Ranks:
     def expert_group(self) -> Communicator:
         """The group of all ranks of all engines that share experts, which this one joins when it is first
         asked for; those of an engine are neighbours."""
-        rank = self.engine * self.world_size + self.rank
-        group = self._join(EXPERT_GROUP, rank, self.num_engines * self.world_size)
-        group.barrier()  # then nobody needs the place where they meet any longer
+        return self._join_engines(EXPERT_GROUP)
+
+    def _join_engines(self, name: str) -> Communicator:
+        rank, is_new = self.engine * self.world_size + self.rank, name not in self._groups
+        group = self._join(name, rank, self.num_engines * self.world_size)
+        if is_new:
+            group.barrier()  # then nobody needs the place where they meet any longer
         return group
 
     def stages(self, partition: str | None) -> Stage | None:
@@ -163,6 +176,7 @@ class Ranks:
         from headrace_models.stages.stage import Link, Stage
 
         index, last = self.stage, self.num_stages - 1
+        self._links.clear()  # those of a model that has gone
         numbers = () if partition is None else partition_of(partition, self.num_stages)
         lane = self.rank % self.tensor_size
 
@@ -188,18 +202,24 @@ class Ranks:
 
     def report(self) -> dict[str, str]:
         """How this stage's ranks exchange tensors: ``communicator``, and ``all_reduce`` of one that chooses
-        by size; ``divided_passes``: number of those until now, where prompts are divided."""
+        by size; ``divided_passes`` and ``shared_passes``: number of those until now, where ranks divide
+        prompts, and where they share tokens between layers."""
         if self._place is None or not self.are_several:
             return {}
         found = {"communicator": self._place.communicator}
         if self.divided is not None:
             found["divided_passes"] = str(self.divided.num_divided)
+        if self.shares is not None:
+            found["shared_passes"] = str(self.shares.num_shared)
         group = self._groups.get(self._tensor_group)
         describe = getattr(group, "describe", None)
         return found if describe is None else {**found, "all_reduce": describe()}
 
     def moving_group(self) -> Communicator:
-        """The ranks once more, for exchanges of experts beside steps; joined when first asked for."""
+        """The ranks that divide the experts once more, for exchanges of these beside steps; joined when first
+        asked for."""
+        if self.num_engines > 1:
+            return self._join_engines(EXPERT_MOVES)
         return self._join(MOVING_GROUP, self.rank, self.world_size)
 
     def leave(self) -> None:
@@ -300,7 +320,11 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         for lane in range(tensor_size)
         for start in range(num_stages if lane == 0 else num_stages - 1)
     ]
-    moving = parallel.enable_eplb and eplb_settings(parallel.eplb_config).use_async
+    moving = (
+        parallel.enable_eplb
+        and not parallel.shares_experts
+        and eplb_settings(parallel.eplb_config).use_async
+    )
     return (
         *tensor,
         *prompts,
@@ -360,7 +384,8 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one rank: name, value (false: it is off), and why."""
     return (
-        ("device.enable_sleep_mode", config.device.enable_sleep_mode, "ranks do not sleep yet"),
+        ("device.enable_sleep_mode", config.device.enable_sleep_mode and config.parallel.shares_experts,
+         "engines that share experts do not sleep"),
         ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,

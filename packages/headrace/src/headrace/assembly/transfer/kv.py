@@ -17,7 +17,7 @@ from headrace_core import plugins
 from headrace_core.errors import ConfigError, PluginError
 from headrace_core.kv import KVConnector
 from headrace_engine.kv_transfer.settings import BY_LAYER, FIELD
-from headrace_engine.speculation.config import DRAFT_MODEL, HEADS, WITHIN
+from headrace_engine.speculation.config import HEADS, WITHIN
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import ResolvedConfig
@@ -110,21 +110,16 @@ def check_ranks_transfer(config: EngineConfig) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    parallel, speculative = config.parallel, config.speculative
+    parallel = config.parallel
     if not config.cache.kv_transfer_config:
         return
-    drafts = speculative.method in (None, DRAFT_MODEL) and speculative.model is not None
     for name, value, why in (
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1 and "above 1",
-         "not tried together"),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1 and "above 1",
          "not tried together"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and "above 1",
          "ranks have other tokens of a block"),
         ("nnodes", parallel.nnodes > 1 and "above 1", "not tried together"),
         ("distributed_executor_backend", parallel.executor != "mp" and repr(parallel.executor),
-         "not tried together"),
-        ("speculative_config", drafts and "of a draft model",
          "not tried together"),
     ):  # fmt: skip
         if value:

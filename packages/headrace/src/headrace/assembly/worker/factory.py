@@ -65,7 +65,7 @@ def worker_factory(
     from headrace_engine.weights.worker import ModelWorker
 
     parallel = resolved.config.parallel
-    ranks = Ranks(place, parallel.decode_context_parallel_size)
+    ranks = Ranks(place, parallel.decode_context_parallel_size, experts_move=parallel.enable_eplb)
     setup = RankSetup(resolved, timeline, ranks, ahead)
     worker_class = extended(ModelWorker, load_extension(parallel.worker_extension_cls))
 

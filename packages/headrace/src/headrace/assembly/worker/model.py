@@ -66,18 +66,22 @@ def build_model(
         from headrace.progress import progress_bars
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
+        from headrace_models.sequence_parallel import check_shareable, share_tokens
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
         context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
+        shares_tokens = ranks is not None and config.parallel.enable_sp
 
     def admit(model: CausalLM) -> None:
         if ranks is not None and ranks.share_keys:
             share_blocks(model, config.parallel.decode_context_parallel_size)
         if ranks is not None and ranks.divide_prompts:
             check_tokens_only(model)
+        if shares_tokens:
+            check_shareable(model)
         if again:
             return
         if experts is not None:
@@ -102,10 +106,12 @@ def build_model(
         )
     choose.check_used()
     if experts is not None:
-        experts.settle()
         experts.meet_engines(model)
+        experts.settle()
     if told is not None and record is not None:
         told(record)
+    if ranks is not None and shares_tokens:
+        ranks.shares = share_tokens(model, context.communicator)
     divided = None if ranks is None else divided_pass(ranks, config.cache.block_size)
     if divided is not None:
         divide_passes(model, divided)

@@ -12,8 +12,9 @@ from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.logits_processors import named_processors
 from headrace.assembly.media import largest_media
 from headrace.assembly.named import kv_scale_constants
+from headrace.assembly.parallel.eager_passes import undivided_graphs
 from headrace.assembly.parallel.experts import divided_experts
-from headrace.assembly.parallel.prefill_context import divided_pass, undivided_graphs
+from headrace.assembly.parallel.prefill_context import divided_pass
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.speech.transcription import model_class
@@ -135,6 +136,7 @@ class RankParts:
             self._of_rank(connector, has_inputs=self._ranks.stage == 0),
             drafts=DraftSettings(reads_states=has_head(resolved.config, resolved.info)),
             adapters=AdapterSettings(make_slots=slots),
+            weights=WeightSettings(rebuild_model=self._rebuild, memory_pool=memory_pool(resolved)),
         )
 
     def serving(
@@ -208,7 +210,9 @@ class RankParts:
         divided = divided_pass(ranks, config.cache.block_size)
         return Capture(
             lambda: (
-                undivided_graphs(ops.step_graph, divided) if ranks.can_record(pools=pools) else None
+                undivided_graphs(ops.step_graph, divided, config.parallel)
+                if ranks.can_record(pools=pools)
+                else None
             ),
             self._setup.capture_sizes,
             enforce_eager=bool(config.graph.enforce_eager),
@@ -268,7 +272,7 @@ class RankParts:
     ) -> CausalLM:
         return build_model(
             model, self._ops, self._setup.timeline, self._slices, slots, again=again,
-            told=self._weights.loaded, ranks=self._ranks, experts=self._experts,
+            told=None if self._ranks.rank else self._weights.loaded, ranks=self._ranks, experts=self._experts,
             ahead=None if again else self._setup.ahead,
         )  # fmt: skip
 

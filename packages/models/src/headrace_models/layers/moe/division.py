@@ -79,6 +79,11 @@ class ExpertDivision:
         self.mixtures: list[Experts] = []
         """In the order of their making."""
 
+    def forget(self) -> None:
+        """Forget the mixtures of a model that has gone."""
+        self.mixtures.clear()
+        self.exchange = None
+
     def divide(
         self, experts: Experts, context: BuildContext, count: int, identities: int, top_k: int
     ) -> Placement:
@@ -98,7 +103,7 @@ class ExpertDivision:
                 f"{of_engine.world_size}: with enable_expert_parallel it must be at most their number"
             )
         if self.may_move:
-            self._check_slots(experts.name, count, ranks)
+            self._check_slots(experts.name, count, of_engine.world_size)
         if self.num_engines > 1 and self.exchange is None:
             self.exchange = RowExchange(of_engine, self.engine, self.num_engines)
         self.mixtures.append(experts)
@@ -108,13 +113,15 @@ class ExpertDivision:
             context, rank, places, count, identities, top_k, self.counts, self.may_move
         )
 
-    def _check_slots(self, name: str, count: int, ranks: int) -> None:
+    def _check_slots(self, name: str, count: int, ranks_of_engine: int) -> None:
+        ranks = self.num_engines * ranks_of_engine
+        of = f"data_parallel_size = {self.num_engines} times " * (self.num_engines > 1)
         field = "parallel.eplb_config.num_redundant_experts"
         if (count + self.redundant) % ranks:
             raise ConfigError(
                 f"{field} = {self.redundant}: {name} has {count} experts: with the redundant ones their "
-                f"number must be a multiple of tensor_parallel_size = {ranks}: set {-count % ranks}, or that "
-                f"and a multiple of {ranks}",
+                f"number must be a multiple of {of}tensor_parallel_size = {ranks_of_engine}: set "
+                f"{-count % ranks}, or that and a multiple of {ranks}",
                 field=field,
             )
         for other in self.mixtures[:1]:

@@ -11,7 +11,7 @@ of all engines; H hidden size, k experts per row; P rows that an exchange has ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from headrace_models.layers.moe.experts import Experts
 
 
-LEAVING = -1
+BETWEEN = -1
+"""Told as engine 0's number of rows: before the pass all ranks do something else together."""
+LEAVING = -2
 """Told as the number of rows of an engine that has none, and is to end."""
+
+
+RECORDED = 1 << 40
+"""Added to the number of rows of an engine that has a recording for as many, or more."""
 
 
 class MixtureCall(NamedTuple):
@@ -92,10 +98,16 @@ class RowExchange:
         """Rows of each engine in the pass that runs; empty between passes."""
         self.calls: list[MixtureCall] = []
         """Of a pass, in order; known after the first one."""
+        self.is_even = False
+        """True in a pass of recordings: each engine has as many rows as the one with the most, some of which
+        are padding."""
+        self._records = False
         self.all_leave = False
         """True in the pass in which every engine says that it is to end."""
         self._is_known = False
         self._num_called = 0
+        self.between: Callable[[], None] = lambda: None
+        """What this rank does, between two passes, when the ranks of engine 0 call all others."""
 
     def start(self, group: Communicator) -> None:
         """Exchange rows from now on with a group of W ranks, those of each engine next to each other.
@@ -107,6 +119,13 @@ class RowExchange:
         assert (group.rank, group.world_size) == wanted
         self._group = group
 
+    def call_all(self) -> None:
+        """Have all ranks of all other engines run :attr:`between` before their next pass; returns when they
+        begin to. All ranks of engine 0 call it, and only after a pass in which an engine had rows: then all
+        come to a further one."""
+        assert self.engine == 0
+        self._tell(BETWEEN)
+
     def _tell(self, number: int) -> list[int]:
         """A number of this engine -> those of all."""
         told = self._group.all_gather(torch.tensor([number], dtype=torch.int64), dim=0)
@@ -114,7 +133,20 @@ class RowExchange:
         return found
 
     @contextmanager
-    def one_pass(self, num_tokens: int) -> Iterator[Sequence[int]]:
+    def recording(self, group: Communicator) -> Iterator[None]:
+        """For the block, passes are recorded, as even ones in which nobody tells anything.
+
+        Args:
+            group: see :meth:`start`; its calls are recorded.
+        """
+        echo, self._group, self._records = self._group, group, True
+        try:
+            yield
+        finally:
+            self._group, self._records = echo, False
+
+    @contextmanager
+    def one_pass(self, num_tokens: int, *, has_recording: bool = False) -> Iterator[Sequence[int]]:
         """A pass of this engine's model, or an empty one; gives each engine's number of tokens.
 
         Every rank of every engine must begin one at the same time.
@@ -122,12 +154,14 @@ class RowExchange:
         Args:
             num_tokens: of this engine; 0, or :data:`LEAVING`: it runs no layers, and takes part by
                 :meth:`take_part`.
+            has_recording: this engine has a recording for as many, or more. If that is said by every engine
+                that has rows, the pass is even.
         """
-        self._begin_pass(num_tokens)
+        self._begin_pass(num_tokens + RECORDED * has_recording)
         try:
             yield self.counts
         finally:
-            self.counts = []
+            self.counts, self.is_even = [], False
         if not self._is_known:
             self._is_known = True
         elif num_tokens > 0 and self._num_called != len(self.calls):
@@ -138,16 +172,32 @@ class RowExchange:
     def _begin_pass(self, number: int) -> None:
         """Tell a number of rows, and know those of all."""
         self._num_called = 0
+        if self._records:
+            self.counts, self.is_even = [number] * self.num_engines, True
+            return
         told = self._tell(number)
+        while told[0] == BETWEEN:
+            self.between()
+            told = self._tell(number)
         self.all_leave = all(each == LEAVING for each in told)
-        self.counts = [max(0, each) for each in told]
+        having = [each for each in told if each > 0]
+        self.is_even = bool(having) and min(having) > RECORDED
+        self.counts = [max(0, each) % RECORDED for each in told]
+        if self.is_even:
+            self.counts = [max(self.counts)] * self.num_engines
+
+    def replayed(self) -> None:
+        """This engine's part of an even pass was a recording, whose calls are not seen here."""
+        self._num_called = len(self.calls)
 
     def take_part(self) -> None:
-        """Do this rank's share of a pass in which its engine has no rows: of all calls, in order."""
+        """Do this rank's share of a pass in which its engine has no rows, or only padding: of all calls, in
+        order."""
         for call in self.calls:
-            x = torch.empty(0, call.hidden_size, dtype=call.dtype)
-            weights = torch.empty(0, call.top_k) if call.has_weights else None
-            call.experts(x, weights, torch.empty(0, call.top_k, dtype=torch.int64))
+            rows = self.counts[self.engine] * call.rows_per_token
+            x = torch.zeros(rows, call.hidden_size, dtype=call.dtype)
+            weights = torch.zeros(rows, call.top_k) if call.has_weights else None
+            call.experts(x, weights, torch.zeros(rows, call.top_k, dtype=torch.int64))
 
     def begin_call(self, experts: Experts, x: Tensor, weights: Tensor | None, ids: Tensor) -> int:
         """Note a call of a mixture; its number of rows for each token.
@@ -189,6 +239,10 @@ class RowExchange:
         Returns:
             The same of S rows.
         """
+        if self.is_even:  # nothing is packed, so that it can be recorded
+            gather = self._group.all_gather
+            own = None if weights is None else gather(weights, dim=0)
+            return gather(x, dim=0), own, gather(ids, dim=0)
         parts = [x, ids.to(torch.int32)]
         if weights is not None:
             parts.append(weights)
