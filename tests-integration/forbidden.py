@@ -54,13 +54,13 @@ ALLOWED = {
     ("distributed/eplb/background.py", "BackgroundExchange.result: wait result"):
         "an exchange of ranks: the communicator's own limit ends it, with an error",
     ("distributed/eplb/background.py", "BackgroundExchange.close: wait join"): "the same",
-    ("headrace/assembly/parallel/experts.py", "DividedMixtures.end_move: wait result"): "the same",
+    ("headrace/assembly/parallel/experts.py", "DividedMixtures.end_here: wait result"): "the same",
     ("engine/kv_transfer/whole_blocks.py", "WholeBlocks._result: wait result"): "the call is done",
     ("engine/kv_transfer/worker.py", "BlockMover._finish: wait result"):
         "a stage that is gone ends the group, and so the call",
     ("headrace/assembly/parallel/prefill_context.py", "divide_passes: wait join"):
         "no thread: ranks join a group, within the meeting place's limit",
-    ("headrace/assembly/worker/factory.py", "packed_bytes: wait wait"):
+    ("headrace/assembly/worker/settings.py", "RankParts._packed_ahead: wait wait"):
         "the thread ends with the weights' files, as loading does",
     ("headrace/assembly/worker/model.py", "build_model.admit: wait wait"): "the same",
     ("kernels/cpu/packing_ahead.py", "PackingAhead.wait: wait join"): "the same",

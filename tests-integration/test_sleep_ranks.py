@@ -60,7 +60,7 @@ def test_both_levels_leave_outputs_as_they_were(
     with LLM(str(tmp_path), **SETTINGS, **layout, enable_sleep_mode=True) as llm:
         before = said(llm, PROMPTS, GREEDY)
         for level in (1, 2):
-            llm.sleep(level)
+            llm.sleep(level=level)
             with pytest.raises(EngineAsleep):
                 llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
             llm.wake_up(["weights"])
