@@ -53,9 +53,8 @@ class WaitingQueue(ABC):
     def _purge(self) -> None:
         """Drop what is FINISHED."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - most keep their order
         """A step is to be filled: the head is the same until it is, but for what comes and goes."""
-        return
 
     def in_order(self, begun: Sequence[SchedulerRequest]) -> Sequence[SchedulerRequest]:
         """Running requests that have begun their prompts, in the order in which they should go on."""
