@@ -252,6 +252,7 @@ class Comparison:
             "ttft_p50_ms": result["median_ttft_ms"],
             "ttft_p99_ms": result["p99_ttft_ms"],
             "tpot_p50_ms": result["median_tpot_ms"],
+            "itl_p50_ms": result["median_itl_ms"],
             "itl_p99_ms": result["p99_itl_ms"],
         }
 

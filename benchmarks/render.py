@@ -50,7 +50,10 @@ MEASURES: Mapping[str, Sequence[Measure]] = {
         f"serve{n}": [
             Measure("output_tok_s", "output tok/s", True, f"serving at {n}"),
             Measure("ttft_p50_ms", "ms TTFT p50", False, f"serving at {n}"),
+            Measure("ttft_p99_ms", "ms TTFT p99", False, f"serving at {n}"),
             Measure("tpot_p50_ms", "ms TPOT p50", False, f"serving at {n}"),
+            Measure("itl_p50_ms", "ms ITL p50", False, f"serving at {n}"),
+            Measure("itl_p99_ms", "ms ITL p99", False, f"serving at {n}"),
         ]
         for n in (1, 8, 32, 64)
     },

@@ -133,6 +133,22 @@ class SchedulerConfig:
     max_num_seqs: int | None = option(
         None, "Most requests in one step. Default: 128 on a CPU, 256 on a GPU."
     )
+    target_itl: float | None = option(
+        None, "Seconds that a stream should wait for its next token while prompts are computed beside it: a "
+        "step takes as many prompt tokens as let it end in that time, by what earlier steps took; at least "
+        "16, at most max_num_shared_tokens. Begin with twice what a step takes without prompts. Default: "
+        "steps are filled.",
+        cost="prompts take more steps, each of which reads the weights, so first tokens come later while "
+        "others decode; less throughput the nearer the target is to a step without prompts",
+    )  # fmt: skip
+    target_ttft: float | None = option(
+        None, "Seconds that a request may wait for its first token while others overtake it: prompts with "
+        "the least left to compute go first (cached prefixes do not count), but after requests that have "
+        "waited for longer than this, which run in order of arrival. Only with policy fcfs. Default: all run "
+        "in order of arrival.",
+        cost="long prompts wait for short ones up to that time; prompts that are overtaken keep their "
+        "blocks; 16 waiting requests are looked up in the prefix cache for each step",
+    )  # fmt: skip
     enable_chunked_prefill: bool = option(
         True, "Split long prompts over several steps, so that decoding continues."
     )
@@ -224,6 +240,20 @@ class SchedulerConfig:
         shared, most = self.max_num_shared_tokens, self.max_num_batched_tokens
         require(shared is None or most is None or shared <= most, "scheduler.max_num_shared_tokens",
                shared, f"at most max_num_batched_tokens = {most}")  # fmt: skip
+        self._check_targets()
+
+    def _check_targets(self) -> None:
+        for name in ("target_itl", "target_ttft"):
+            value: object = getattr(self, name)
+            is_time = isinstance(value, (int, float)) and 0 < value < math.inf
+            require(value is None or is_time, f"scheduler.{name}", value,
+                   "a number of seconds above 0")  # fmt: skip
+        require(self.target_itl is None or self.enable_chunked_prefill, "scheduler.target_itl",
+               self.target_itl, "left out where prompts are computed whole (enable_chunked_prefill is off: "
+               "by its setting, or for a model that sees a whole prompt at once)")  # fmt: skip
+        require(self.target_ttft is None or self.policy == "fcfs", "scheduler.target_ttft",
+               self.target_ttft, f"left out with scheduler.policy = {self.policy!r}, which has an order of "
+               "its own; policy = 'fcfs' works with it")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,8 @@ worlds = st.fixed_dictionaries(
         "adapter_slots": st.sampled_from([0, 0, 1, 2, 3]),
         "kept_adapters": st.integers(0, 2),
         "batches": st.booleans(),
+        "target_itl": st.sampled_from([None, None, 1e-9, 0.05, 1e9]),
+        "target_ttft": st.sampled_from([None, None, 1e-9, 0.5, 1e9]),
     }
 )
 
@@ -113,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max(world["budget"], world["max_num_seqs"])
         if not world["chunked"]:
             partial, long_partial, threshold, budget = 1, 1, 0, MAX_MODEL_LEN
+        self.now = 0.0
         counts = Counter(kind if kind in OWN_POOL else "" for kind in world["groups"])
         per_group = {"recurrent": world["num_states"]}
         num_blocks = {
@@ -138,12 +141,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_long_partial_prefills=long_partial,
                 long_prefill_token_threshold=threshold,
                 policy=world["policy"],
+                target_itl=world["target_itl"] if world["chunked"] else None,
+                target_ttft=world["target_ttft"] if world["policy"] == "fcfs" else None,
                 encoder_share=world["encoder_share"],
                 max_queued_requests=12,
             ),
             self.kv,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=world["overlapped"],
+            clock=self.tick,
             drafts=DraftLimits(drafts) if drafts else None,
             adapters=SlotPlanner(self.num_slots, self.adapters) if self.num_slots else None,
         )
@@ -169,6 +175,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.suspended: set[str] = set()
         self.num_added = 0
         self.tables: dict[str, tuple[list[int], ...]] = {}
+
+    def tick(self) -> float:
+        """A clock that goes on whenever it is looked at."""
+        self.now += 0.01
+        return self.now
 
     # -- what may happen -----------------------------------------------------------------------
 

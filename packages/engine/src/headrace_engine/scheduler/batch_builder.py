@@ -14,6 +14,7 @@ from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
 from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_limits import MediaLimits
+from headrace_engine.scheduler.prompt_pace import PromptPace
 from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker
 
@@ -30,6 +31,7 @@ class BatchBuilder:
         media: of media in them.
         drafts: of guesses in them; None: nothing is guessed.
         transfer: blocks that are outside the pools; None: there are none.
+        pace: of prompts beside requests that decode; None: they may fill steps.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BatchBuilder:
         media: MediaLimits,
         drafts: DraftLimits | None = None,
         transfer: KVTransfer | None = None,
+        pace: PromptPace | None = None,
     ) -> None:
         self._tracker = tracker
         self._kv = kv
@@ -47,6 +50,10 @@ class BatchBuilder:
         self._media = media
         self._drafts = drafts
         self._transfer = transfer
+        self._pace = pace
+        # Where prompts are bounded by who decodes, or compete with those that wait, the step takes all that
+        # decode first.
+        self._prompts_last = pace is not None or tracker.waiting.reorders_begun
         self._adapters = tracker.adapters
         self.quarantined: list[SchedulerRequest] = []
         """To be computed alone, in this order; see :mod:`headrace_engine.scheduler.scheduler`."""
@@ -55,6 +62,7 @@ class BatchBuilder:
 
     def fill(self) -> BatchPlan:
         """The next step; without entries if nothing can run now."""
+        self._tracker.waiting.refresh()
         plan = self._limits.plan(self._tracker)
         while not plan.entries and (state := self._next_quarantined()) is not None:
             if self._transfer is not None and self._transfer.is_loading:
@@ -90,16 +98,28 @@ class BatchBuilder:
             self.quarantined.remove(state)
 
     def _fill(self, plan: BatchPlan) -> None:
-        self._schedule_running(plan)
+        begun = self._schedule_running(plan)
         # After a preemption the pool is exhausted: admitting now would only thrash.
+        if self._adapters is not None and not plan.num_preempted:
+            self._open_slots(self._adapters)
+        if self._pace is not None and (plan.entries or plan.delays_tokens):
+            plan.most_prompt_tokens = self._pace.most_prompt_tokens(plan.size - plan.budget)
+        for state in self._tracker.waiting.in_order(begun):
+            if not plan.num_preempted:
+                self._schedule_waiting(plan, before=state)
+            self._go_on(state, plan)
         if not plan.num_preempted:
-            if self._adapters is not None:
-                self._open_slots(self._adapters)
             self._schedule_waiting(plan)
             if plan.contended:
                 self._use_rest(plan)
 
-    def _schedule_running(self, plan: BatchPlan) -> None:
+    def _schedule_running(self, plan: BatchPlan) -> list[SchedulerRequest]:
+        """Add who runs.
+
+        Returns:
+            Those that have begun their prompts and are still to be added, where prompts come last.
+        """
+        begun: list[SchedulerRequest] = []
         index, running = 0, self._tracker.running
         allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
         waits_for_tokens = self._limits.steps_beside > 1
@@ -114,9 +134,13 @@ class BatchBuilder:
             if num_tokens >= state.max_num_tokens:
                 continue  # the steps in flight bring it to its end
             if (state.is_slow or waits_for_tokens) and state.num_placeholders:
+                plan.delays_tokens = True
                 continue  # its next token takes long: a step with it might have to wait
             num_tokens -= state.num_computed_tokens
             decodes, most = num_tokens == 1, num_tokens
+            if self._prompts_last and not decodes:
+                begun.append(state)
+                continue
             if not decodes:
                 most = min(self._limits.share(num_tokens, plan), plan.budget)
                 num_tokens = self._to_border(state, state.num_computed_tokens, most, plan)
@@ -146,6 +170,7 @@ class BatchBuilder:
                 self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
+        return begun
 
     def _keep_quiet(self, state: SchedulerRequest) -> None:
         """Look at a decoding request again only when something will happen to it."""
@@ -197,19 +222,72 @@ class BatchBuilder:
             if gained is not None:
                 return gained
 
-    def _schedule_waiting(self, plan: BatchPlan) -> None:
+    def _go_on(self, state: SchedulerRequest, plan: BatchPlan) -> None:
+        """Add a further part of a prompt that has begun, if there is room for it behind others."""
+        if state.status is not RequestStatus.RUNNING:
+            return  # one before it needed its blocks
+        if plan.prompt_budget <= 0 or len(plan.entries) >= plan.max_requests:
+            return
+        computed = state.num_computed_tokens
+        most = min(self._limits.share(state.num_tokens - computed, plan), plan.prompt_budget)
+        try:
+            num_tokens = self._to_border(state, computed, most, plan)
+            if num_tokens == 0:
+                return  # a part of it that must not be cut needs a step with more room
+            gained = self._allocate(state, num_tokens)
+            if gained is None:
+                gained = self._preempt_beside(state, num_tokens, plan)
+        except Exception as error:
+            self._refuse(state, error)
+            return
+        if gained is None:
+            return
+        self._add(state, num_tokens, plan, held_back=num_tokens < most)
+        if any(gained):
+            plan.new_block_ids[state.request_id] = gained
+
+    def _preempt_beside(
+        self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan
+    ) -> BlockIds | None:
+        """Blocks for a prompt that has begun, taken from requests behind it that are not part of the step.
+
+        Returns:
+            None if they are not enough: it keeps its own and waits for others to end, or is preempted itself
+            if nobody runs.
+        """
+        running = self._tracker.running
+        for victim in reversed(running[running.index(state) + 1 :]):
+            if victim.request_id in plan.num_scheduled_tokens:
+                continue
+            self._preempt(victim, plan)
+            gained = self._kv.allocate(state, num_tokens)
+            if gained is not None:
+                return gained
+        if not plan.entries:
+            self._preempt(state, plan)
+        return None
+
+    def _preempt(self, victim: SchedulerRequest, plan: BatchPlan) -> None:
+        self._tracker.running.remove(victim)
+        self._tracker.preempt(victim)
+        plan.num_preempted += 1
+
+    def _schedule_waiting(self, plan: BatchPlan, *, before: SchedulerRequest | None = None) -> None:
+        """Add who waits, as far as there is room; ``before``: only who precedes that running request."""
         passed_over: list[SchedulerRequest] = []
         waiting = self._tracker.waiting
         # The look-ahead is bounded, so that a queue of long prompts is not walked in every step.
         while (
             len(waiting)
-            and plan.budget > 0
+            and plan.prompt_budget > 0
             and plan.num_prompt_tokens < self._limits.enough_prompt
             and len(self._tracker.running) < self._limits.max_seqs
             and len(plan.entries) < plan.max_requests
             and len(passed_over) < self._limits.max_seqs
         ):
             state = waiting.peek()
+            if before is not None and not waiting.precedes(before):
+                break
             if state.adapter is not None and not self._has_slot(state):
                 continue
             # Preempted with a token in flight: it needs that token first, and nobody may take the
@@ -276,8 +354,8 @@ class BatchBuilder:
     def _use_rest(self, plan: BatchPlan) -> None:
         """Give what nobody else could use to the long prompts that had to share."""
         for index, (state, _, samples, _) in enumerate(plan.entries):
-            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
-            if samples or num_tokens == 0 or state.media:
+            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.prompt_budget)
+            if samples or num_tokens <= 0 or state.media:
                 continue
             scheduled = plan.num_scheduled_tokens[state.request_id]
             before = state.num_computed_tokens - scheduled

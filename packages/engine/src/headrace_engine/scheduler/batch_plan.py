@@ -25,9 +25,14 @@ class BatchPlan:
         self.size = budget
         """Tokens that it may hold in all."""
         self.budget = budget
+        self.most_prompt_tokens = budget
+        """Tokens of prompts that it may hold."""
         self.contended = contended
         self.num_prompt_tokens = 0
         """Tokens of prompts, or of what is computed again after a preemption."""
+        self.delays_tokens = False
+        """A request decodes that is not in it, as its next token is on its way: the one behind that waits for
+        the end of this step."""
         self.num_partial = 0
         """Prompts that will still be incomplete after this step."""
         self.num_long_partial = 0
@@ -45,6 +50,11 @@ class BatchPlan:
         self.num_drafts: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
+
+    @property
+    def prompt_budget(self) -> int:
+        """Tokens of prompts that it may still take; none below 1."""
+        return min(self.budget, self.most_prompt_tokens - self.num_prompt_tokens)
 
     def begin(self, state: SchedulerRequest, block_ids: BlockIds, num_computed_tokens: int) -> None:
         """Introduce a request that the worker does not hold; :meth:`add` says with how much."""
@@ -134,6 +144,7 @@ class BatchPlan:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""
         state, epoch, *_ = self.entries[index]
         self.budget -= num_tokens
+        self.num_prompt_tokens += num_tokens
         self.num_scheduled_tokens[state.request_id] += num_tokens
         state.num_computed_tokens += num_tokens
         if state.num_computed_tokens == state.num_tokens:
@@ -225,7 +236,7 @@ class StepLimits:
             if remaining <= plan.budget:
                 return remaining
             return None if self._fills_up else 0
-        num_tokens = min(self.share(remaining, plan), plan.budget)
+        num_tokens = min(self.share(remaining, plan), plan.prompt_budget)
         if num_tokens < remaining:
             is_long = 0 < self.long_threshold < remaining
             if is_long and plan.num_long_partial >= self._config.max_long_partial_prefills:

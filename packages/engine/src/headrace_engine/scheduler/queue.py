@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from headrace_engine.scheduler.request import SchedulerRequest
@@ -18,6 +18,10 @@ class WaitingQueue(ABC):
     is not searched for: the caller says :meth:`discard`, and it is dropped when it gets to the
     head, or when more than half of what is stored is of that kind.
     """
+
+    reorders_begun = False
+    """True if prompts that have begun compete with those that wait (:meth:`in_order`, :meth:`precedes`); else
+    they go on first, in the order in which they run."""
 
     def __init__(self) -> None:
         self._num_discarded = 0
@@ -48,6 +52,17 @@ class WaitingQueue(ABC):
     @abstractmethod
     def _purge(self) -> None:
         """Drop what is FINISHED."""
+
+    def refresh(self) -> None:  # noqa: B027 - most keep their order
+        """A step is to be filled: the head is the same until it is, but for what comes and goes."""
+
+    def in_order(self, begun: Sequence[SchedulerRequest]) -> Sequence[SchedulerRequest]:
+        """Running requests that have begun their prompts, in the order in which they should go on."""
+        return begun
+
+    def precedes(self, begun: SchedulerRequest) -> bool:
+        """True if the head should run before one that has begun its prompt. IndexError if empty."""
+        return False
 
     def take(self, state: SchedulerRequest) -> None:
         """Take one out that need not be the head. IndexError if it is not here."""
@@ -84,7 +99,7 @@ class FCFSQueue(WaitingQueue):
         self._states.appendleft(state)
 
     def put_back(self, states: Iterable[SchedulerRequest]) -> None:
-        self._states = _merged(self._states, states)
+        self._states = merged_by_arrival(self._states, states)
 
     def pop(self) -> SchedulerRequest:
         self.peek()
@@ -184,7 +199,7 @@ class FairQueue(WaitingQueue):
             owned.setdefault(state.request.owner, []).append(state)
         for owner, own in owned.items():
             self._used.setdefault(owner, 0.0)
-            self._queues[owner] = _merged(self._queues.get(owner, ()), own)
+            self._queues[owner] = merged_by_arrival(self._queues.get(owner, ()), own)
 
     def pop(self) -> SchedulerRequest:
         state = self.peek()
@@ -224,7 +239,7 @@ class FairQueue(WaitingQueue):
                 self._leave(owner)
 
 
-def _merged(
+def merged_by_arrival(
     waiting: Iterable[SchedulerRequest], returned: Iterable[SchedulerRequest]
 ) -> deque[SchedulerRequest]:
     """Both in order of arrival. Those that waited keep their own order, whatever it is."""

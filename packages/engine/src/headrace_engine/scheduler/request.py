@@ -103,6 +103,9 @@ class SchedulerRequest:
     """Kept, as it is the same for every token of an epoch."""
     adapter: KnownAdapter | None = None
     """That it is computed with."""
+    num_to_compute: int = 0
+    """While it waits among the shortest first: tokens that it lacked when the prefix cache was last asked, at
+    least until its first token."""
     place: Place = Place.NOWHERE
     """Of a request with an adapter."""
 

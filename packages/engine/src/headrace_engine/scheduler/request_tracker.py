@@ -21,6 +21,7 @@ from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import Place, SlotPlanner
 from headrace_engine.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
 from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
+from headrace_engine.scheduler.shortest_first import ShortestFirstQueue
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class RequestTracker:
             self.waiting = self.fair
         elif config.policy == "priority":
             self.waiting = PriorityQueue()
+        elif config.target_ttft is not None:
+            self.waiting = ShortestFirstQueue(config.target_ttft, self._num_to_compute, clock)
         self.num_suspended = 0
         """Requests that are in neither."""
         self.counters = SchedulerCounters()
@@ -299,6 +302,14 @@ class RequestTracker:
     def _move(self, state: SchedulerRequest, place: Place) -> None:
         if self.adapters is not None:
             self.adapters.move(state, place)
+
+    def _num_to_compute(self, state: SchedulerRequest) -> int:
+        """Tokens that a request in the queue lacks, but for those that the prefix cache holds now."""
+        try:
+            return state.num_tokens - self._kv.match_prefix(state).num_tokens
+        except Exception:  # raised again, and told of, when it is its turn
+            logger.debug("request %s: no prefix looked up", state.request_id, exc_info=True)
+            return state.num_tokens
 
     def _leave_queue(self, state: SchedulerRequest) -> None:
         if self._transfer is not None:

@@ -54,6 +54,7 @@ from headrace_engine.scheduler.batch_plan import StepLimits
 from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.media_limits import MediaLimits
+from headrace_engine.scheduler.prompt_pace import PromptPace
 from headrace_engine.scheduler.request import InFlight, RequestStatus, SchedulerRequest
 from headrace_engine.scheduler.request_tracker import RequestTracker, output_of
 
@@ -115,6 +116,9 @@ class Scheduler:
         kept = (config.max_num_batched_tokens or 0) if config.encoder_share > 0 else 0
         self._ahead = MediaAhead(self._tracker.running, kept)
         self._media = MediaLimits(config, self._ahead)
+        self._pace: PromptPace | None = None
+        if config.target_itl is not None:
+            self._pace = PromptPace(config.target_itl, clock, steps_beside=steps_beside)
         self._builder = BatchBuilder(
             self._tracker,
             kv,
@@ -122,6 +126,7 @@ class Scheduler:
             self._media,
             drafts,
             transfer,
+            self._pace,
         )
         self._counters, self._fair = self._tracker.counters, self._tracker.fair
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
@@ -242,6 +247,8 @@ class Scheduler:
             step.connector_metadata = self._transfer.metadata(step.step_id)
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
+        if self._pace is not None:
+            self._pace.scheduled(plan)
         if plan.entries:
             self._counters.count_step(plan.size - plan.budget)
         return step
@@ -302,7 +309,7 @@ class Scheduler:
         every cached block is forgotten and every other running request starts again; what they
         have in flight is dropped (nobody has seen those tokens).
         """
-        entries = self._land(step)
+        entries = self._land(step, failed=True)
         concerned = [s for s, epoch, *_ in entries if s.epoch == epoch and not s.finished]
         outputs = []
         if len(entries) == 1:
@@ -412,12 +419,14 @@ class Scheduler:
 
     # -- taking a result -----------------------------------------------------------------------
 
-    def _land(self, step: ScheduledStep) -> list[InFlight]:
+    def _land(self, step: ScheduledStep, *, failed: bool = False) -> list[InFlight]:
         if not self._in_flight or self._in_flight[0][0] != step.step_id:
             expected = self._in_flight[0][0] if self._in_flight else None
             raise RuntimeError(f"step {step.step_id} has ended, but {expected} is the oldest")
         if self._adapters is not None:
             self._adapters.step_ended()
+        if self._pace is not None:
+            self._pace.ended(failed=failed)
         return self._in_flight.popleft()[1]
 
     def _take_blocks(
