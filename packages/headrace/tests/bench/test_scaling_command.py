@@ -142,6 +142,17 @@ def test_a_short_context_has_shorter_prompts() -> None:
         scaling.work_of(args, 32)
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.2, ""), (3.14, "about 3.1 threads of others run")])
+def test_a_busy_machine_is_told(
+    load: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scaling.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    scaling._warn_if_busy()
+    error = capsys.readouterr().err
+    assert said in error
+    assert bool(error) == bool(said)
+
+
 # --- settings of engines ----------------------------------------------------------------------
 
 TWO = Topology(((0, 1, 2), (8, 9)))

@@ -33,7 +33,8 @@ CACHED_BYTES = 1 << 20, 32 << 20
 INPUTS, OUTPUTS = 1024, 4096
 """Of a product that is timed for its multiplications."""
 MANY_ROWS, FEW_ROWS = 512, 32
-JOBS = 200
+JOBS = 20
+"""In which threads meet before the clock is read again: few, so that some are not disturbed."""
 LINES_OF_A_START = 8
 """Times that two threads pass a line of memory in a job: where there are no more threads to tell, a start is
 taken to be so many."""

@@ -7,6 +7,7 @@ of the machine, and :mod:`headrace.bench.scaling_verdicts` for how a difference 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -34,6 +35,8 @@ TYPICAL = Overhead(step=6e-4, request=1.5e-5)
 """Python's part of a step where none is measured (``--machine``): the demo model's, docs/performance.md."""
 LONGEST = 3600.0
 """Seconds until an engine that answers nothing has failed."""
+BUSY = 0.5
+"""Threads that run, on an average of the last minute, above which the machine is said to be busy."""
 EPILOG = """\
 Measures this machine first (what 1, 2, 4, ... cores read and multiply, what a meeting of threads costs),
 reckons from these numbers and the model's sizes what decoding and a prompt should take with each number of
@@ -208,6 +211,7 @@ def _measured(
             f"may use (cores {format_cores(topology.evened)})",
             field="threads",
         )
+    _warn_if_busy()
     step_bytes = shapes(1).weight_bytes(1)
     meter = MachineMeter(topology, shapes.dtype, shapes.free_memory, step_bytes)
     runs = [(count, layout) for count in threads for layout in _run_layouts(topology, count)]
@@ -225,6 +229,16 @@ def _measured(
     rows = _with_verdicts(table, times, measured, shapes, overhead)
     facts = report_facts(shapes.name, measured.machine, overhead, rows, measured.by_threads)
     return rows, measured.machine, {**facts, "work": work._asdict(), **offline.machine()}
+
+
+def _warn_if_busy() -> None:
+    """Say so if others run: what is measured beside them is theirs as much as ours."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY:
+        results.say(
+            f"warning: about {load:.1f} threads of others run on this machine (load average): run this "
+            "benchmark again without them before its verdicts are believed"
+        )
 
 
 def _run_layouts(topology: Topology, threads: int) -> list[Layout]:
