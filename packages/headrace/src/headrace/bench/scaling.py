@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.planning.model_shape import ModelShape
 
 TYPICAL = Overhead(step=6e-4, request=1.5e-5)
-"""Python's part of a step where none is measured (``--machine``): the demo model's, docs/performance.md."""
+"""Python's part of a step where none is measured (``--machine``): assumed."""
 LONGEST = 3600.0
 """Seconds until an engine that answers nothing has failed."""
 BUSY = 0.5
