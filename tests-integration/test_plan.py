@@ -19,6 +19,7 @@ from headrace.cli.main import run
 from headrace.engine_args import EngineArgs
 from headrace.planning.devices import Devices
 from headrace.planning.layouts import Layout
+from headrace.planning.model_shape import DecoderSizes, ModelShape, shape_of
 from headrace.planning.plan import Planner
 from headrace_core.config import LoadConfig
 from headrace_core.executor import MemoryProfile
@@ -368,3 +369,33 @@ def test_the_cache_is_the_least_that_holds_the_requests(kind: str, folder: Path)
 
     assert room(memory.cache) == 5
     assert room(memory.cache - 1) == 4
+
+
+def test_a_built_models_shape_is_that_of_its_sizes(folder: Path) -> None:
+    """The model of scaling, from a checkpoint and from sizes alone; on one rank and divided."""
+    planned = planner(wide("llama", folder), dtype="bfloat16")
+    config = planned.resolved.info.config
+    heads = config["num_attention_heads"]
+    sizes = DecoderSizes(
+        config["hidden_size"], config["num_hidden_layers"], heads, config["num_key_value_heads"],
+        config.get("head_dim") or config["hidden_size"] // heads, config["intermediate_size"],
+        config["vocab_size"],
+    )  # fmt: skip
+    for ranks in (1, 2):
+        shape = shape_of(planned.models.of(ranks), config, planned.models.item_bytes, ranks)
+        expected = sizes.shape(ranks)
+
+        def products(of: ModelShape) -> dict[Any, int]:
+            """Layers of equal sizes may be different ones."""
+            found: dict[Any, int] = {}
+            for each in of.products:
+                key = each._replace(num_bytes=float(each.num_bytes), number=1)
+                found[key] = found.get(key, 0) + each.number
+            return found
+
+        assert products(shape) == products(expected)
+        assert shape.layers == expected.layers
+        assert shape.context_bytes == expected.context_bytes
+        assert shape.pair_operations == expected.pair_operations
+        # Ranks also sum rows of the divided table of input vectors.
+        assert 0 <= shape.reductions - expected.reductions <= ranks - 1

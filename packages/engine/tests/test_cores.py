@@ -101,6 +101,7 @@ def test_auto_takes_physical_cores_first(tmp_path):
         (topology / "thread_siblings_list").write_text(siblings + "\n")
     assert cores._apart((0, 1, 2, 3, 4, 5), tmp_path) == (0, 1, 2, 3, 4, 5)
     assert cores._apart((2, 3, 5), tmp_path) == (2, 5, 3)
+    assert cores.physical_cores((2, 3, 5), tmp_path) == (2, 5)
     assert cores._apart((7, 8), tmp_path) == (7, 8)  # nothing is known of them
 
 

@@ -8,7 +8,14 @@ import pytest
 
 from headrace.planning.advice import best_of, figures, largest
 from headrace.planning.decoding import Bound
-from headrace.planning.devices import Devices, numa_nodes, parse_devices, parse_speed, parse_time
+from headrace.planning.devices import (
+    Devices,
+    cores_by_node,
+    numa_nodes,
+    parse_devices,
+    parse_speed,
+    parse_time,
+)
 from headrace.planning.layouts import Layout, layouts_of
 from headrace.planning.memory import RankMemory
 from headrace.planning.plan import LayoutPlan
@@ -50,6 +57,8 @@ def test_nodes_are_those_with_a_usable_core(tmp_path: Path) -> None:
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cores)
     assert numa_nodes({0, 5}, tmp_path) == 2
+    assert cores_by_node({0, 5, 8}, tmp_path) == [(0, 8), (5,)]
+    assert cores_by_node({5, 3}, tmp_path / "nowhere") == [(3, 5)]
     assert numa_nodes({8, 2}, tmp_path) == 1
     assert numa_nodes({0}, tmp_path / "nowhere") == 1
 

@@ -9,7 +9,7 @@ import pytest
 import test_families as families
 
 from headrace_core.linear import LinearMethod, LinearSpec
-from headrace_models.linear_storage import linear_storage, token_bytes
+from headrace_models.linear_storage import linear_reads, linear_storage, token_bytes
 from headrace_models.loading.loader import Built
 from headrace_testing.model.decoders import build_context
 
@@ -85,3 +85,15 @@ def test_layers_are_told_apart_by_their_bits(kept: bool, tmp_path: Any) -> None:
     assert found.keys() == ({32.0, 4.0} if kept else {32.0})
     if kept:
         assert found[4.0] == ("down_proj",)
+
+
+def test_reads_tell_heads_and_gates(tmp_path: Any) -> None:
+    for suite, gated in ((LLAMA, 1), (MIXTRAL, 1)):
+        info, context = built(suite, tmp_path / suite.__class__.__name__)
+        config, reads = info.config, list(linear_reads(Built.of(info, context).model, "float32"))
+        [head] = [read for read in reads if read.is_head]
+        assert head.spec.out_features == config["vocab_size"]
+        mlps = [read for read in reads if read.is_gated]
+        experts = config.get("num_local_experts", gated)
+        assert len(mlps) == experts * config["num_hidden_layers"]
+        assert {read.spec.out_features for read in mlps} == {2 * config["intermediate_size"]}

@@ -196,13 +196,23 @@ def _limits() -> str:
     return text if quota is None else f"{text}, and {quota:g} cores' worth of time (cgroup quota)"
 
 
-def _apart(cores: tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
-    """The same cores, those first that share no physical core with an earlier one."""
+def physical_cores(cores: Iterable[int], root: Path = Path("/")) -> tuple[int, ...]:
+    """Those of the cores that share no physical core with an earlier one.
+
+    Args:
+        root: the file system that has ``sys``.
+    """
     alone: list[int] = []
-    others: list[int] = []
     taken: set[int] = set()
     for core in cores:
         text = _read(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-        (others if core in taken else alone).append(core)
+        if core not in taken:
+            alone.append(core)
         taken.update(parse_cores(text) if text else (core,))
-    return (*alone, *others)
+    return tuple(alone)
+
+
+def _apart(cores: tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
+    """The same cores, those first that share no physical core with an earlier one."""
+    alone = physical_cores(cores, root)
+    return (*alone, *(core for core in cores if core not in alone))

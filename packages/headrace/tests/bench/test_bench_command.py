@@ -12,7 +12,9 @@ from headrace.cli import main as command
 def test_help_lists_the_benchmarks(capsys):
     assert bench.main([]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("latency", "throughput", "serve", "startup", "sweep"))
+    assert all(
+        name in shown for name in ("latency", "throughput", "serve", "startup", "scaling", "sweep")
+    )
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ def test_help_lists_the_benchmarks(capsys):
         ["latency"],
         ["throughput"],
         ["startup"],
+        ["scaling"],
         ["sweep"],
         ["sweep", "serve"],
         ["sweep", "sla"],

@@ -94,7 +94,7 @@ class Pool {
 
   // Takes part in the job until all of it is done.
   void end() {
-    while (take()) {}
+    take_all();
     const int64_t count = count_.load(std::memory_order_relaxed);
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
       if (spins < SPINS) relax(); else std::this_thread::yield();
@@ -124,6 +124,16 @@ class Pool {
   }
 
  private:
+  // Runs tasks of the current job until none is left to take; false if there was none. They are counted
+  // once, at the end: that counter is a line of memory that all threads want. Until then the job cannot
+  // end, so all of these tasks are its own.
+  bool take_all() {
+    int64_t taken = 0;
+    while (take()) ++taken;
+    if (taken > 0) done_.fetch_add(taken, std::memory_order_release);
+    return taken > 0;
+  }
+
   // Runs one task of the current job; false if none is left.
   bool take() {
     uint64_t head = head_.load(std::memory_order_acquire);
@@ -136,7 +146,6 @@ class Pool {
       if (head_.compare_exchange_weak(head, head + 1, std::memory_order_acq_rel,
                                       std::memory_order_acquire)) {
         task(context, index);
-        done_.fetch_add(1, std::memory_order_release);
         return true;
       }
     }
@@ -147,7 +156,7 @@ class Pool {
       // Read before taking: whatever is published after a take that found nothing changes this word.
       // (Comparing with a word read later would sleep through a job published in between.)
       const uint64_t seen = head_.load();
-      if (take()) continue;
+      if (take_all()) continue;
       for (int spins = 0; head_.load(std::memory_order_relaxed) == seen; ++spins) {
         if (spins >= SPINS && bursts_.load(std::memory_order_relaxed) == 0) break;
         relax();

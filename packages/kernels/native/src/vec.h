@@ -355,9 +355,14 @@ template <class F> inline void parallel(int64_t count, int64_t work, const F& f)
                const_cast<F*>(&f));
 }
 
+// Work of a piece at least. Threads take pieces one at a time, and wait for each other meanwhile: with many of
+// them smaller pieces cost more than they are.
+constexpr int64_t LEAST_PIECE = 2500;
+
 // f(begin, end) over contiguous pieces of [0, count).
 template <class F> inline void parallel_ranges(int64_t count, int64_t work, const F& f) {
-  const int64_t pieces = work < 20000 ? 1 : min_of(count, 4 * int64_t(pool_size()));
+  const int64_t most = min_of(4 * int64_t(pool_size()), work / LEAST_PIECE);
+  const int64_t pieces = work < 20000 ? 1 : min_of(count, most);
   if (pieces <= 1) {
     if (count > 0) f(0, count);
     return;

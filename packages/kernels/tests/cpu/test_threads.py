@@ -210,3 +210,23 @@ def test_a_forked_child_computes_on():
         os._exit(0 if torch.equal(linear(x, packed), expected) else 1)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def page_faults_of_pool() -> list[int]:
+    """Of each thread of the pool: pages that it was the first to touch, mostly."""
+    stats = [(task / "stat").read_text() for task in Path("/proc/self/task").iterdir()]
+    ours = [text.rpartition(")")[2].split() for text in stats if "(headrace-kernel)" in text]
+    return [int(fields[7]) for fields in ours]  # minflt, the tenth field
+
+
+@on_linux
+def test_pages_of_a_packed_weight_are_first_written_by_all_threads(portable):
+    """So that on a machine of several nodes they are not all on one; here there is one node."""
+    portable.set_num_threads(2)
+    portable.rendezvous(1)
+    linear, weight = native_ops(portable)["linear"], torch.zeros(4096, 4096)
+    before = page_faults_of_pool()
+    packed = [linear.pack(weight) for _ in range(3)]  # 32 large pages each, or 16,384 small ones
+    [first], [last] = before, page_faults_of_pool()
+    assert last - first >= 10
+    assert len(packed) == 3

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from headrace_core.linear import LinearMethod, LinearSpec
+from headrace_models.layer_parts import HEAD
 from headrace_models.layers.base import Layer, walk
 from headrace_models.layers.embedding import QuantizedTableHead
 from headrace_models.layers.linear import Linear, QuantizedTiedLinear, TiedLinear
@@ -28,11 +29,21 @@ class LinearStorage(NamedTuple):
     num_bytes: int
 
 
-class _Stored(NamedTuple):
+class LinearRead(NamedTuple):
+    """A linear layer, or an expert's half of one, as a decode step reads it."""
+
     spec: LinearSpec
     num_bytes: int
     share: float
     """Part of the layer that one token reads: of experts, those that it goes to."""
+    is_head: bool = False
+    """True if it makes logits."""
+
+    @property
+    def is_gated(self) -> bool:
+        """True if gates and ups are fused, which one kernel multiplies together."""
+        own, parts = self.spec.name.rpartition(".")[2], _last_names(self.spec)
+        return "gate_up" in own or (len(parts) == 2 and "gate" in parts[0])
 
 
 def linear_storage(model: Layer, dtype: str) -> tuple[LinearStorage, ...]:
@@ -42,8 +53,8 @@ def linear_storage(model: Layer, dtype: str) -> tuple[LinearStorage, ...]:
         model: built; loading makes no difference.
         dtype: of floating weights.
     """
-    alike: dict[float, list[_Stored]] = {}
-    for each in _stored(model, dtype):
+    alike: dict[float, list[LinearRead]] = {}
+    for each in linear_reads(model, dtype):
         bits = 8 * each.num_bytes / max(1, each.spec.in_features * each.spec.out_features)
         alike.setdefault(round(bits, 2), []).append(each)
     found = [
@@ -60,23 +71,26 @@ def linear_storage(model: Layer, dtype: str) -> tuple[LinearStorage, ...]:
 
 def token_bytes(model: Layer, dtype: str) -> int:
     """Bytes of linear layers that a decode step of one token reads."""
-    return round(sum(each.num_bytes * each.share for each in _stored(model, dtype)))
+    return round(sum(each.num_bytes * each.share for each in linear_reads(model, dtype)))
 
 
-def _stored(model: Layer, dtype: str) -> Iterator[_Stored]:
-    for piece in [model, *(piece for _, piece in walk(model))]:
+def linear_reads(model: Layer, dtype: str) -> Iterator[LinearRead]:
+    """Every linear layer; arguments as :func:`linear_storage`'s."""
+    for path, piece in [("", model), *walk(model)]:
+        is_head = path.rpartition(".")[2] == HEAD
         if isinstance(piece, Linear | QuantizedTiedLinear | QuantizedTableHead):
-            yield _Stored(piece.spec, _bytes(piece.spec, piece.method, dtype), 1.0)
+            yield LinearRead(piece.spec, _bytes(piece.spec, piece.method, dtype), 1.0, is_head)
         elif isinstance(piece, TiedLinear):  # the embedding is read as the head
             spec = piece.spec
-            yield _Stored(spec, spec.in_features * spec.out_features * _itemsize(dtype), 1.0)
+            size = spec.in_features * spec.out_features * _itemsize(dtype)
+            yield LinearRead(spec, size, 1.0, is_head)
         children = [child for _, child in piece.children()]
         chosen = [child.routing.top_k for child in children if isinstance(child, Router)]
         for child in children:
             if isinstance(child, Experts):
                 share = min(1.0, (chosen[0] if chosen else 1) / len(child.halves))
                 for half in (half for pair in child.halves for half in pair):
-                    yield _Stored(half.spec, _bytes(half.spec, half.method, dtype), share)
+                    yield LinearRead(half.spec, _bytes(half.spec, half.method, dtype), share)
 
 
 def _bytes(spec: LinearSpec, method: LinearMethod, dtype: str) -> int:

@@ -13,6 +13,7 @@ BENCHMARKS = {
     "latency": "Latency of one offline batch, measured repeatedly.",
     "throughput": "Tokens per second of many offline requests at once.",
     "startup": "Time from process start to first token, with and without caches, as a timeline.",
+    "scaling": "Decoding and a prompt with 1, 2, 4, ... threads, beside what a model of scaling predicts.",
     "sweep": "Any of these over a grid of settings, with resume, tables and plots.",
 }
 
@@ -46,6 +47,7 @@ def usage() -> str:
             "  headrace bench latency --num-iters 5           one batch of 8, offline",
             "  headrace bench throughput --num-prompts 50     50 requests, offline",
             "  headrace bench startup                         how long until the first token?",
+            "  headrace bench scaling                         what do more threads give, and should they?",
             "  headrace serve & headrace bench serve --num-prompts 50 --random-input-len 64",
         ]
     )

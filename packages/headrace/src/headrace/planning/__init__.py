@@ -9,5 +9,8 @@
 ``decoding``     lower bound of a decode step's time
 ``advice``       what would make a layout fit, and which layout to take
 ``plan``         all of it together
+``machine``      nodes, cores, and what they read, multiply and wait
+``model_shape``  what a step reads, multiplies and starts on a rank
+``scaling``      what more threads and nodes are expected to give, by a model with its assumptions listed
 ===============  ===============================================================================
 """

@@ -122,8 +122,18 @@ def numa_nodes(cores: Collection[int], folder: Path = NODES) -> int:
     Args:
         folder: with ``node0/cpulist`` and so on, as Linux has it (sysfs-devices-system-node).
     """
-    lists = [file.read_text() for file in folder.glob("node[0-9]*/cpulist")]
-    return max(1, sum(any(core in cores for core in _listed(text)) for text in lists))
+    return len(cores_by_node(cores, folder))
+
+
+def cores_by_node(cores: Collection[int], folder: Path = NODES) -> list[tuple[int, ...]]:
+    """The cores of each memory node that has some, ascending; all together where the system does not say.
+
+    Args:
+        folder: see :func:`numa_nodes`.
+    """
+    files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
+    nodes = [tuple(core for core in _listed(file.read_text()) if core in cores) for file in files]
+    return [node for node in nodes if node] or [tuple(sorted(cores))]
 
 
 def _listed(text: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.footprint import rank_context, rank_model, specs_of
 from headrace.assembly.resolved import ResolvedConfig
@@ -17,6 +17,8 @@ from headrace_core.kv import CacheSpec
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
     from headrace_models.layer_parts import LayerParts, ModelParts, RoutedExperts
+    from headrace_models.layers.base import Layer
+    from headrace_models.linear_storage import LinearRead
 
 
 class RankModel(NamedTuple):
@@ -24,6 +26,8 @@ class RankModel(NamedTuple):
 
     parts: ModelParts
     specs: Mapping[str, CacheSpec]
+    linear: tuple[LinearRead, ...]
+    """Its linear layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +130,14 @@ class RankModels:
         key = Layout(ranks, data=engines, experts=experts)
         if key not in self._built:
             from headrace_models.layer_parts import layer_parts
+            from headrace_models.linear_storage import linear_reads
 
             config = with_layout(self._resolved.config, key)
             resolved = self._resolved._replace(config=config)
             model = rank_model(resolved, rank_context(resolved, self.context))
-            self._built[key] = RankModel(layer_parts(model, resolved.info.dtype), specs_of(model))
+            dtype = resolved.info.dtype
+            linear = tuple(linear_reads(cast("Layer", model), dtype))
+            self._built[key] = RankModel(layer_parts(model, dtype), specs_of(model), linear)
         return self._built[key]
 
     def stages(self, layout: Layout) -> list[Stage]:
@@ -140,7 +147,7 @@ class RankModels:
             UnsupportedModel: see :meth:`of`; or layers are not one list, which stages could share.
             ConfigError: more stages than layers.
         """
-        parts, specs = self.of(
+        parts, specs, _ = self.of(
             layout.tensor, experts=layout.experts, engines=layout.sharing_engines
         )
         layers = parts.layers
