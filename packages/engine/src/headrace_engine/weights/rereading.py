@@ -50,6 +50,8 @@ class RereadingWorker(ServingWorker):
             return
         self._forget_draft()
         self._free_all_but_plan()
+        if self._ranks.experts is not None:
+            self._ranks.experts.forget()
         if self._settings.adapters.store is not None:
             self._settings.adapters.store.bind(None)
         gc.collect()
