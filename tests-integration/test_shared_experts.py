@@ -23,6 +23,7 @@ from test_data_parallel import by_engine, complete, engines
 from test_expert_parallel import agree, said
 
 from headrace import LLM
+from headrace_core.errors import EngineAsleep, WeightsError
 from headrace_testing.sampling import todays
 from headrace_testing.waiting import wait_until
 
@@ -52,6 +53,30 @@ def check(folder: Path, expected: Any, settings: dict[str, Any]) -> None:
         assert len(stats.by_engine) == settings["data_parallel_size"]
         assert min(one.generation_tokens for one in stats.by_engine) > 0
     agree(batched, expected)
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [{}, {"enable_eplb": True, "eplb_config": {"window_size": 4, "step_interval": 8}}],
+    ids=["placed", "moving"],
+)
+def test_weights_are_read_again(moving: dict[str, Any], whole: Any, tmp_path: Path) -> None:
+    """By both engines; where they cannot be read there are none until they can."""
+    save_model("qwen3_moe", tmp_path)
+    [weights] = tmp_path.glob("*.safetensors")
+    content = weights.read_bytes()
+    with LLM(str(tmp_path), **SETTINGS, **SHARED, **moving) as llm:
+        before = said(llm, PROMPTS)
+        assert len(llm.collective_rpc("reload_weights")) == 2
+        agree(said(llm, PROMPTS), before)
+        weights.write_bytes(content[:-1])
+        with pytest.raises(WeightsError, match="truncated"):
+            llm.collective_rpc("reload_weights")
+        with pytest.raises(EngineAsleep, match="reload_weights comes first"):
+            llm.generate(PROMPTS[:1], use_tqdm=False)
+        weights.write_bytes(content)
+        llm.collective_rpc("reload_weights")
+        agree(said(llm, PROMPTS), whole)
 
 
 def test_two_engines_say_what_one_process_says(folder: Path, whole: Any) -> None:

@@ -133,6 +133,23 @@ def test_weights_that_come_beside_steps_are_put_in_place_once_they_are_there(
     assert "balancedness of the last steps' tokens 1.000, was 0.714" in caplog.text
 
 
+def test_what_is_on_its_way_does_not_come_after_another_start() -> None:
+    experts = Experts()
+    experts.step = [40, 30, 20, 10]
+    balancer = ExpertBalancer(
+        experts, DefaultPolicy, window_size=4, step_interval=4, use_async=True
+    )
+    balancer.after_step()
+    assert experts.coming == [[0, 3], [2, 1]]
+    experts.step = [0, 0, 0, 0]
+    balancer.begin()
+    experts.has_received = True
+    for _ in range(3):
+        balancer.after_step()
+    assert experts.now == [[0, 1], [2, 3]]
+    assert balancer.num_moves == 0
+
+
 def test_experts_that_are_where_they_should_be_are_not_sent() -> None:
     experts = Experts()
     experts.now = [[0, 3], [2, 1]]

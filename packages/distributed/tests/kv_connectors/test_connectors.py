@@ -209,6 +209,23 @@ def test_memory_and_disk_must_hold_a_block(tmp_path: Path) -> None:
         made.check_block(512)
 
 
+def test_sizes_are_of_all_ranks_in_what_is_refused(tmp_path: Path) -> None:
+    tiers = {"cpu_bytes_to_use": 1025, "disk_path": str(tmp_path), "disk_bytes_to_use": 1200}
+    ranks = {"rank": 1, "num_ranks": 2}
+    with closing(OffloadConnector({**settings(**tiers), **ranks})) as made:
+        made.check_block(512)
+        with pytest.raises(
+            ConfigError, match=r"cpu_bytes_to_use = 1025: must be at least 1026, .* each of 2 ranks"
+        ):
+            made.check_block(513)
+    small = {**tiers, "disk_bytes_to_use": 1000}
+    with (
+        closing(OffloadConnector({**settings(**small), **ranks})) as made,
+        pytest.raises(ConfigError, match="disk_bytes_to_use = 1000: must be at least 1"),
+    ):
+        made.check_block(512)
+
+
 def test_wrong_settings_of_dummy_blocks() -> None:
     with pytest.raises(ConfigError, match="kv_role = 'kv_both': must be kv_consumer"):
         DecodeBenchConnector(settings())

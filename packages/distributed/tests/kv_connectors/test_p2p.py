@@ -415,3 +415,9 @@ def test_the_buffer_must_hold_a_block() -> None:
         connector.check_block(1 << 20)
         with pytest.raises(ConfigError, match="kv_buffer_size = 1048576: must be at least 1048577"):
             connector.check_block((1 << 20) + 1)
+    ranks = {"rank": 1, "num_ranks": 2}
+    stated = {"kv_role": "kv_consumer", "kv_port": 14579, "kv_buffer_size": 1001, **ranks}
+    with closing(P2PConnector({**stated, "kv_connector_extra_config": {}})) as connector:
+        connector.check_block(500)
+        with pytest.raises(ConfigError, match=r"= 1001: must be at least 1002, .* each of 2 ranks"):
+            connector.check_block(501)

@@ -95,6 +95,8 @@ def test_a_wrong_secret_is_refused_and_the_right_one_still_joins(
         (1, {"settings": {"model.seed": "1", "dtype": "float32"}},
          "settings differ: model.seed: 0 on node 0, 1 on node 1; must be the same"),
         (1, {"settings": {"dtype": "float32"}}, "model.seed: 0 on node 0, unknown on node 1"),
+        (1, {"settings": {"model.seed": "1"}},
+         "settings differ: model.seed: 0 on node 0, 1 on node 1; must be the same"),
         (1, {"count": 2}, "nnodes: 3 on node 0, 2 on node 1"),
         (3, {}, r"node_rank = 3: must be in 1..2"),
         (0, {}, r"node_rank = 0: must be in 1..2"),

@@ -88,8 +88,12 @@ class ExpertBalancer:
         self._before = (0.0, 0.0)
 
     def begin(self) -> None:
-        """Forget what was counted until now (dummy steps)."""
+        """Experts are where a start puts them: forget what was counted until now (dummy steps), and moves
+        that were under way, of a model that has gone."""
         self.experts.take_counts()
+        self._coming.clear()
+        self._window, self._at = None, 0
+        self.passed = int(self.step_interval * BEGIN)
 
     def after_step(self) -> None:
         """Count a step that has run, and move experts if it is time."""

@@ -29,6 +29,7 @@ class OffloadConnector(KVConnector):
         super().__init__(settings)
         extra = extra_of(settings, MEMORY, DISK, DISK_BYTES)
         rank, num_ranks = settings.get("rank", 0), settings.get("num_ranks", 1)
+        self._num_ranks = num_ranks
         max_bytes = number_of_bytes(extra, MEMORY)
         if max_bytes is None:
             raise wrong(MEMORY, None, "bytes of memory for blocks")
@@ -38,7 +39,7 @@ class OffloadConnector(KVConnector):
         self._lock = threading.Lock()
         self._folder, self._writer = None, None
         root, disk_bytes = folder_of(extra, DISK, writes=True), number_of_bytes(extra, DISK_BYTES)
-        self._disk_bytes = disk_bytes
+        self._stated = {MEMORY: max_bytes, DISK_BYTES: disk_bytes}
         if (root is None) != (disk_bytes is None):
             given, missing = (DISK, DISK_BYTES) if disk_bytes is None else (DISK_BYTES, DISK)
             raise wrong(missing, None, f"given with {given}")
@@ -84,13 +85,15 @@ class OffloadConnector(KVConnector):
             self._writer.write(key, copied)
 
     def check_block(self, num_bytes: int) -> None:
-        if self._max_bytes < num_bytes:
-            raise wrong(MEMORY, self._max_bytes, f"at least {num_bytes}, the bytes of a block")
-        if self._disk_bytes is not None and self._disk_bytes < num_bytes + HEADER_BYTES:
-            needed = num_bytes + HEADER_BYTES
-            raise wrong(
-                DISK_BYTES, self._disk_bytes, f"at least {needed}, the bytes of a block's file"
-            )
+        ranks = self._num_ranks
+        where = "" if ranks == 1 else f" on each of {ranks} ranks"
+        for name, size, what in (
+            (MEMORY, num_bytes, "a block"),
+            (DISK_BYTES, num_bytes + HEADER_BYTES, "a block's file"),
+        ):
+            stated = self._stated[name]
+            if stated is not None and stated // ranks < size:
+                raise wrong(name, stated, f"at least {size * ranks}, the bytes of {what}{where}")
 
     def close(self) -> None:
         if self._writer is not None:

@@ -103,8 +103,8 @@ class MultiProcExecutor(UniProcExecutor):
         if method in OWN:
             return super().call(method, *args)
         if method in STEPWISE:
-            answers = [self.call(*one) for one in STEPWISE[method]]
-            return answers[0]
+            first, *_ = [self.call(*one) for one in STEPWISE[method]]
+            return first
         if method not in CALLS:
             raise UnsupportedFeature(
                 f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1, or engines "

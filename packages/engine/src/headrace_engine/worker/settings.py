@@ -186,7 +186,7 @@ class RankSettings:
     report_group: Callable[[], Mapping[str, str]] | None = None
     """Facts about those exchanges, as plain data."""
     experts: Any = None
-    """Whole experts that move between ranks by ``arrange_experts``, and compute for other engines by
+    """Whole experts that move between ranks by ``arrange_experts``, compute for other engines by
     ``take_part``, and let go of a model by ``forget``; None: there are none."""
     watcher: WatchesSteps | None = None
     """Is told of steps; None: nobody is."""

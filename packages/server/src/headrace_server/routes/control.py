@@ -162,7 +162,9 @@ def _add_cache(router: APIRouter, engine: EngineClient) -> None:
         """Forget all cached prefixes."""
         if reset_external:
             raise UnsupportedFeature(
-                "reset_external: this server has no KV connector", param="reset_external"
+                "reset_external: must be false: what a KV connector keeps stays where it is; after this call "
+                "without it, nothing of it is found",
+                param="reset_external",
             )
         if not await engine.reset_prefix_cache(reset_running_requests):
             return ErrorAnswer(

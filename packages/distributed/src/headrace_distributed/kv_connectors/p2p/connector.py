@@ -12,7 +12,7 @@ from headrace_distributed.kv_connectors.extra import FIELD
 from headrace_distributed.kv_connectors.p2p.fetcher import Fetcher
 from headrace_distributed.kv_connectors.p2p.peer import Address, Engine, Peers
 from headrace_distributed.kv_connectors.p2p.server import BlockServer
-from headrace_distributed.kv_connectors.p2p.settings import PeerSettings, peer_settings
+from headrace_distributed.kv_connectors.p2p.settings import BUFFER, PeerSettings, peer_settings
 from headrace_distributed.kv_connectors.p2p.store import BlockStore
 from headrace_distributed.kv_connectors.p2p.ways import RemoteMemory
 
@@ -96,9 +96,11 @@ class P2PConnector(KVConnector):
 
     def check_block(self, num_bytes: int) -> None:
         if self._own.buffer_bytes < num_bytes:
+            ranks, stated = self._own.layout.num_ranks, self.settings.get("kv_buffer_size", BUFFER)
+            where = "" if ranks == 1 else f" on each of {ranks} ranks"
             raise ConfigError(
-                f"{FIELD}.kv_buffer_size = {self._own.buffer_bytes}: must be at least {num_bytes}, the bytes "
-                "of a block",
+                f"{FIELD}.kv_buffer_size = {stated}: must be at least {num_bytes * ranks}, the bytes of a "
+                f"block{where}",
                 field=f"{FIELD}.kv_buffer_size",
             )
 

@@ -38,11 +38,13 @@ class NodePlan:
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], node: int) -> str | None:
-    """The first settings in which a node differs from node 0, for people; None: in none."""
+    """The first settings in which a node differs from node 0, for people; None: in none. What one side has
+    and the other has not follows from a setting that differs, and is named only where none does."""
+    differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    of_both = [name for name in differing if name in ours and name in theirs]
     named = [
         f"{name}: {ours.get(name, 'unknown')} on node 0, {theirs.get(name, 'unknown')} on node {node}"
-        for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
+        for name in of_both or differing
     ]
     if not named:
         return None

@@ -136,7 +136,9 @@ class DividedMixtures:
         check_mixtures(self.division, architecture)
 
     def forget(self) -> None:
-        """The model has gone, and another one is built."""
+        """The model has gone, and weights that are on their way with it; another one may be built. Every rank
+        must call it."""
+        self.close()
         self.division.forget()
 
     def settle(self) -> None:

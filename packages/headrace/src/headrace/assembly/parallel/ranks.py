@@ -40,6 +40,8 @@ FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
 MOVING_GROUP = "eplb"
 """Name of the group of all ranks in which experts move beside steps."""
+_SIZES = "tensor_parallel_size times pipeline_parallel_size times prefill_context_parallel_size"
+"""What makes several ranks, for messages."""
 
 
 class Ranks:
@@ -249,18 +251,18 @@ class Ranks:
         if whole.cores and len(whole.cores) < self.size_here:
             raise ConfigError(
                 f"{BIND_FIELD}: it binds {len(whole.cores)} threads (cores {format_cores(whole.cores)}), and "
-                f"{self.size_here} ranks need one each (tensor_parallel_size times pipeline_parallel_size); "
-                "name more of them, leave num_threads out, or set it to 'none'",
+                f"{self.size_here} ranks need one each ({_SIZES}); name more of them, leave "
+                "num_threads out, or set it to 'none'",
                 field=BIND_FIELD,
             )
         count = max(1, whole.num_threads // self.size_here)
         if whole.num_threads < self.size_here and self.rank_here == 0:
             logger.warning(
-                "the engine has %d CPU threads for %d ranks (tensor_parallel_size times "
-                "pipeline_parallel_size), each of which takes one: they wait for each other. Use as many "
-                "ranks as cores at most",
+                "the engine has %d CPU threads for %d ranks (%s), each of which takes one: they wait for "
+                "each other. Use as many ranks as cores at most",
                 whole.num_threads,
                 self.size_here,
+                _SIZES,
             )
         start = self.rank_here * count
         return CpuThreads(count, whole.cores[start : start + count])

@@ -270,9 +270,11 @@ class RankParts:
     def _build(
         self, model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
     ) -> CausalLM:
+        # Weights of other ranks are never updated; held for that, a model would stay while they sleep.
+        told = self._weights.loaded if self._ranks.rank == 0 else None
         return build_model(
             model, self._ops, self._setup.timeline, self._slices, slots, again=again,
-            told=None if self._ranks.rank else self._weights.loaded, ranks=self._ranks, experts=self._experts,
+            told=told, ranks=self._ranks, experts=self._experts,
             ahead=None if again else self._setup.ahead,
         )  # fmt: skip
 
