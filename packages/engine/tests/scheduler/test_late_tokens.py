@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from late_worker import NEVER, LateWorker
 
+from headrace_testing.engine.schedulers import batched
+
 SLOW = "slow"
 
 
@@ -236,3 +238,21 @@ def test_what_a_step_in_flight_brings_stays_in_order(make_world: Any, how: str) 
     assert world.tokens(SLOW) == expected[SLOW][:2]
     world.run()
     assert {name: world.tokens(name) for name in expected} == expected
+
+
+def test_a_token_in_bulk_does_not_come_before_a_late_one(make_world: Any) -> None:
+    """Tokens that are told in bulk are read first, so that of a request that gets both none is among them."""
+    world = make_world(overlapped=True)
+    expected = world.add(SLOW, 4, max_tokens=6)
+    worker = delayed(world)
+    world.schedule()
+    step = world.schedule()
+    world.land()
+    worker.delay = lambda request_id, count: 0
+    result, told = world.worker.execute(step), dict[str, int]()
+    result.requests[SLOW].is_slow = result.late[SLOW].is_slow = False  # what follows is quick
+    result = batched(result)
+    assert list(result.tokens) == list(result.late) == [SLOW]
+    outputs = world.scheduler.update(step, result, told)
+    assert told == {}
+    assert [output.new_token_ids for output in outputs] == [[token] for token in expected[:2]]

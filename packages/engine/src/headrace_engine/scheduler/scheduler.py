@@ -456,6 +456,7 @@ class Scheduler:
         is_alike = told is not None and failpoints.PLAN is None and not self._builder.quarantined
         others, told = list[InFlight](), {} if told is None else told
         find, requests, fair = result.tokens.get, result.requests, self._fair
+        late = result.late  # whose output with an earlier token is told after those of ``told``
         before = len(told)
         ends: Container[int] = self._tracker.stop_token_ids if is_alike else ALL_TOKENS
         # The other loop over all that run; see :meth:`BatchPlan.add_quiet`.
@@ -470,6 +471,7 @@ class Scheduler:
                 and token not in ends
                 and len(token_ids) + 1 < state.max_num_tokens
                 and not entry[3]
+                and not (late and state.request_id in late)
             ):
                 state.num_steps_in_flight -= 1
                 state.num_placeholders -= 1
