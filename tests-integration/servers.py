@@ -165,9 +165,11 @@ def slow_steps(seconds: float, match: str = "") -> dict[str, str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of a process."""
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(word) for word in found.stdout.split()]
+    """Direct children of a process, but for the one that looks for them."""
+    words = ["ps", "-o", "pid=", "--ppid", str(pid)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as looking:
+        found, _ = looking.communicate()
+    return [child for word in found.split() if (child := int(word)) != looking.pid]
 
 
 def alive(pid: int) -> bool:

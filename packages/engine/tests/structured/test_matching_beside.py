@@ -53,7 +53,7 @@ def test_a_quick_constraint_has_no_thread(maker, backend):
         assert bits(made.words) == [token]
         made.observe(token)
         assert (made.is_slow, made.matching) == (False, None)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of earlier tests may end
 
 
 def test_a_slow_one_is_matched_beside_the_steps(maker, backend):
