@@ -25,7 +25,7 @@ from test_tensor_parallel_served import ranks_of
 from headrace import LLM, SamplingParams
 from headrace_testing.waiting import wait_until
 
-pytestmark = pytest.mark.days(2)
+pytestmark = pytest.mark.days(4)
 
 STAGES = {"pipeline_parallel_size": 2}
 EACH = {"kv_by_layer": True}

@@ -23,7 +23,7 @@ from headrace import LLM, SamplingParams
 from headrace_core.errors import EngineAsleep, EngineDead
 from headrace_testing.waiting import wait_until
 
-pytestmark = pytest.mark.days(2)
+pytestmark = pytest.mark.days(4)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
