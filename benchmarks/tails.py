@@ -41,7 +41,7 @@ class StepCost:
     prompt_token: float
 
     def seconds(self, step: ScheduledStep) -> float:
-        """What a step takes."""
+        """The time of a step."""
         counts = step.num_scheduled_tokens.values()
         return self.step + sum(
             self.decoding if count == 1 else self.prompt_token * count for count in counts

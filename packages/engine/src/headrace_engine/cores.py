@@ -197,7 +197,7 @@ def _limits() -> str:
 
 
 def physical_cores(cores: Iterable[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """Those of the cores that share no physical core with an earlier one.
+    """Physical cores: of those that share one, the first.
 
     Args:
         root: the file system that has ``sys``.

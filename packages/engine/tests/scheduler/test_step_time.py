@@ -1,4 +1,4 @@
-"""What a step is expected to take, learned from steps."""
+"""The expected time of a step, learned from steps."""
 
 from __future__ import annotations
 

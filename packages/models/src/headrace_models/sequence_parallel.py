@@ -42,7 +42,7 @@ class TokenShares:
     def __init__(self, group: Communicator, least_tokens: int = LEAST_TOKENS) -> None:
         self.group, self.least_tokens = group, least_tokens
         self.num_tokens = 0
-        """Of the pass; 0: every rank has all rows."""
+        """Tokens of the pass; 0: every rank has all rows."""
         self.num_shared = 0
         """Passes until now in which ranks had a part each."""
 

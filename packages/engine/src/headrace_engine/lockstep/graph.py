@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from headrace_core.batch import ForwardBatch, GroupBatch
-from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_core.graph import Step, StepGraph
 from headrace_core.kv import NULL_BLOCK, PAD_SLOT
+from headrace_engine.execution.graph_around import GraphAround
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,7 @@ class SharedPasses(Protocol):
         ...
 
 
-class LockstepGraph(StepGraph):
+class LockstepGraph(GraphAround):
     """Recordings of one engine, replayed together with those of others.
 
     Args:
@@ -49,24 +50,9 @@ class LockstepGraph(StepGraph):
     """
 
     def __init__(self, graph: StepGraph, passes: SharedPasses, step: Step, block_size: int) -> None:
-        self._graph, self._passes = graph, passes
+        super().__init__(graph)
+        self._passes = passes
         self._step, self._block_size = step, block_size
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self._graph.buckets
-
-    @property
-    def num_bytes(self) -> int:
-        return self._graph.num_bytes
-
-    @property
-    def num_calls(self) -> int:
-        return self._graph.num_calls
-
-    def capture(self, step: Step, need: GraphNeed) -> None:
-        """See :meth:`headrace_core.graph.StepGraph.capture`."""
-        self._graph.capture(step, need)
 
     def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
         """See :meth:`headrace_core.graph.StepGraph.fits`."""
@@ -91,10 +77,6 @@ class LockstepGraph(StepGraph):
 
         found: Tensor = self._passes.run_recorded(batch.num_tokens, recorded, eager)
         return found
-
-    def close(self) -> None:
-        """See :meth:`headrace_core.graph.StepGraph.close`."""
-        self._graph.close()
 
 
 def padded(batch: ForwardBatch, num_tokens: int, block_size: int) -> ForwardBatch:

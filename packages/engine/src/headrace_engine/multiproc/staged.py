@@ -15,10 +15,11 @@ from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused
-from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_core.graph import Step, StepGraph
 from headrace_core.model import LaunchesPasses, RunsParts
 from headrace_core.reliability import failpoints
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.execution.graph_around import GraphAround
 from headrace_engine.execution.inputs import StepInputs
 from headrace_engine.execution.runner import ModelRunner, PreparedStep, pass_failpoint
 
@@ -29,43 +30,20 @@ class _FirstStage(RunsParts, LaunchesPasses, Protocol):
     """The model, as it is on the first stage."""
 
 
-class PartGraph(StepGraph):
+class PartGraph(GraphAround):
     """Recorded parts of steps on a stage that hands on all rows, whichever the step's result has.
 
     Args:
         graph: of steps whose result has a row for each token.
     """
 
-    def __init__(self, graph: StepGraph) -> None:
-        self._graph = graph
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self._graph.buckets
-
-    @property
-    def num_bytes(self) -> int:
-        return self._graph.num_bytes
-
-    @property
-    def num_calls(self) -> int:
-        return self._graph.num_calls
-
-    def capture(self, step: Step, need: GraphNeed) -> None:
-        """See :class:`headrace_core.graph.StepGraph`."""
-        self._graph.capture(step, need)
-
     def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
-        """Likewise."""
+        """See :meth:`headrace_core.graph.StepGraph.fits`."""
         return self._graph.fits(_all_rows(batch))
 
     def replay(self, batch: ForwardBatch, num_logits: int | None = None) -> Tensor:
-        """Likewise; the result is of no use here."""
+        """See :meth:`headrace_core.graph.StepGraph.replay`; the result is of no use here."""
         return self._graph.replay(_all_rows(batch))
-
-    def close(self) -> None:
-        """Likewise."""
-        self._graph.close()
 
 
 def record_part(

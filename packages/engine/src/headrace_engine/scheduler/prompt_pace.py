@@ -47,7 +47,7 @@ class PromptPace:
         self._times = StepTimeModel()
         self._in_flight: deque[_ScheduledWork] = deque()
         self._ends: deque[float] = deque(maxlen=steps_beside)
-        """Of the last steps: the first of them made room for the step that ends next."""
+        """Ends of the last steps: the first of them made room for the step that ends next."""
         self._num_late = 0
         self._has_warned = False
 

@@ -37,7 +37,7 @@ class Machine:
     nodes: int = 1
     """NUMA nodes; a socket has one or more."""
     cores: int
-    """Of each node."""
+    """Cores of each node."""
     core_read: float
     """With which one core reads weights from its node's memory, by the kernel of a product with one row."""
     node_read: float
@@ -47,18 +47,18 @@ class Machine:
     link: float = math.inf
     """Into a node from all others together, and as much out of it at the same time."""
     core_products: float
-    """Of one core, in products of hundreds of rows."""
+    """Operations a second of one core, in products of hundreds of rows."""
     core_few_products: float = 0.0
     """Likewise, of 32 rows and fewer; 0: as many."""
     start: float = 2e-6
-    """Of a kernel on two threads of one node: the others begin, and are waited for."""
+    """Seconds of a kernel's start on two threads of one node: the other begins, and is waited for."""
     line: float = 5e-8
     """For each further thread, and for each piece of work that a thread takes: the pool's counters are two
     cache lines, which one thread has at a time."""
     far_line: float = 2e-7
     """The same for a thread of another node than the first."""
     cache: int = 0
-    """Of a node's last-level cache."""
+    """Bytes of a node's last-level cache."""
     core_cache_read: float = 0.0
     """With which one core reads weights that are in it; 0: as from memory."""
     panel: int = 64
@@ -102,7 +102,7 @@ class Machine:
         return (self.cores,) * full + ((rest,) if rest else ())
 
     def meeting(self, by_node: Sequence[int]) -> float:
-        """Of a kernel's start and end among threads on nodes; 0 for one thread, which meets nobody."""
+        """Seconds of a kernel's start and end among threads on nodes; 0 for one thread: it meets nobody."""
         threads = sum(by_node)
         if threads < 2:
             return 0.0
@@ -110,7 +110,7 @@ class Machine:
         return self.start + self.line * (threads - 2 - far) + self.far_line * far
 
     def piece(self, by_node: Sequence[int]) -> float:
-        """Of taking one piece of work, while nobody else can take one."""
+        """Seconds of taking one piece of work, while nobody else can take one."""
         if sum(by_node) < 2:
             return 0.0
         return self.far_line if len(by_node) > 1 else self.line
@@ -129,7 +129,7 @@ class Reading(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """What bounds the speed of all threads together. Bytes a second."""
+    """Bounds of the speed of all threads together. Bytes a second."""
 
     cores: float
     memory: float

@@ -24,7 +24,7 @@ class Product(NamedTuple):
     outputs: int
     inputs: int
     num_bytes: float
-    """Of one layer's weight, as it is packed."""
+    """Bytes of one layer's weight, as it is packed."""
     number: int = 1
     """Layers; of experts, all of them."""
     share: float = 1.0
@@ -55,16 +55,16 @@ class ModelShape(NamedTuple):
     """With attention."""
     hidden_size: int
     context_bytes: float
-    """Of the cache, that a step reads for each token of a request's context."""
+    """Bytes of the cache that a step reads for each token of a request's context."""
     pair_operations: float
-    """Of attention, for each pair of a query and a key that it sees, over all layers."""
+    """Operations of attention for each pair of a query and a key that it sees, over all layers."""
     reductions: int = 0
     """Sums over ranks in a step."""
     reduced_bytes: float = 0.0
-    """That each token has summed in a step, over all of them."""
+    """Bytes that each token has summed in a step, over all of them."""
 
     def weight_bytes(self, rows: int) -> float:
-        """That a step of so many tokens reads."""
+        """Bytes that a step of so many tokens reads."""
         return sum(each.num_bytes * each.reads(rows) for each in self.products)
 
     @property
@@ -91,7 +91,7 @@ class DecoderSizes(NamedTuple):
     intermediate: int
     vocabulary: int
     item_bytes: float = 2.0
-    """Of a weight; a number of the cache and of the activations has 2."""
+    """Bytes of a weight; a number of the cache and of the activations has 2."""
 
     def shape(self, ranks: int = 1) -> ModelShape:
         """As each of some ranks has it, which divide heads, inner columns and vocabulary."""

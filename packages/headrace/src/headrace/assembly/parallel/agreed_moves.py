@@ -22,7 +22,7 @@ Arranged = list[list[list[int]]]
 
 
 class MoveKind(IntEnum):
-    """What all ranks do."""
+    """A move that all ranks make."""
 
     ALL = 0
     """Move experts of all mixtures now."""

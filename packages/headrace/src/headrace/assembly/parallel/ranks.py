@@ -41,7 +41,7 @@ FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 MOVING_GROUP = "eplb"
 """Name of the group of all ranks in which experts move beside steps."""
 _SIZES = "tensor_parallel_size times pipeline_parallel_size times prefill_context_parallel_size"
-"""What makes several ranks, for messages."""
+"""Sizes that make several ranks, for messages."""
 
 
 class Ranks:

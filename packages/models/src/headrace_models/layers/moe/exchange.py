@@ -107,7 +107,7 @@ class RowExchange:
         self._is_known = False
         self._num_called = 0
         self.between: Callable[[], None] = lambda: None
-        """What this rank does, between two passes, when the ranks of engine 0 call all others."""
+        """Done by this rank between two passes, when the ranks of engine 0 call all others."""
 
     def start(self, group: Communicator) -> None:
         """Exchange rows from now on with a group of W ranks, those of each engine next to each other.
