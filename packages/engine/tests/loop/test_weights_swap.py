@@ -90,7 +90,7 @@ async def swapping() -> AsyncIterator[Swapping]:
 
 async def test_who_runs_ends_first_and_who_comes_waits(swapping: Swapping) -> None:
     turnstile, told = swapping.turnstile, swapping.executor.worker.calls
-    running = swapping.ask("runs", 9)
+    running = swapping.ask("runs", 300)  # more than steps pass before the test hears that "early" ended
     await turnstile.go_on_until_running(swapping.engine, 1)
     swap = swapping.swap(weights_version="new")
     await swapping.begun()
@@ -125,7 +125,7 @@ async def test_who_runs_ends_first_and_who_comes_waits(swapping: Swapping) -> No
     }  # fmt: skip
     assert told == ["adopt_beside"]
     assert (await running).weights_versions == (await early).weights_versions == ("0",)
-    assert len((await running).outputs[0].token_ids) == 9
+    assert len((await running).outputs[0].token_ids) == 300
     assert (await late).weights_versions == ("new",)
     assert await waiting() == 0
 
