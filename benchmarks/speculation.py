@@ -7,6 +7,10 @@ the next token of a given answer the likeliest. Guesses come true as often as th
 - ``summary``: a page of these docs, and some of its sentences with words of its own between;
 - ``other``: a page, and another page: what guesses cost where they are wrong.
 
+``--together`` keeps headrace's engines in one process and measures them in turns, answer by answer: the
+ratios are then those of neighbours in time, whatever the machine's speed does over minutes. ``suffix`` keeps no
+earlier answers there, which would be the same again.
+
 ``--peer vllm=VENV`` and ``--peer llamacpp=VENV`` measure their own speculation on the same tokens, in turns
 with ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings,
 whose environment is given; it reads ``gguf/MODEL-bf16.gguf`` beside the model's folder.
@@ -15,6 +19,7 @@ whose environment is given; it reads ``gguf/MODEL-bf16.gguf`` beside the model's
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import os
@@ -23,7 +28,7 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +39,14 @@ from tokenizers import Tokenizer
 from headrace import LLM, SamplingParams
 from headrace.logits_process import AdapterLogitsProcessor
 
+TEXTS = ("edit", "summary", "other")
 DOCS = Path(__file__).parents[1] / "docs"
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4},
     "suffix": {"method": "suffix"},
 }
+FORGETS = {"suffix_decoding_max_cached_requests": 0}
 PEERS: dict[str, dict[str, dict[str, Any] | None]] = {
     "vllm": {
         "none": None,
@@ -108,8 +115,10 @@ Texts = Mapping[str, tuple[list[int], list[int]]]
 """Name -> token ids of prompt and answer."""
 
 
-def texts_of(model: Path, num_prompt_tokens: int, num_tokens: int) -> Texts:
-    """All scenarios, at most so long."""
+def texts_of(
+    model: Path, names: Sequence[str], num_prompt_tokens: int, num_tokens: int
+) -> Texts:
+    """Scenarios of these names, at most so long."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return {
         name: (
@@ -117,20 +126,40 @@ def texts_of(model: Path, num_prompt_tokens: int, num_tokens: int) -> Texts:
             tokenizer.encode(answer).ids[:num_tokens],
         )
         for name, (prompt, answer) in scenarios().items()
+        if name in names
     }
+
+
+def engine_of(args: argparse.Namespace, method: str) -> LLM:
+    settings: dict[str, Any] = {"num_threads": args.threads, "max_model_len": 4096}
+    guesses = METHODS[method]
+    if guesses is not None:
+        forgets = args.together and method == "suffix"
+        settings["speculative_config"] = guesses | (FORGETS if forgets else {})
+    return LLM(str(args.model), logits_processors=[Prescribed], **settings)
 
 
 def measure_ours(args: argparse.Namespace, method: str, texts: Texts, found: Runs) -> None:
     """One round of a method."""
-    settings: dict[str, Any] = {"num_threads": args.threads, "max_model_len": 4096}
-    if METHODS[method] is not None:
-        settings["speculative_config"] = METHODS[method]
-    with LLM(str(args.model), logits_processors=[Prescribed], **settings) as llm:
+    with engine_of(args, method) as llm:
         for name, (prompt, answer) in texts.items():
             for batch in args.batch:
                 noise = Noise()
                 one = measure(llm, prompt, answer, batch) | noise.figures()
                 note(found, f"{name}, batch {batch}", f"headrace {method}", one)
+
+
+def measure_together(args: argparse.Namespace, texts: Texts, found: Runs) -> None:
+    """All rounds of all methods, in turns in one process."""
+    with contextlib.ExitStack() as opened:
+        engines = {m: opened.enter_context(engine_of(args, m)) for m in args.methods}
+        for _ in range(args.rounds):
+            for name, (prompt, answer) in texts.items():
+                for batch in args.batch:
+                    for method, llm in engines.items():
+                        noise = Noise()
+                        one = measure(llm, prompt, answer, batch) | noise.figures()
+                        note(found, f"{name}, batch {batch}", f"headrace {method}", one)
 
 
 def measure_peer(
@@ -182,13 +211,16 @@ def note(found: Runs, text: str, way: str, one: dict[str, float]) -> None:
 
 
 def table(found: Mapping[str, Mapping[str, list[dict[str, float]]]]) -> None:
-    """Medians, the ratio to the same engine's without guesses, the most that others took of the machine."""
+    """Medians, the ratio to the same engine's without guesses, the most that others took of the machine.
+
+    The ratio is the median of the rounds' own.
+    """
     for text, ways in found.items():
         rates = {w: [r["tokens_per_second"] for r in runs] for w, runs in ways.items()}
         for way, each in rates.items():
             base = rates.get(f"{way.split()[0]} none", each)
             rate = statistics.median(each)
-            share = rate / statistics.median(base)
+            share = statistics.median(one / none for one, none in zip(each, base, strict=False))
             right, guessed = (
                 round(statistics.median(r[k] for r in ways[way])) for k in ("right", "guessed")
             )
@@ -206,6 +238,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--tokens", type=int, default=256, help="length of the answers")
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument(
         "--engines", nargs="+", help="default: headrace and the peers", metavar="NAME"
@@ -213,6 +246,9 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every engine"
+    )
+    parser.add_argument(
+        "--together", action="store_true", help="headrace's engines in one process, in turns"
     )
     parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
     parser.add_argument(
@@ -223,11 +259,14 @@ def main() -> None:
     found: Runs = {}
     if args.out is not None and args.out.exists():
         found = json.loads(args.out.read_text())
-    texts = texts_of(args.model, args.prompt_tokens, args.tokens)
-    engines = args.engines or ["headrace", *peers.homes]
+    texts = texts_of(args.model, args.texts, args.prompt_tokens, args.tokens)
+    engines = list(args.engines or ["headrace", *peers.homes])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "texts.json")
         file.write_text(json.dumps(texts), encoding="utf-8")
+        if args.together and "headrace" in engines:
+            measure_together(args, texts, found)
+            engines.remove("headrace")
         for _ in range(args.rounds):
             for method in args.methods:
                 for engine in engines:
