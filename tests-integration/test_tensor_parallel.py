@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from draft_heads import eagle3
 from families import FAMILIES, VOCAB_SIZE, save_model
 from modes import PROMPTS, SETTINGS

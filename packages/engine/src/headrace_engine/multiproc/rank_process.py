@@ -197,7 +197,8 @@ def _begin_building(cores: set[int]) -> None:
         cores: of the process; empty: threads are not bound.
     """
     if cores:
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):  # some have gone since
+            os.sched_setaffinity(0, cores)
     lower_priority()
 
 
