@@ -1,4 +1,4 @@
-"""Weights that change on engines of several ranks: on all of them or on none, and as good as a fresh start."""
+"""Weights that change on engines of several ranks: on all or on none, and as good as a fresh start."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from servers import PATIENCE, serving
 from test_weight_updates import PROMPT, SETTINGS, answer, make
 from torch import Tensor
+from weight_checkpoints import make_llama
 
 from headrace import LLM
 from headrace.weight_transfer import STREAMED, SharedWeights, TrainerGroup, WeightSender, described
@@ -138,7 +139,7 @@ def test_swaps_with_probes(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"rank [01]: path = .*NaN"):
         llm.swap_weights(faulty)
     with pytest.raises(RequestError, match=r"^path: vocab_size is"):
-        llm.swap_weights(make(tmp_path / "other", 1, vocab_size=208))
+        llm.swap_weights(make_llama(tmp_path / "other", 1))
     is_as_started_with(ranks, "new")
     assert llm.weights_version == "new"
     llm.swap_weights(ranks.folders["old"])

@@ -236,7 +236,9 @@ def test_an_update_of_a_stage_without_weights_needs_its_own(folder: Path) -> Non
     stored = load_file(folder / "model.safetensors")
     record = blank_model(info, replace(build_context(info), stage=stage(1, 2, (1, 2))))
     update = record.update()
-    own = {name: one for name, one in stored.items() if ".layers.1." in name or ".layers.2." in name}
+    own = {
+        name: one for name, one in stored.items() if ".layers.1." in name or ".layers.2." in name
+    }
     update.take(item for item in stored.items() if item[0] not in own)
     with pytest.raises(WeightsError, match=r"missing: .*layers\.1"):
         update.check_whole()

@@ -144,8 +144,7 @@ def test_a_swap_is_one_of_all_ranks(two: TwoRanks) -> None:
 def test_a_probe_that_fails_leaves_no_cache_behind(two: TwoRanks) -> None:
     two.worker.build_beside("/new", (PROBE,), 1.0)
     with pytest.raises(RequestError, match=r"perplexity on the probes is .*max_perplexity = 1"):
-        while two.worker.probe_beside() is None:
-            pass
+        next(found for found in iter(two.worker.probe_beside, 0) if found)
     two.worker.drop_beside()
     assert [layer.cache for one in two.built.values() for layer in one.layers] == [None] * 4
     assert two.models == two.old
@@ -285,7 +284,9 @@ def test_an_update_is_one_of_all_ranks(updated: TwoRanks) -> None:
     assert updated.steps[-1] == "keep_share"
 
 
-@pytest.mark.parametrize(("name", "who"), [("no such 0", "tensor"), ("no such 1", "rank 1: tensor")])
+@pytest.mark.parametrize(
+    ("name", "who"), [("no such 0", "tensor"), ("no such 1", "rank 1: tensor")]
+)
 def test_a_part_that_one_rank_refuses_is_taken_by_none(
     updated: TwoRanks, name: str, who: str
 ) -> None:

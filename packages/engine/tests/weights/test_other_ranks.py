@@ -38,7 +38,7 @@ def test_results_by_rank() -> None:
 
 def test_the_lowest_rank_that_failed_is_named() -> None:
     others, _ = answering(1, RequestError("path: no", param="path"), CapacityError("no memory"))
-    with pytest.raises(RequestError, match="^rank 2: path: no$") as caught:
+    with pytest.raises(RequestError, match=r"^rank 2: path: no$") as caught:
         others.change("take_place")
     assert caught.value.param == "path"
     others.undo("return_place")  # whose errors nobody could do anything about
@@ -60,5 +60,5 @@ def test_the_first_error_stops_the_rest_once() -> None:
     assert len(others.build("/new", failed)) == 2
     failed.note(0, RequestError("not wanted any more"))
     assert stopped == [1]
-    with pytest.raises(RequestError, match="^rank 1: torn$"):
+    with pytest.raises(RequestError, match=r"^rank 1: torn$"):
         failed.check()

@@ -250,15 +250,16 @@ class ModelsBeside:
     def _check_room(self, num_bytes: int, running: Running, free: int) -> None:
         if num_bytes > free:
             raise RequestError(
-                f"path: the new weights take {readable(num_bytes)}{self._of_each} beside the running ones, and "
-                f"{readable(free)} of memory are free: must fit (update or reload the weights instead, which "
-                "need no second copy)",
+                f"path: the new weights take {readable(num_bytes)}{self._of_each} beside the running "
+                f"ones, and {readable(free)} of memory are free: must fit (update or reload the weights "
+                "instead, which need no second copy)",
                 param="path",
             )
         if self._max_bytes is not None and running.num_bytes + num_bytes > self._max_bytes:
             raise RequestError(
                 f"path: the new weights take {readable(num_bytes)} beside {readable(running.num_bytes)} that "
-                f"the engine holds{self._of_each}, and {readable(self._max_bytes)} are allowed (max_memory_bytes)",
+                f"the engine holds{self._of_each}, and {readable(self._max_bytes)} are allowed "
+                "(max_memory_bytes)",
                 param="path",
             )
 

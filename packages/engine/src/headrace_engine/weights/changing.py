@@ -186,7 +186,7 @@ class ChangingWorker(RereadingWorker):
         self._meter.trim()
 
     def _check_changes(self, call: str) -> None:
-        """Raises: UnsupportedFeature, the weights of this worker stay, or change by reading them again only."""
+        """Raises: UnsupportedFeature, the weights of this worker stay, or are read again only."""
         self._check_rereads(call)
         experts = self._ranks.experts
         why = (

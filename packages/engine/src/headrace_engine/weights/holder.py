@@ -32,7 +32,6 @@ from headrace_engine.weights.update_set import (
     no_updates,
 )
 
-
 Spread = Callable[[UpdateSet, Iterable[tuple[str, Tensor]], bool], None]
 """Takes tensors into rank 0's update and into that of every other rank, or into none; see
 :meth:`UpdateSet.take`."""

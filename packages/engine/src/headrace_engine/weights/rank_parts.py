@@ -77,9 +77,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return own.view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _write(
-    descriptor: int, tensors: Iterable[tuple[str, Tensor]]
-) -> tuple[list[list[Any]], int]:
+def _write(descriptor: int, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[list[Any]], int]:
     """Write tensors one behind the other: name, dtype, shape and first byte of each, and the size of all."""
     places, end = [], 0
     for name, tensor in tensors:

@@ -67,10 +67,10 @@ def build_model(
         progress: told the bytes that are done; None: bars show them.
     """
     with timeline.phase("import models"):
+        import headrace_models.sequence_parallel  # noqa: F401 - timed here
         from headrace.progress import progress_bars
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
-        import headrace_models.sequence_parallel  # noqa: F401 - timed here
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)

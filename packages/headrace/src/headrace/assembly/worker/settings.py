@@ -129,9 +129,7 @@ class RankParts:
         if self._experts is not None and peers is not None:
             self._experts.waves = peers.waves
         self._weights = WeightHolder(
-            lambda slots=None: without_weights(
-                resolved, ops, slices, slots, ranks, self._experts
-            ),
+            lambda slots=None: without_weights(resolved, ops, slices, slots, ranks, self._experts),
             within=is_within(resolved.config) and ranks.rank == 0,
         )
 
@@ -173,9 +171,7 @@ class RankParts:
             adapters=AdapterSettings(
                 make_slots=None if adapters is None else self._make_slots, store=adapters
             ),
-            weights=dataclasses.replace(
-                self._changing_weights(), packed_ahead=self._packed_ahead
-            ),
+            weights=dataclasses.replace(self._changing_weights(), packed_ahead=self._packed_ahead),
         )
 
     def _of_rank(self, connector: KVConnector | None, **place: Any) -> WorkerSettings:
