@@ -4,7 +4,7 @@ between two steps. It has the requests; where there are several ranks, it leads 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -100,8 +100,7 @@ class ModelWorker(ChangingWorker):
             beside.stop()
             others.begin("stop_building")
 
-        failed, answers = FirstError(stop), []
-        num_bytes = 0
+        failed, answers, num_bytes = FirstError(stop), list[Future[Any]](), 0
         try:
             num_bytes = self._build_candidate(
                 path, lambda: answers.extend(others.build(path, failed))
@@ -114,7 +113,8 @@ class ModelWorker(ChangingWorker):
         failed.check()
         assert self._ranks.leader is not None
         self._ranks.leader.lead(beside.candidate.model)
-        return num_bytes + sum(answer.result() for answer in answers)
+        of_others: int = sum(answer.result() for answer in answers)
+        return num_bytes + of_others
 
     @torch.inference_mode()
     def probe_beside(self) -> dict[str, Any] | None:
