@@ -110,7 +110,7 @@ class BesideBuilder:
         self._beside = ranks, experts
         return build_model(
             new, self._ops, StartupTimeline(), self._slices, slots, again=True, told=told,
-            ranks=ranks, experts=experts, admit=admit_built, progress=progress,
+            ranks=ranks, experts=experts, check=admit_built, progress=progress,
         )  # fmt: skip
 
     def ended(self, serves: bool) -> None:

@@ -50,7 +50,7 @@ def build_model(
     ranks: Ranks | None = None,
     experts: DividedMixtures | None = None,
     ahead: WeightsAhead | None = None,
-    admit: Callable[[CausalLM], None] = lambda model: None,
+    check: Callable[[CausalLM], None] = lambda model: None,
     progress: ProgressCallback | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
@@ -63,7 +63,7 @@ def build_model(
         ranks: over which its layers are divided; None: it is whole.
         experts: that ranks have whole; None: they are divided as all else is.
         ahead: weights that are packed already; None: the loader packs all.
-        admit: called with the model before a weight is read; what it raises ends the reading.
+        check: called with the model before a weight is read; what it raises ends the reading.
         progress: told the bytes that are done; None: bars show them.
     """
     with timeline.phase("import models"):
@@ -78,9 +78,9 @@ def build_model(
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
 
-    def admit_built(model: CausalLM) -> None:
+    def admit(model: CausalLM) -> None:
         _begin_division(resolved, model, ranks)
-        admit(model)
+        check(model)
         if again:
             return
         if experts is not None:
@@ -98,7 +98,7 @@ def build_model(
             load=config.load,
             seed=config.model.seed,
             progress=progress or bars,
-            admit=admit_built,
+            admit=admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
             ahead=ahead,
