@@ -68,6 +68,10 @@ ALLOWED = {
     ("kernels/cpu/packing_ahead.py", "PackingAhead.close: wait join"): "the thread is told to stop",
     ("models/loading/ahead/weights.py", "WeightsAhead.wait: wait wait"):
         "the thread ends with the weights' files, as loading does",
+    ("engine/weights/other_ranks.py", "OtherRanks.change: wait result"):
+        "a rank's answer, or its end, which fails the future",
+    ("engine/weights/worker.py", "ModelWorker._build_on_all: wait result"):
+        "all have answered by then, or ended",
     ("engine/kv_transfer/worker.py", "BlockMover.run: wait result"):
         "a rank's reading of blocks, or its end, which fails the future",
     ("engine/lockstep/relay.py", "EngineRelay.close: wait join"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import save_model
+from families import VOCAB_SIZE, save_model
 from modes import PROMPTS, SETTINGS
 from servers import PATIENCE, SLACK
 
@@ -42,6 +43,12 @@ random = SamplingParams(temperature=1.0, n=2, max_tokens=6, ignore_eos=True, log
 tell("random", said(llm.generate(prompts[:3], random, use_tqdm=False)))
 tell("ranks", [report["rank"] for report in llm.collective_rpc("report")])
 tell("reset", llm.reset_prefix_cache())
+if then == "again":
+    import glob
+    from safetensors.torch import load_file
+    [file] = glob.glob(folder + "/*.safetensors")
+    llm.update_weights({"model.norm.weight": 0 * load_file(file)["model.norm.weight"]})
+    tell("updated", said(llm.generate(prompts[:1], greedy, use_tqdm=False)))
 if then == "differ":
     try:
         llm.generate(prompts[:2] if rank == 0 else prompts[1:3], greedy, use_tqdm=False)
@@ -126,6 +133,9 @@ def test_every_rank_gets_the_outputs_of_one_process(script: str, tmp_path: Path)
     assert found["again"][0] == found["greedy"][0]
     assert found["ranks"] == {0: [0, 1], 1: [0, 1]}
     assert found["reset"] == {0: True, 1: True}
+    for rank in range(2):
+        [answer] = found["updated"][rank]
+        assert [p for _, p in answer] == pytest.approx([-math.log(VOCAB_SIZE)] * len(answer))
 
 
 def test_two_engines_of_two_ranks(script: str, folder: Path) -> None:

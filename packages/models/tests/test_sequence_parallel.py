@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
@@ -16,6 +17,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.parallel import Communicator
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import load_model
+from headrace_models.loading.update import LoadRecord
 from headrace_models.resolve import resolve
 from headrace_models.sequence_parallel import TokenShares, check_shareable, share_tokens
 from headrace_testing.model.decoders import PagedDriver, build_context, run_ranks
@@ -62,6 +64,29 @@ def test_shared_passes_give_the_same_bits(folder: Path, ranks: int) -> None:
     for (expected, _), (found, rows) in zip(whole, shared, strict=True):
         assert all(map(torch.equal, found, expected))
         assert rows == max(-(-13 // ranks), 5), "large passes are shared, small ones not"
+
+
+def test_layers_that_get_new_weights_share_tokens_as_before(folder: Path) -> None:
+    info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+    stored = load_file(folder / "model.safetensors")
+
+    def steps_of(group: Communicator, updates: bool) -> list[Tensor]:
+        record = LoadRecord()
+        context = replace(build_context(info), communicator=group)
+        model: Any = load_model(info, context, record=record)
+        share_tokens(model, group, 7)
+        if updates:
+            update = record.update()
+            update.take(stored.items())
+            update.check_whole()
+            update.seal()
+            update.apply()
+        driver = PagedDriver(model)
+        return [driver.step(step, rows=[0, 4]) for step in STEPS]
+
+    expected, _ = run_ranks(2, lambda group: steps_of(group, False))
+    found, _ = run_ranks(2, lambda group: steps_of(group, True))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_rows_are_divided_and_come_back() -> None:

@@ -20,6 +20,7 @@ from headrace_core.model import LaunchesPasses, RunsParts
 from headrace_core.parallel import Communicator, SingleProcess
 from headrace_core.platform import CpuPlatform
 from headrace_models.loading.loader import Built, load_model
+from headrace_models.loading.update import LoadRecord, blank_model
 from headrace_models.resolve import resolve
 from headrace_models.stages.division import layers_by_stage, partition_of
 from headrace_models.stages.stage import Link, Stage, Stream
@@ -196,6 +197,57 @@ def test_a_tied_head_that_is_stored_is_passed_over(folder: Path, tmp_path: Path)
     info = resolve(ModelConfig(model=str(tmp_path)), LoadConfig(), CpuPlatform())
     for index in range(2):
         load_model(info, replace(build_context(info), stage=stage(index, 2)))
+
+
+def test_an_update_of_a_stage_passes_over_what_is_anothers(folder: Path) -> None:
+    """But checks its place, and counts it: a stage that nothing is for has the update, too."""
+    info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+    stored = load_file(folder / "model.safetensors")
+    own, theirs = (f"model.layers.{index}.mlp.down_proj.weight" for index in (0, 2))
+    record = LoadRecord()
+    load_model(info, replace(build_context(info), stage=stage(0, 2, (1, 2))), record=record)
+    assert record.max_tensors > 8 * len(stored)
+    assert record.max_bytes > 8 * sum(one.numel() for one in stored.values())
+    update = record.update()
+    for name, tensor, message in (
+        (theirs, stored[theirs][:3], r"has shape \[3, 48\], the model needs \[32, 48\]"),
+        (theirs, stored[theirs].int(), "has dtype int32"),
+        ("model.layers.3.mlp.down_proj.weight", stored[own], "belongs to no layer"),
+        (own, stored[own] * torch.nan, "NaN"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            update.take([(name, tensor)])
+    with pytest.raises(WeightsError, match="comes twice"):
+        update.take([(theirs, stored[theirs]), (theirs, stored[theirs])])
+    assert update.num_tensors == 0
+    update.take([(theirs, stored[theirs] * torch.nan)])  # its own stage looks at the numbers
+    before = update.checkpoint()
+    update.take([(own, 2 * stored[own])])
+    assert update.num_tensors == 2
+    before()
+    assert update.num_tensors == 1
+    update.check_whole()
+    update.seal()
+    update.apply()()
+
+
+def test_an_update_of_a_stage_without_weights_needs_its_own(folder: Path) -> None:
+    info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+    stored = load_file(folder / "model.safetensors")
+    record = blank_model(info, replace(build_context(info), stage=stage(1, 2, (1, 2))))
+    update = record.update()
+    own = {
+        name: one for name, one in stored.items() if ".layers.1." in name or ".layers.2." in name
+    }
+    update.take(item for item in stored.items() if item[0] not in own)
+    with pytest.raises(WeightsError, match=r"missing: .*layers\.1"):
+        update.check_whole()
+    update.take(own.items())
+    assert update.num_tensors == len(stored)
+    for _ in range(2):  # what is taken out again may be put in again
+        update.check_whole()
+        update.seal()
+        update.apply()()
 
 
 WANTED = (2, 0, 3, 1, 2)

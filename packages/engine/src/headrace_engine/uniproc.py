@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +16,9 @@ from typing import Any
 from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.executor import Executor, Worker, WorkerFactory
 from headrace_core.step import ScheduledStep, StepResult
-from headrace_engine.threads import in_this_context
+from headrace_engine.threads import in_this_context, lower_priority
 
 logger = logging.getLogger(__name__)
-
-_BESIDE_NICENESS = 10
-"""Of threads that work beside steps; 0 is that of steps, 19 the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +103,7 @@ class UniProcExecutor(Executor):
         future: Future[list[Any]] = Future()
 
         def work() -> None:
-            _lower_priority()
+            lower_priority()
             try:
                 future.set_result([run(*args)])
             except BaseException as error:
@@ -259,13 +254,6 @@ def _settle(settle: Callable[[Any], None], outcome: Any) -> None:
     """Give a future its outcome, unless it was failed already: of an executor that has ended."""
     with suppress(InvalidStateError):
         settle(outcome)
-
-
-def _lower_priority() -> None:
-    """Let others go before this thread, and those that it starts. On Linux a thread has a priority."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BESIDE_NICENESS)
 
 
 def _close(worker: Worker) -> None:

@@ -90,7 +90,9 @@ async def swapping() -> AsyncIterator[Swapping]:
 
 async def test_who_runs_ends_first_and_who_comes_waits(swapping: Swapping) -> None:
     turnstile, told = swapping.turnstile, swapping.executor.worker.calls
-    running = swapping.ask("runs", 300)  # more than steps pass before the test hears that "early" ended
+    running = swapping.ask(
+        "runs", 300
+    )  # more than steps pass before the test hears that "early" ended
     await turnstile.go_on_until_running(swapping.engine, 1)
     swap = swapping.swap(weights_version="new")
     await swapping.begun()
@@ -163,6 +165,39 @@ async def test_weights_that_cannot_be_read(swapping: Swapping, error: Exception)
     swapping.turnstile.open()
     assert (await swapping.ask("on")).weights_versions == ("0",)
     assert told == ["drop_beside"]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_probes_of_several_ranks_run_between_steps(
+    swapping: Swapping, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    """A pass at a time; whoever runs goes on meanwhile."""
+    worker, slices = swapping.executor.worker, list[int]()
+
+    def probe() -> Any:
+        slices.append(len(worker.batch_sizes))
+        if len(slices) < 3:
+            return None
+        if not passes:
+            raise RequestError("the new weights fail their probe", param="probe")
+        return {"perplexity": 3.0}
+
+    monkeypatch.setattr(worker, "probe_beside", probe, raising=False)
+    running = swapping.ask("runs", 30)
+    await swapping.turnstile.go_on_until_running(swapping.engine, 1)
+    swap = swapping.swap(weights_version="new")
+    await swapping.begun()
+    swapping.executor.beside[-1][1].set_result([{**FACTS, "tried": False}])
+    swapping.turnstile.open()
+    if passes:
+        found = (await swap)[0]
+        assert (found["perplexity"], "tried" in found) == (3.0, False)
+    else:
+        with pytest.raises(RequestError, match="fail their probe"):
+            await swap
+    assert sorted(set(slices)) == slices, "a step between two passes"
+    assert (await running).weights_versions == ("0",)
+    assert worker.calls == ["adopt_beside" if passes else "drop_beside"]
 
 
 async def test_a_model_that_does_not_take_its_place(

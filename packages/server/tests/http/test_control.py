@@ -305,6 +305,27 @@ async def test_sleep(connect: Any) -> None:
     )
 
 
+async def test_a_misspelt_query_parameter_is_refused_by_every_control_route(connect: Any) -> None:
+    engine = Sleeper()
+    client, base = connect(engine, dev_mode=True), "http://localhost"
+    answer = await client.post(base + "/sleep?levle=2")
+    told = answer.json()["error"]
+    assert (answer.status_code, told["param"]) == (400, "levle")
+    assert told["message"] == "query parameter 'levle': must be one of level, model for /sleep"
+    assert (await client.post(base + "/wake_up?tag=weights")).status_code == 400
+    assert engine.told == [], "nothing was done"
+    asked = set()
+    for path in CONTROL_PATHS - ADAPTERS:
+        for method in ("GET", "POST"):
+            body = {"json": {"method": "report"}} if method == "POST" else {}
+            refused = await client.request(method, f"{base}{path}?levle=2", **body)
+            if refused.status_code not in (404, 405):
+                assert refused.json()["error"]["param"] == "levle", path
+                asked.add(path)
+    assert asked == CONTROL_PATHS - ADAPTERS
+    assert (await client.post(base + "/sleep?level=1&model=fake-model")).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/wake_up", None), ("/collective_rpc", {"method": "reload_weights"})],

@@ -20,14 +20,16 @@ from headrace_engine.multiproc.places import RankedWorkers, Rendezvous
 from headrace_engine.multiproc.rank_process import CALLS
 from headrace_engine.multiproc.rank_processes import RankProcesses
 from headrace_engine.uniproc import UniProcExecutor
+from headrace_engine.weights.led_calls import LED as LED_CHANGES
+from headrace_engine.weights.led_calls import LED_BESIDE
 
 logger = logging.getLogger(__name__)
 
 LED = {"profile": "begin_profile", "warm_up": ""}
 """Calls whose passes rank 0 leads: the others follow its passes, then get the call. Before it they get the
 one that stands here, if one does."""
-OWN = ("start_profile", "stop_profile", TAKE_PART, TAKE_LEAVE)
-"""Calls that are of rank 0 only: a recording is of its steps, and it leads the passes."""
+OWN = ("start_profile", "stop_profile", TAKE_PART, TAKE_LEAVE, *LED_CHANGES)
+"""Calls that are of rank 0 only: a recording is of its steps, and it leads passes and changes of weights."""
 STEPWISE = {"reload_weights": (("read_weights", True), ("restore_cache",), ("warm_up",))}
 """Calls that several of all ranks stand for, one after the other, as rank 0 leads passes in some."""
 JOIN_SECONDS = 10.0
@@ -118,12 +120,12 @@ class MultiProcExecutor(UniProcExecutor):
         return results
 
     def call_beside(self, method: str, *args: Any) -> Future[list[Any]]:
-        """As :meth:`UniProcExecutor.call_beside`, of an engine with one rank.
+        """As :meth:`UniProcExecutor.call_beside`: of rank 0, which leads the others.
 
         Raises:
-            UnsupportedFeature: there are several.
+            UnsupportedFeature: there are several ranks, and this is no such method.
         """
-        if self._others is not None:
+        if self._others is not None and method not in LED_BESIDE:
             raise UnsupportedFeature(
                 f"{method}: not while tensor_parallel_size or pipeline_parallel_size is above 1"
             )

@@ -34,17 +34,19 @@ from headrace_engine.multiproc.leader import (
     VOCABULARY,
 )
 from headrace_engine.multiproc.staged import record_part
-from headrace_engine.weights.rereading import RereadingWorker
+from headrace_engine.weights.followed_changes import FollowsChanges
 from headrace_engine.worker.recording import step_recorder
 from headrace_engine.worker.settings import WorkerSettings
 
 
-class FollowingWorker(RereadingWorker):
+class FollowingWorker(FollowsChanges):
     """Runs the passes that rank 0 runs. One thread only.
 
     Args:
         settings: everything that it is told; what belongs to requests is rank 0's, and is left out.
     """
+
+    of_model = (*FollowsChanges.of_model, "_following", "_hidden")
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
@@ -148,7 +150,7 @@ class FollowingWorker(RereadingWorker):
         return self._runner.with_metadata(arg)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
-        """See :meth:`RereadingWorker.allocate_cache`."""
+        """See :meth:`ServingWorker.allocate_cache`."""
         super().allocate_cache(config)
         connector = self._settings.transfer.connector
         if connector is not None and self._mover is not None:
@@ -197,7 +199,7 @@ class FollowingWorker(RereadingWorker):
         return self._following.read(number, path, dropped)
 
     def report(self) -> dict[str, Any]:
-        """See :meth:`RereadingWorker.report`; with the number of adapters that are kept, if any may be."""
+        """See :meth:`ServingWorker.report`; with the number of adapters that are kept, if any may be."""
         kept = {} if self._following is None else {"adapters_kept": self._following.num_kept}
         return {**super().report(), **kept}
 
@@ -205,8 +207,11 @@ class FollowingWorker(RereadingWorker):
         """Slots that do what rank 0 tells."""
         if self._settings.adapters.make_slots is None:
             return ()
-        self._following = FollowingAdapters(self._settings.adapters.make_slots())
-        return (self._following.slots,)
+        return (self._use_slots(self._settings.adapters.make_slots()),)
+
+    def _use_slots(self, own: AdapterSlots) -> AdapterSlots:
+        self._following = FollowingAdapters(own)
+        return own
 
     def _gives_all_rows(self) -> bool:
         """True if rank 0's recorded steps give hidden states of all rows."""
@@ -231,6 +236,16 @@ class FollowingWorker(RereadingWorker):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Record steps, and begin to make the cache's memory resident; rank 0 has run dummy steps by now."""
+        self.record_again()
+        for populator in self._populators:
+            populator.start()
+        self._binding.narrow()
+        if self._ranks.experts is not None:
+            self._ranks.experts.begin_serving()
+
+    @torch.inference_mode()
+    def record_again(self) -> None:
+        """Record steps of the model as it is now; rank 0 has run dummy steps by now."""
         if self._settings.capture is not None and not self._reads_parts:
             runner, cache = self._ready(), self._cache
             assert cache is not None
@@ -247,8 +262,3 @@ class FollowingWorker(RereadingWorker):
                 self._following.slots.choose(slots, slots)
                 runner.adapter_graph = record(kind="steps with adapters")
                 self._following.slots.choose(None)
-        for populator in self._populators:
-            populator.start()
-        self._binding.narrow()
-        if self._ranks.experts is not None:
-            self._ranks.experts.begin_serving()

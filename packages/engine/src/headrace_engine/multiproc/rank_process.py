@@ -6,7 +6,7 @@ which says over it what the rank is, and whose end ends the rank, too.
 The main thread builds the worker, reads what rank 0 says and does it: a thread between the two would have to
 be woken for each pass. Another one only waits for rank 0's end, which is seen at once, however it comes, and
 is the end of this process, too. Adapters are read in further ones, and blocks outside the cache are looked
-for in one of their own.
+for in one of their own, as other weights are read beside passes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from headrace_engine.multiproc.messages import (
     WorkerCall,
 )
 from headrace_engine.multiproc.places import RankHello
+from headrace_engine.threads import lower_priority
+from headrace_engine.weights.led_calls import BUILD, CHANGE
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +54,15 @@ CALLS = (
     "update_config", "give_back_memory", "read_weights", "restore_cache",
 )  # fmt: skip
 """Methods of a worker that rank 0 may call."""
-MOVES = (LOAD, SAVE)
+MOVES = (LOAD, SAVE, CHANGE)
 """Likewise, for its own worker only."""
 BESIDE = (READ,)
 """Likewise, in threads of their own beside the passes."""
 FINDS = (FIND, FORGET)
 """Likewise, in one thread of their own."""
-_ALL = CALLS + MOVES + BESIDE + FINDS
+BUILDS = (BUILD,)
+"""Likewise, in another one, before which passes go."""
+_ALL = CALLS + MOVES + BESIDE + FINDS + BUILDS
 EXIT_ORPHANED = 70
 """Exit status of a process whose rank 0 has gone."""
 STARTED = 0
@@ -163,11 +167,13 @@ def follow(make: Callable[[], Any], replies: Replies, receive: Callable[[], Any]
 
     Raises: what a pass, making the worker, or ``receive`` raises.
     """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     worker = make()
     replies.send(Answer(STARTED, os.getpid()))
-    # Both start threads when they are needed.
+    # They start threads when they are needed.
     readers = ThreadPoolExecutor(READ_THREADS, "headrace-adapter")
     finder = ThreadPoolExecutor(1, "headrace-kv-finder")
+    builder = ThreadPoolExecutor(1, "headrace-build-beside", _begin_building, (cores,))
     while not isinstance(message := receive(), Stop):
         if isinstance(message, ModelPass):
             worker.run_pass(message.method, message.args)
@@ -175,11 +181,25 @@ def follow(make: Callable[[], Any], replies: Replies, receive: Callable[[], Any]
             readers.submit(_reply, replies, worker, message)
         elif isinstance(message, WorkerCall) and message.method in FINDS:
             finder.submit(_reply, replies, worker, message)
+        elif isinstance(message, WorkerCall) and message.method in BUILDS:
+            builder.submit(_reply, replies, worker, message)
         elif isinstance(message, WorkerCall):
             _reply(replies, worker, message)
         else:
             raise message if isinstance(message, BaseException) else TypeError(f"{message!r:.200}")
     worker.close()
+
+
+def _begin_building(cores: set[int]) -> None:
+    """Let the thread that builds beside passes go last, on any core: it inherits the one of passes.
+
+    Args:
+        cores: of the process; empty: threads are not bound.
+    """
+    if cores:
+        with contextlib.suppress(OSError):  # some have gone since
+            os.sched_setaffinity(0, cores)
+    lower_priority()
 
 
 def _reply(replies: Replies, worker: Any, call: WorkerCall) -> None:

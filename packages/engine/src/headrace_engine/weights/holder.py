@@ -32,6 +32,10 @@ from headrace_engine.weights.update_set import (
     no_updates,
 )
 
+Spread = Callable[[UpdateSet, Iterable[tuple[str, Tensor]], bool], None]
+"""Takes tensors into rank 0's update and into that of every other rank, or into none; see
+:meth:`UpdateSet.take`."""
+
 
 class HeldWeights(NamedTuple):
     """Tensors of an update that is open."""
@@ -124,9 +128,12 @@ class WeightHolder:
         """True if a stream is open."""
         return self._stream is not None
 
-    def stage(self, message: WeightsMessage) -> int:
+    def stage(self, message: WeightsMessage, spread: Spread | None = None) -> int:
         """Take a part: the number of tensors that have come by now. If it raises, all that came before is
         there as it was, and parts of the stream wait on.
+
+        Args:
+            spread: takes the model's tensors on every rank; None: there is one.
 
         Raises:
             WeightsError, RequestError: it cannot be taken.
@@ -140,11 +147,29 @@ class WeightHolder:
             try:
                 with memory_errors("update_weights"):
                     tensors = self._tensors(message, update)
-                    update.take(message.target, tensors, keep=keep)
+                    if spread is None or message.target != MODEL:
+                        update.take(message.target, tensors, keep=keep)
+                    else:
+                        spread(update, tensors, keep)
             except BaseException:
                 self._give_back()
                 raise
         return update.num_tensors
+
+    def take_share(self, part: Sequence[tuple[str, Tensor]], keep: bool) -> Undo:
+        """Take what rank 0 has of a part, on another rank: a call that has the update be what it was.
+
+        Args:
+            keep: see :meth:`UpdateSet.take`.
+
+        Raises:
+            WeightsError, MemoryError: it cannot be taken; nothing has changed.
+        """
+        update = self._open_update()
+        undo = update.checkpoint()
+        with memory_errors("update_weights"):
+            update.take(MODEL, part, keep=keep)
+        return undo
 
     def seal(self) -> None:
         """Check that the update is whole, and pack what waits. If it raises, nothing is lost.
@@ -170,7 +195,7 @@ class WeightHolder:
     def apply(self) -> Undo:
         """Put the weights in; the update is over. Returns a call that takes them out again, after which it
         is as before. If it raises, it is not over."""
-        update, before = self._update, self.draft_is_from_outside
+        update, before, was_blank = self._update, self.draft_is_from_outside, self._is_blank
         assert update is not None
         undo = update.apply()
         self._update, self._streamed = None, []
@@ -180,7 +205,7 @@ class WeightHolder:
 
         def undone() -> None:
             undo()
-            self._update, self.draft_is_from_outside = update, before
+            self._update, self.draft_is_from_outside, self._is_blank = update, before, was_blank
 
         return undone
 

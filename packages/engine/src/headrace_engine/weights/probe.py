@@ -1,10 +1,11 @@
 """Trying a model on prompts before it serves: with a small cache of its own, by the scheduler and runner that
-would serve it."""
+would serve it. With several ranks, each has its part of that cache, and rank 0 leads the passes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from headrace_engine.config import SchedulerConfig
 from headrace_engine.execution.cache import bind_cache, cache_specs, group_backends, unbind
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.kv.factory import make_manager
-from headrace_engine.kv.grouping import plan_groups
+from headrace_engine.kv.grouping import of_layers, plan_groups
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_engine.weights.order import Probe
@@ -46,6 +47,92 @@ class Tried(NamedTuple):
     num_prompt_logprobs: int
 
 
+@dataclass(slots=True)
+class _Try:
+    """One probe that runs."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    tokens: list[int] = field(default_factory=list)
+    prompt: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Run a step; False: there was none to run any more.
+
+        Raises:
+            RequestError: the model fails in it.
+        """
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        result = self.runner.execute(step)
+        result.finish()
+        for output in self.scheduler.update(step, result):
+            if output.error is not None:
+                raise _failed(output.error)
+            self.tokens += output.new_token_ids
+            self.prompt += [one.logprobs[0] for one in output.prompt_logprobs or ()]
+            self.logprobs += [one.logprobs[0] for one in output.logprobs or ()]
+        return True
+
+    @property
+    def tried(self) -> Tried:
+        return Tried(self.tokens, [*self.prompt, *self.logprobs], len(self.prompt))
+
+
+class ProbeCache:
+    """A model's layers bound to a small cache of their own, until :meth:`close`.
+
+    Args:
+        like: the cache of the model that serves, this rank's layers in the groups of all ranks; None: there
+            is one rank.
+        length: tokens of the longest probe, its continuation included.
+    """
+
+    def __init__(
+        self, model: CausalLM, device: torch.device, length: int, like: KVCacheConfig | None = None
+    ) -> None:
+        self.layers = model.attention_layers()
+        self._states: dict[str, StateLayer] = (
+            dict(model.state_layers()) if isinstance(model, SupportsRecurrence) else {}
+        )
+        specs: dict[str, CacheSpec] = cache_specs(self.layers, self._states)
+        groups = like.groups if like is not None else plan_groups(specs) if specs else ()
+        pools = [1] * (1 + max((group.pool for group in groups), default=-1))
+        for group in groups:
+            pools[group.pool] += -(-length // group.spec.block_size) + SPARE_BLOCKS
+        self.config = of_layers(KVCacheConfig(tuple(pools), groups), specs)
+        try:
+            self._buffers = bind_cache(self.layers, self._states, self.config, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_runner(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        limits: Limits,
+        device: torch.device,
+    ) -> ModelRunner:
+        """A runner of the model with this cache."""
+        backends = group_backends(self.layers, self.config)
+        return ModelRunner(
+            model,
+            backends,
+            self.config,
+            device=device,
+            vocab_size=limits.vocab_size,
+            sampler=sampler,
+            seed=0,
+        )
+
+    def close(self) -> None:
+        """Leave the layers without a cache. Idempotent."""
+        unbind(self.layers, self._states)
+
+
 class ModelProbe:
     """Runs probes on a model whose layers have no cache, and leaves them without one.
 
@@ -58,38 +145,87 @@ class ModelProbe:
         self, model: CausalLM, sampler: Sampler, limits: Limits, device: torch.device
     ) -> None:
         self._model, self._sampler, self._limits, self._device = model, sampler, limits, device
-        self._layers = model.attention_layers()
-        self._states: dict[str, StateLayer] = (
-            dict(model.state_layers()) if isinstance(model, SupportsRecurrence) else {}
-        )
+        self._probes: Sequence[Probe] = ()
+        self._max_perplexity: float | None = None
+        self._tries: list[Probe] = []
+        self._found: list[Tried] = []
+        self._running: _Try | None = None
+        self._cache: ProbeCache | None = None
 
-    @torch.inference_mode()
     def run(self, probes: Sequence[Probe], max_perplexity: float | None) -> float | None:
         """Try the model; returns the perplexity of the prompts, None if there are no tokens to count.
 
         Raises:
             RequestError: it answers otherwise than it should, or with what is no number; says where.
         """
+        if not self.begin(probes, max_perplexity):
+            return None
+        try:
+            self.bind()
+            while self.advance():
+                pass
+        finally:
+            self.close()
+        return self.perplexity()
+
+    def begin(self, probes: Sequence[Probe], max_perplexity: float | None) -> int:
+        """Take an order: tokens of the longest probe, 0 if there is nothing to try.
+
+        Raises:
+            RequestError: a probe is not for this model.
+        """
         vocab = self._limits.vocab_size
         for index, probe in enumerate(probes):
             self._check(probe, f"probe[{index}]")
         first = Probe([token % vocab for token in range(FIRST_TOKENS)], [])
-        tries = [first, *probes] if self._limits.max_model_len > FIRST_TOKENS else [*probes]
-        cache = self._cache(max(_length(probe) for probe in tries)) if tries else None
-        if cache is None:
-            return None
-        try:
-            buffers = bind_cache(self._layers, self._states, cache, self._device)
-            found = [self._try(cache, probe) for probe in tries]
-            del buffers
-        finally:
-            unbind(self._layers, self._states)
-        for where, one in zip(["a prompt of its own", *_names(probes)][-len(tries) :], found):
+        self._probes, self._max_perplexity = probes, max_perplexity
+        self._tries = [first, *probes] if self._limits.max_model_len > FIRST_TOKENS else [*probes]
+        return max(map(_length, self._tries), default=0)
+
+    @torch.inference_mode()
+    def bind(self, like: KVCacheConfig | None = None) -> None:
+        """Give the model a cache; see :class:`ProbeCache`."""
+        self._cache = ProbeCache(
+            self._model, self._device, max(map(_length, self._tries)), like=like
+        )
+
+    @torch.inference_mode()
+    def advance(self) -> bool:
+        """Run a pass; False: all probes have been run.
+
+        Raises:
+            RequestError: the model fails in it.
+        """
+        while self._running is None or not self._running.advance():
+            if self._running is not None:
+                self._found.append(self._running.tried)
+                self._running = None
+            if len(self._found) == len(self._tries):
+                return False
+            self._running = self._try(self._tries[len(self._found)])
+        return True
+
+    def close(self) -> None:
+        """Leave the model without a cache. Idempotent."""
+        cache, self._cache, self._running = self._cache, None, None
+        if cache is not None:
+            cache.close()
+
+    def perplexity(self) -> float | None:
+        """See :meth:`run`; all probes have been run.
+
+        Raises:
+            RequestError: see :meth:`run`.
+        """
+        probes, found = self._probes, self._found
+        for where, one in zip(
+            ["a prompt of its own", *_names(probes)][-len(self._tries) :], found, strict=True
+        ):
             if not all(math.isfinite(value) for value in one.logprobs):
                 raise _failed(f"its log-probabilities for {where} are no finite numbers")
         tried = found[len(found) - len(probes) :]
         _check_tokens(probes, tried)
-        return _perplexity(tried, max_perplexity)
+        return _perplexity(tried, self._max_perplexity)
 
     def _check(self, probe: Probe, where: str) -> None:
         longest, vocab = self._limits.max_model_len, self._limits.vocab_size
@@ -105,47 +241,22 @@ class ModelProbe:
                 param=where,
             )
 
-    def _cache(self, length: int) -> KVCacheConfig:
-        specs: dict[str, CacheSpec] = cache_specs(self._layers, self._states)
-        groups = plan_groups(specs) if specs else ()
-        pools = [1] * (1 + max((group.pool for group in groups), default=-1))
-        for group in groups:
-            pools[group.pool] += -(-length // group.spec.block_size) + SPARE_BLOCKS
-        return KVCacheConfig(tuple(pools), groups)
-
-    def _try(self, cache: KVCacheConfig, probe: Probe) -> Tried:
-        limits = self._limits
-        runner = ModelRunner(
-            self._model,
-            group_backends(self._layers, cache),
-            cache,
-            device=self._device,
-            vocab_size=limits.vocab_size,
-            sampler=self._sampler,
-            seed=0,
-        )
+    def _try(self, probe: Probe) -> _Try:
+        limits, cache = self._limits, self._cache
+        assert cache is not None, "bind() comes first"
+        runner = cache.make_runner(self._model, self._sampler, limits, self._device)
         config = SchedulerConfig(
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=1,
             max_num_shared_tokens=limits.max_num_batched_tokens,
             async_scheduling=False,
         )
-        manager = make_manager(cache, False, limits.max_model_len, limits.max_num_batched_tokens)
+        manager = make_manager(
+            cache.config, False, limits.max_model_len, limits.max_num_batched_tokens
+        )
         scheduler = Scheduler(config, manager, max_model_len=limits.max_model_len)
         scheduler.add(_request(probe))
-        tokens: list[int] = []
-        prompt: list[float] = []
-        logprobs: list[float] = []
-        while (step := scheduler.schedule()) is not None:
-            result = runner.execute(step)
-            result.finish()
-            for output in scheduler.update(step, result):
-                if output.error is not None:
-                    raise _failed(output.error)
-                tokens += output.new_token_ids
-                prompt += [one.logprobs[0] for one in output.prompt_logprobs or ()]
-                logprobs += [one.logprobs[0] for one in output.logprobs or ()]
-        return Tried(tokens, [*prompt, *logprobs], len(prompt))
+        return _Try(runner, scheduler)
 
 
 def _request(probe: Probe) -> CoreRequest:

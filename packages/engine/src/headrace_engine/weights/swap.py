@@ -32,11 +32,21 @@ class SwappingWorker(Protocol):
         """Build and check the next model, in another thread than the one that runs steps.
 
         Returns:
-            ``bytes`` of the model, and ``perplexity`` of the probes (None: there are none).
+            ``bytes`` of the model, ``perplexity`` of the probes (None: there are none), and whether it has
+            been ``tried``; if not, :meth:`probe_beside` comes next.
 
         Raises:
             RequestError: the checkpoint does not fit, or there is no memory for it; says why.
             UnsupportedFeature: this worker cannot.
+        """
+        ...
+
+    def probe_beside(self) -> dict[str, Any] | None:
+        """Run a pass of the next model's probes, between two steps: of several ranks passes are exchanges,
+        and cannot run beside others. None: further ones are to come; else ``perplexity``.
+
+        Raises:
+            RequestError: the model fails.
         """
         ...
 
@@ -83,6 +93,8 @@ class WeightsSwap:
         """True from the order to the answer. No property: it is asked in every step."""
         self._built: Future[list[Any]] = Future()
         self._answer: Future[list[Any]] = Future()
+        self._facts: dict[str, Any] = {}
+        """What is known of the new weights."""
         self._times: dict[str, float] = {}
         self._began = 0.0
         """Of the phase that it is in."""
@@ -117,7 +129,7 @@ class WeightsSwap:
         )
         self._order, self._built, self._answer = order, built, Future()
         self.is_under_way = True
-        self._began, self._times = self._clock(), {}
+        self._began, self._times, self._facts = self._clock(), {}, {}
         logger.info("swap_weights: reading %r beside the running weights", order.path)
         return self._answer
 
@@ -129,6 +141,9 @@ class WeightsSwap:
         if self.ends is None:
             if (error := self._built.exception()) is not None:
                 self._give_up(error)
+                return
+            self._facts = self._facts or dict(self._built.result(0)[0])
+            if not self._has_passed():
                 return
             self._next_phase("build")
             self.ends = Future()
@@ -144,6 +159,23 @@ class WeightsSwap:
                 )
             )
 
+    def _has_passed(self) -> bool:
+        """True once the new weights have passed their probes; else a pass of these has been run, or they have
+        failed."""
+        if self._facts.get("tried", True):
+            return True
+        try:
+            found = self._executor.call("probe_beside")[0]
+        except Exception as error:
+            if self._executor.failure is not None:
+                raise
+            self._give_up(error)
+            return False
+        if found is None:
+            return False
+        self._facts |= {**found, "tried": True}
+        return True
+
     def _switch(self, order: SwapOrder) -> None:
         try:
             self._executor.call("adopt_beside")
@@ -155,7 +187,7 @@ class WeightsSwap:
         self._next_phase("switch")
         previous, version = self._target.weights_swapped(order.version)
         facts = {"weights_version": version, "previous_version": previous}
-        facts |= self._built.result(0)[0]
+        facts |= {name: self._facts[name] for name in ("bytes", "perplexity")}
         seconds = {phase: round(value, 3) for phase, value in self._times.items()}
         logger.info(
             "swap_weights: %r serves now: %s",

@@ -126,6 +126,19 @@ class UpdateSet:
                 update.take_checked(part, keep=keep)
             undo.pop_all()
 
+    def checkpoint(self) -> Undo:
+        """A call that has the update be what it is now."""
+        before = {target: update.checkpoint() for target, update in self._updates.items()}
+
+        def restore() -> None:
+            for target in [*self._updates]:
+                if target in before:
+                    before[target]()
+                else:
+                    del self._updates[target]
+
+        return restore
+
     def begin(self, target: str) -> None:
         """Have the update be of this target, too, whose tensors are missing until they come."""
         self._update(target)

@@ -1,42 +1,30 @@
 """A worker whose weights may change: it sleeps, reads others, takes those of a trainer, and changes models
-between two steps."""
+between two steps. It has the requests; where there are several ranks, it leads the others."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.model import SupportsRecurrence
-from headrace_engine.execution.cache import (
-    bind_buffers,
-    cache_specs,
-    group_backends,
-)
+from headrace_core.errors import RequestError
+from headrace_core.model import CausalLM
 from headrace_engine.execution.runner import ModelRunner
-from headrace_engine.lora.step_adapters import StepAdapters
-from headrace_engine.sampling.sampler import Sampler
-from headrace_engine.sleep.engine_sleep import WEIGHTS
 from headrace_engine.speculation.draft_head import DraftHead
-from headrace_engine.weights.beside import Candidate, ModelsBeside, Running
-from headrace_engine.weights.holder import HeldWeights, WeightHolder
-from headrace_engine.weights.messages import WeightsMessage
+from headrace_engine.weights.beside import Candidate
+from headrace_engine.weights.changing import ChangingWorker
+from headrace_engine.weights.holder import HeldWeights
+from headrace_engine.weights.messages import MODEL, WeightsMessage
 from headrace_engine.weights.order import Probe
-from headrace_engine.weights.probe import Limits
-from headrace_engine.weights.rereading import RereadingWorker
+from headrace_engine.weights.other_ranks import FirstError, OtherRanks
+from headrace_engine.weights.probe import ModelProbe
+from headrace_engine.weights.rank_parts import spread
+from headrace_engine.weights.update_set import UpdateSet
 from headrace_engine.weights.updates import keeps_no_weights
-from headrace_engine.worker.serving import close_runner
 from headrace_engine.worker.settings import WorkerSettings
-
-_OF_MODEL = (
-    "_model", "_runner", "_head", "_draft_proposer", "_adapters", "_layers", "_states", "_weights",
-    "_path",
-)  # fmt: skip
-"""Attributes of a worker that change with its model, while its cache stays."""
 
 
 class WorkerModelConfig(NamedTuple):
@@ -48,27 +36,23 @@ class WorkerModelConfig(NamedTuple):
     max_model_len: int
 
 
-class ModelWorker(RereadingWorker):
-    """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
+class ModelWorker(ChangingWorker):
+    """Implements :class:`headrace_core.executor.Worker` for one device: the only rank, or rank 0. One thread
+    only.
 
     Args:
-        settings: everything that it is told; ``weights`` is read here only.
+        settings: everything that it is told.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
-        weights, drafts, limits = settings.weights, settings.drafts, settings.limits
-        self._new_weights = weights.holder or WeightHolder()
-        self._beside: ModelsBeside | None = None
-        if weights.build_beside is not None:
-            raw = Sampler(settings.ops.sample, settings.ops.top_logprobs)
-            of_probes = Limits(
-                limits.vocab_size, limits.max_model_len, limits.max_num_batched_tokens
-            )
-            self._beside = ModelsBeside(
-                weights.build_beside, raw, of_probes, self._meter, self._device, weights.max_bytes,
-                build_head=drafts.build_head if drafts.head_within else None,
-            )  # fmt: skip
+        leader = settings.ranks.leader
+        self._others = OtherRanks(None if leader is None else leader.call)
+        self._trial: ModelProbe | None = None
+        """Tries the candidate on all ranks, a pass at a time."""
+        self._trial_is_open = False
+        self._max_perplexity: float | None = None
+        self._probes: tuple[Probe, ...] = ()
 
     def reload_weights(self) -> None:
         """Build the model again under the same cache plan, and capture its steps again.
@@ -98,69 +82,111 @@ class ModelWorker(RereadingWorker):
     def build_beside(
         self, path: str, probes: tuple[Probe, ...], max_perplexity: float | None
     ) -> dict[str, Any]:
-        """See :meth:`headrace_engine.weights.swap.SwappingWorker.build_beside`. Reads of the worker what
-        changes only while nothing is built."""
-        self._check_rereads("swap_weights")
-        beside, model = self._models_beside(), self._loaded()
-        make_slots = self._settings.adapters.make_slots
-        slots = None if make_slots is None else make_slots()
-        states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
-        cache = 0 if self._cache is None else self._cache.num_bytes
-        running = Running(
-            cache_specs(model.attention_layers(), states),
-            self._weights + self._activations + cache,
-            generates=self._settings.pooling is None,
-        )
-        with self._memory.region(WEIGHTS):
-            return beside.build(path, slots, running, probes, max_perplexity)
+        """See :meth:`headrace_engine.weights.swap.SwappingWorker.build_beside`."""
+        if self._others.are_there:
+            num_bytes = self._build_on_all(path)
+            self._probes, self._max_perplexity = probes, max_perplexity
+            return {"bytes": num_bytes, "perplexity": None, "tried": False}
+        num_bytes = self._build_candidate(path)
+        perplexity = self._models_beside().probe(self._running(), probes, max_perplexity)
+        return {"bytes": num_bytes, "perplexity": perplexity, "tried": True}
+
+    def _build_on_all(self, path: str) -> int:
+        """Build the candidate of every rank, or of none: bytes of all shares. The others begin once it is
+        known that the checkpoint is of this model; where one fails, the rest stop."""
+        others, beside = self._others, self._models_beside()
+
+        def stop() -> None:
+            beside.stop()
+            others.begin("stop_building")
+
+        failed, answers, num_bytes = FirstError(stop), list[Future[Any]](), 0
+        try:
+            num_bytes = self._build_candidate(
+                path, lambda: answers.extend(others.build(path, failed))
+            )
+        except BaseException as error:
+            if not answers:
+                raise
+            failed.note(0, error)
+        wait(answers)
+        failed.check()
+        assert self._ranks.leader is not None
+        self._ranks.leader.lead(beside.candidate.model)
+        of_others: int = sum(answer.result() for answer in answers)
+        return num_bytes + of_others
+
+    @torch.inference_mode()
+    def probe_beside(self) -> dict[str, Any] | None:
+        """See :meth:`headrace_engine.weights.swap.SwappingWorker.probe_beside`."""
+        if self._trial is None:
+            trial = self._models_beside().trial(self._running(), self._probes)
+            length = 0 if trial is None else trial.begin(self._probes, self._max_perplexity)
+            if trial is None or not length:
+                return {"perplexity": None}
+            self._trial, self._trial_is_open = trial, True
+            with self._models_beside().telling():
+                self._others.change("open_probe", length)
+                trial.bind(self._cache)
+        self._others.change("follow_probe", True)
+        try:
+            goes_on = self._trial.advance()
+        finally:
+            self._others.change("follow_probe", False)
+        if goes_on:
+            return None
+        trial = self._trial
+        self._close_trial()
+        return {"perplexity": trial.perplexity()}
+
+    def _close_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.close()
+        if self._trial_is_open:
+            self._trial_is_open = False
+            self._others.undo("close_probe")
 
     @torch.inference_mode()
     def adopt_beside(self) -> None:
         """See :meth:`headrace_engine.weights.swap.SwappingWorker.adopt_beside`. What guesses stays, but for
         layers of the model's checkpoint, and so do the cache's memory and what compiles constraints."""
-        candidate, cache = self._models_beside().candidate, self._cache
-        assert cache is not None
         if self._new_weights.held.staged:  # by an extension's load_weights
             raise RequestError(
                 "swap_weights: tensors of an update came meanwhile (load_weights): must be put in before, or "
                 "cancelled",
                 param="method",
             )
-        before = {name: getattr(self, name) for name in _OF_MODEL}
-        old, model = (self._runner, self._draft_proposer), self._loaded()
-        self._binding.widen()
         try:
-            if candidate.slots is not None:
-                assert self._settings.adapters.store is not None
-                content = self._settings.adapters.store.content
-                self._adapters = StepAdapters(candidate.slots, content, self._device)
-            self._path = candidate.path
-            self._hold(candidate.model, self._draft, self._head_for(candidate))
-            bind_buffers(self._buffers, self._layers, self._states, cache)
-            self._make_runner(cache, group_backends(self._layers, cache))
+            self._others.change("take_place")
+            self.take_place()
             self._try_and_capture()
+            self._others.change("record_again")
         except BaseException:
-            close_runner(self._runner, self._draft_proposer)
-            for name, value in before.items():
-                setattr(self, name, value)
-            if self._head is not None:
-                self._head.retarget(model)
+            self._others.undo("return_place")
+            self.return_place()
             raise
-        finally:
-            self._binding.narrow()
-        self._weights = candidate.num_bytes
-        self._new_weights.loaded(candidate.loaded)
+        self._others.change("keep_place")
+        self.keep_place()
+
+    def return_place(self) -> None:
+        """See :meth:`ChangingWorker.return_place`."""
+        was_taken = self._before is not None
+        super().return_place()
+        if was_taken and self._head is not None:
+            self._head.retarget(self._loaded())
+
+    def keep_place(self) -> None:
+        """See :meth:`ChangingWorker.keep_place`."""
+        candidate, slots = self._models_beside().candidate, self._slots
         if self._settings.drafts.head_within:
             self._new_weights.draft_loaded(candidate.loaded_head)
         if self._settings.adapters.store is not None:
-            self._settings.adapters.store.bind(candidate.slots)
-        close_runner(*old)
-        before.clear()
-        del old, model, candidate
-        self._models_beside().drop()
+            self._settings.adapters.store.bind(slots)
+        del candidate
+        super().keep_place()
 
     def _head_for(self, candidate: Candidate) -> DraftHead | None:
-        """The head that guesses for a candidate; None: none does."""
         if self._settings.drafts.head_within or self._head is None:
             return candidate.head
         self._head.retarget(candidate.model)
@@ -168,8 +194,9 @@ class ModelWorker(RereadingWorker):
 
     def drop_beside(self) -> None:
         """See :meth:`headrace_engine.weights.swap.SwappingWorker.drop_beside`."""
-        if self._beside is not None:
-            self._beside.drop()
+        self._close_trial()
+        self._others.undo("drop_share")
+        self._drop_candidate()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Take a part of an update, by the checkpoint's names; for worker extensions. The model changes when
@@ -189,7 +216,23 @@ class ModelWorker(RereadingWorker):
     def stage_weights(self, message: WeightsMessage) -> int:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.stage`."""
         self._expect_tensors()
-        return self._new_weights.stage(message)
+        return self._new_weights.stage(
+            message, self._take_on_all if self._others.are_there else None
+        )
+
+    def _take_on_all(
+        self, update: UpdateSet, tensors: Iterable[tuple[str, Tensor]], keep: bool
+    ) -> None:
+        """Take a part on every rank, or on none (:data:`headrace_engine.weights.holder.Spread`)."""
+        with spread(tensors, shares_memory=self._ranks.shares_memory) as (part, told):
+            undo = update.checkpoint()
+            update.take(MODEL, part, keep=keep)
+            try:
+                self._others.change("stage_share", told, keep)
+            except BaseException:
+                undo()
+                self._others.undo("unstage_share")
+                raise
 
     def expect_weights(self, message: WeightsMessage) -> None:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.expect`."""
@@ -207,32 +250,26 @@ class ModelWorker(RereadingWorker):
             self._expect_tensors()
 
     def _expect_tensors(self) -> None:
-        """Have a model that can get new weights.
+        """Have a model on every rank that can get new weights.
 
         Raises:
             UnsupportedFeature: there is none.
         """
-        self._check_rereads("update_weights")
-        if self._new_weights.needs_model():  # given up at level 2 of sleep
-            self._free_all_but_plan()
-            self._memory.wake(WEIGHTS)
-            with self._memory.region(WEIGHTS):
-                self._new_weights.begin_blank(*self._make_slots())
-                if self._draft is None and self._settings.drafts.build_model is not None:
-                    self._draft = self._settings.drafts.build_model()
-                if self._settings.drafts.build_head is not None:
-                    self._head = self._settings.drafts.build_head(
-                        self._new_weights.model, self._path
-                    )
-        if self._model is not None and self._new_weights.model is not self._model:
-            raise UnsupportedFeature(
-                "update_weights: it is not known how the model was loaded that serves now",
-                param="weights",
-            )
+        self._make_blank()
+        self._others.change("expect_tensors")
+
+    def _made_blank(self, model: CausalLM) -> None:
+        if self._ranks.leader is not None:
+            self._ranks.leader.lead(model)
+        if self._draft is None and self._settings.drafts.build_model is not None:
+            self._draft = self._settings.drafts.build_model()
+        if self._settings.drafts.build_head is not None:
+            self._head = self._settings.drafts.build_head(model, self._path)
 
     def seal_weights(self) -> None:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.seal`."""
         self._new_weights.seal()
+        self._others.change("seal_share")
 
     def update_changes_model(self) -> bool:
         """False if an update is only of what guesses, so that outputs stay what they are."""
@@ -250,36 +287,47 @@ class ModelWorker(RereadingWorker):
             RequestError: the model computes vectors of media, of which requests that run have a part.
             WeightsError, CapacityError: the old weights are in their place again.
         """
-        if self._runner is None:  # no model, or no cache, for which there was no memory behind it
-            self._new_weights.apply()
-            self._hold(self._new_weights.model, self._draft, self._head)
-            return
+        changes = self._new_weights.changes_model
+        has_cache = self._runner is not None  # or no model, or no memory for a cache behind it
+        if has_cache and keep_requests and changes:
+            self._check_keeps_requests()
+        undo = self._new_weights.apply()
+        try:
+            self._others.change("put_share")
+            if has_cache:
+                self._use_weights(measure=not keep_requests, on_all=changes)
+            else:
+                self._hold(self._new_weights.model, self._draft, self._head)
+        except BaseException:
+            self._others.undo("take_share_out")
+            undo()
+            if has_cache:
+                self._use_weights(measure=not keep_requests, record=False)
+            else:
+                self._hold_nothing()
+            raise
+        del undo  # and the old weights with it
+        self._return_memory()
+        self._others.change("keep_share")
+
+    def _check_keeps_requests(self) -> None:
         largest = self._settings.media.largest
-        takes_media = largest is not None and bool(largest())
-        if keep_requests and takes_media and self._new_weights.changes_model:
+        if largest is not None and largest():
             raise RequestError(
                 "update_weights: mode = 'keep': must be 'wait' or 'abort' for a model that takes media: "
                 "vectors of requests that run are of the old weights",
                 param="mode",
             )
-        undo = self._new_weights.apply()
-        try:
-            self._use_weights(measure=not keep_requests)
-        except BaseException:
-            undo()
-            self._use_weights(measure=not keep_requests, record=False)
-            raise
-        del undo  # and the old weights with it
-        gc.collect()
-        self._meter.trim()
 
     def refuse_weights(self) -> None:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.refuse`."""
         self._new_weights.refuse()
+        self._others.undo("drop_shares")
 
     def drop_weights(self) -> None:
         """See :meth:`headrace_engine.weights.holder.WeightHolder.drop`."""
         self._new_weights.drop()
+        self._others.undo("drop_shares")
 
     def held_weights(self) -> HeldWeights:
         """Tensors that have come of an update that is not over."""
@@ -325,14 +373,11 @@ class ModelWorker(RereadingWorker):
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
         self._new_weights.close_ways()
-        if self._beside is not None:
-            self._beside.close()
         super().close()
         self._new_weights.close_ways()
 
     def _free(self) -> None:
         super()._free()
-        self._new_weights.loaded(None)
         if self._draft is None:
             self._new_weights.draft_loaded(None)
 
@@ -344,30 +389,18 @@ class ModelWorker(RereadingWorker):
         if self._new_weights.draft_is_from_outside:  # those of the checkpoint are wanted
             self._forget_draft()
 
-    def _models_beside(self) -> ModelsBeside:
-        if self._beside is None:
-            raise UnsupportedFeature("swap_weights: this worker reads its weights once")
-        return self._beside
-
     @torch.inference_mode()
-    def _use_weights(self, *, measure: bool, record: bool = True) -> None:
-        """Let go of what was made of other weights, and make it of those that there are."""
-        assert self._cache is not None
-        self._close_graphs()
-        runner = self._ready()
-        runner.media_vectors.clear()
-        bind_buffers(self._buffers, self._layers, self._states, self._cache)
+    def _use_weights(self, *, measure: bool, record: bool = True, on_all: bool = False) -> None:
+        """Let go of what was made of other weights, and make it of those that there are.
+
+        Args:
+            on_all: the other ranks have other weights, too.
+        """
+        self._weights_are_others()
+        self._ready().media_vectors.clear()
         if measure and self._settings.kv_scales is not None:
             self._measure_kv_scales(self._settings.kv_scales)
         if record:
             self._settle_and_record()
-
-    def _close_graphs(self) -> None:
-        """Free recordings, which hold the addresses of weights."""
-        for owner, name in (
-            (self._runner, "graph"), (self._runner, "adapter_graph"), (self._draft_proposer, "graph"),
-        ):  # fmt: skip
-            graph = getattr(owner, name, None)
-            if graph is not None:
-                graph.close()
-                setattr(owner, name, None)
+            if on_all:
+                self._others.change("record_again")

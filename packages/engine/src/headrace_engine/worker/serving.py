@@ -183,15 +183,21 @@ class ServingWorker:
 
     def _make_slots(self) -> tuple[AdapterSlots, ...]:
         """The slots of a model that is built next, if it is to have any."""
-        adapters, leader = self._settings.adapters, self._ranks.leader
+        adapters = self._settings.adapters
         if adapters.make_slots is None:
             return ()
         assert adapters.store is not None
         own = adapters.make_slots()
-        slots = own if leader is None else leader.lead_adapters(own)
-        adapters.store.bind(slots)
-        self._adapters = StepAdapters(slots, adapters.store.content, self._device)
+        adapters.store.bind(self._use_slots(own))
         return (own,)
+
+    def _use_slots(self, own: AdapterSlots) -> AdapterSlots:
+        """Have steps use the slots of a model: those for which adapters are read."""
+        store, leader = self._settings.adapters.store, self._ranks.leader
+        assert store is not None
+        slots = own if leader is None else leader.lead_adapters(own)
+        self._adapters = StepAdapters(slots, store.content, self._device)
+        return slots
 
     def _hold(
         self, model: CausalLM, draft: CausalLM | None = None, head: DraftHead | None = None

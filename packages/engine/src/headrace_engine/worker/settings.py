@@ -186,25 +186,29 @@ class RankSettings:
     report_group: Callable[[], Mapping[str, str]] | None = None
     """Facts about those exchanges, as plain data."""
     experts: Any = None
-    """Whole experts that move between ranks by ``arrange_experts``, compute for other engines by
-    ``take_part``, and let go of a model by ``forget``; None: there are none."""
+    """Whole experts that move between ranks by ``arrange_experts`` if they ``may_move``, compute for other
+    engines by ``take_part``, and let go of a model by ``forget``; None: there are none."""
     watcher: WatchesSteps | None = None
     """Is told of steps; None: nobody is."""
+    shares_memory: bool = True
+    """All ranks are on one host."""
     has_inputs: bool = True
     """False: it is on a later stage, and runs nothing of what makes inputs or logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
-    """How weights change after the start; for :class:`~headrace_engine.weights.worker.ModelWorker`."""
+    """How weights change after the start; see :class:`~headrace_engine.weights.changing.ChangingWorker`."""
 
     rebuild_model: Callable[..., CausalLM] | None = None
     """Does as ``build_model``, given changes of the load configuration first, and ``path`` of another
     checkpoint that serves by now; None: weights are read once."""
     build_beside: BuildBeside | None = None
     """Builds the model of another checkpoint while this one serves; None: nothing does."""
+    beside_ended: Callable[[bool], None] = lambda serves: None
+    """Is told when a model that was built beside serves now (True), or has been dropped (False)."""
     max_bytes: int | None = None
-    """What the engine may hold in all; None: what is free."""
+    """What this rank may hold in all; None: what is free."""
     holder: WeightHolder | None = None
     """What comes of new weights; knows the models that are built. None: there is no way for them."""
     packed_ahead: Callable[[], int] = int

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.resolved import ResolvedConfig
-from headrace.assembly.worker.context import backend_chooser, build_context
-from headrace.assembly.worker.model import cut_files_raise
+from headrace.assembly.worker.model import build_model
 from headrace_core.errors import RequestError
+from headrace_engine.startup import StartupTimeline
 
 if TYPE_CHECKING:
+    from headrace.assembly.parallel.experts import DividedMixtures
+    from headrace.assembly.parallel.ranks import Ranks
     from headrace_core.lora import AdapterSlots
     from headrace_core.model import CausalLM, ModelInfo, ProgressCallback
     from headrace_core.ops import OpTable
     from headrace_engine.encoder.slices import EncoderSlices
-    from headrace_engine.weights.beside import BuildBeside
     from headrace_engine.weights.update_set import LoadedModel
     from headrace_models.layers.base import Layer
 
@@ -60,50 +61,71 @@ def check_files(path: str) -> None:
                 )
 
 
-def beside_builder(
-    resolved: ResolvedConfig, ops: OpTable, slices: EncoderSlices | None
-) -> BuildBeside:
-    """Builds models of other checkpoints with the running one's kernels and settings.
+class BesideBuilder:
+    """Builds models of other checkpoints with the running one's kernels and settings, one at a time
+    (:class:`headrace_engine.weights.beside.BuildBeside`).
 
     Args:
         resolved: the running model.
         slices: see :func:`headrace.assembly.worker.model.build_model`.
+        ranks: of the running model.
+        make_experts: divides the experts of a model that is built beside; None: they are divided as all else
+            is.
+        experts: of the running model; likewise.
     """
 
-    def build(
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        ops: OpTable,
+        slices: EncoderSlices | None,
+        ranks: Ranks,
+        make_experts: Callable[[], DividedMixtures | None],
+        experts: DividedMixtures | None,
+    ) -> None:
+        self._resolved, self._ops, self._slices = resolved, ops, slices
+        self._ranks, self._make_experts, self._experts = ranks, make_experts, experts
+        self._beside: tuple[Ranks, DividedMixtures | None] | None = None
+        """Of the model that is built, or was last, and has not ended."""
+
+    def __call__(
+        self,
         path: str,
         slots: AdapterSlots | None,
         admit: Callable[[CausalLM, int], None],
         progress: ProgressCallback,
         told: Callable[[LoadedModel], None],
     ) -> CausalLM:
-        from headrace_models.loading.loader import load_model
-        from headrace_models.loading.update import LoadRecord
+        """See :class:`headrace_engine.weights.beside.BuildBeside`."""
         from headrace_models.weight_bytes import kept_bytes
 
         check_files(path)
-        new = resolved_beside(resolved, path)
-        config, info = new.config, new.info
-        choose, record = backend_chooser(new, ops), LoadRecord()
+        new = resolved_beside(self._resolved, path)
+        dtype = new.info.dtype
 
         def admit_built(model: CausalLM) -> None:
-            admit(model, kept_bytes(cast("Layer", model), info.dtype))
+            admit(model, kept_bytes(cast("Layer", model), dtype))
 
-        with cut_files_raise():
-            model = load_model(
-                info,
-                build_context(new, ops, choose, slices, slots),
-                load=config.load,
-                progress=progress,
-                admit=admit_built,
-                only_towers=config.multimodal.only_encodes and info.source == "native",
-                record=record,
-            )
-        choose.check_used()
-        told(record)
-        return model
+        ranks, experts = self._ranks.beside(), self._make_experts()
+        self._beside = ranks, experts
+        return build_model(
+            new, self._ops, StartupTimeline(), self._slices, slots, again=True, told=told,
+            ranks=ranks, experts=experts, check=admit_built, progress=progress,
+        )  # fmt: skip
 
-    return build
+    def ended(self, serves: bool) -> None:
+        """The model that was built last serves now in the place of the running one, or (False) has been
+        dropped."""
+        beside, self._beside = self._beside, None
+        if beside is None:
+            return
+        ranks, experts = beside
+        if not serves:
+            ranks.leave_stages()
+            return
+        self._ranks.take_over(ranks)
+        if self._experts is not None and experts is not None:
+            self._experts.take_over(experts)
 
 
 def resolved_beside(running: ResolvedConfig, path: str) -> ResolvedConfig:

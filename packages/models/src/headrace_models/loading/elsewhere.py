@@ -36,12 +36,13 @@ class Elsewhere:
         absent = {path: leaf for path, leaf in leaves.items() if path not in here}
         for name in model.attention_layers():
             del layers[name]
-        self._weights = WeightMap(rules, absent)
+        self.weights = WeightMap(rules, absent)
+        """Names and slots of what other stages have."""
         self._scales = CacheScales(layers, "auto")
 
     def waits_for(self, name: str) -> bool:
         """True if another stage waits for a checkpoint's tensor."""
-        return self._weights.find(name) is not None
+        return self.weights.find(name) is not None
 
     def takes_scale(self, name: str, tensor: Tensor, file: Path) -> bool:
         """True if it is a scale of the cache of another stage's layer."""
@@ -49,7 +50,7 @@ class Elsewhere:
 
     def slots(self, leaf: str) -> Mapping[str, object] | None:
         """Slots of another stage's leaf; None: it has no such leaf."""
-        return self._weights.slots.get(leaf)
+        return self.weights.slots.get(leaf)
 
 
 def leaves_of(model: object) -> dict[str, WeightLayer]:

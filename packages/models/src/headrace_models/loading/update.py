@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from headrace_models.layers.base import Layer, WeightLayer, walk
 from headrace_models.loading.cache_scales import CacheScales
 from headrace_models.loading.finite import check_finite
 from headrace_models.loading.loader import Built, Filling, check_tensor, unstacked
-from headrace_models.loading.mapping import Place, listed, parts_of
+from headrace_models.loading.mapping import Place, Wanted, WeightMap, listed, parts_of
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext, CausalLM, ModelInfo
@@ -74,6 +74,10 @@ class LoadRecord:
         """The model that had no weights has all now."""
         self._from_nothing, self.filled = False, filled
 
+    def got_nothing(self) -> None:
+        """It has none after all."""
+        self._from_nothing, self.filled = True, None
+
     @property
     def built(self) -> Built:
         assert self._built is not None, "load_model() has not been given this record"
@@ -91,19 +95,27 @@ class LoadRecord:
     @property
     def max_bytes(self) -> int:
         """Of all tensors that the model may be given, about: each number in its widest form."""
-        return 8 * sum(math.prod(want.shape) for want in self.built.weights.wanted()) + (1 << 20)
+        return 8 * sum(math.prod(want.shape) for want in self._wanted()) + (1 << 20)
 
     @property
     def max_tensors(self) -> int:
         """Tensors that the model may be given, about: a packed weight comes as several, and a checkpoint has
         some that are of no use."""
-        return 8 * len(list(self.built.weights.wanted())) + 1024
+        return 8 * len(list(self._wanted())) + 1024
+
+    def _wanted(self) -> Iterator[Wanted]:
+        """Tensors that the model has to have, those of other stages included, which come along."""
+        yield from self.built.weights.wanted()
+        if self.built.elsewhere is not None:
+            yield from self.built.elsewhere.weights.wanted()
 
     def twin(self, path: str) -> WeightLayer:
         """A leaf that is as the one at ``path`` was before it was loaded."""
         leaf = self.built.leaves[path]
         made: WeightLayer = object.__new__(type(leaf))
         vars(made).update(_copied(self._blank[path]))
+        if "communicator" in vars(leaf):  # another one may have come since, that shares tokens out
+            vars(made)["communicator"] = vars(leaf)["communicator"]
         made.is_twin = True
         return made
 
@@ -147,6 +159,8 @@ class WeightUpdate:
         self._twins: dict[str, WeightLayer] = {}
         self._later: dict[str, Mapping[str, Tensor]] = {}
         """Tensors of leaves that are made of others' weights too."""
+        self._elsewhere = set[str]()
+        """Names of tensors that came for other stages."""
         self._filling = Filling(record.context, record.built, self._pack)
         self._scales = CacheScales({**record.model.attention_layers()}, "auto")
         """Only to know scales of the cache by their names."""
@@ -155,8 +169,8 @@ class WeightUpdate:
 
     @property
     def num_tensors(self) -> int:
-        """Tensors that were taken."""
-        return len(self._filling.origin)
+        """Tensors that were taken, or are other stages' to take."""
+        return len(self._filling.origin) + len(self._elsewhere)
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         """Check a tensor that is to come, by what is said of it.
@@ -210,7 +224,8 @@ class WeightUpdate:
             claimed: dict[tuple[Place, int], str] = {}
             for name, tensor in part:
                 self._check(name, tensor, claimed)
-                check_finite(name, tensor, SOURCE)
+                if not self._is_elsewhere(name):
+                    check_finite(name, tensor, SOURCE)
         return part
 
     def take_checked(self, part: Sequence[tuple[str, Tensor]], *, keep: bool = True) -> None:
@@ -218,18 +233,21 @@ class WeightUpdate:
         :meth:`checkpoint`'s call restores what was before."""
         with torch.no_grad():
             for name, tensor in part:
-                self._filling.take(name, tensor, SOURCE)
+                if self._is_elsewhere(name):
+                    self._elsewhere.add(name)
+                else:
+                    self._filling.take(name, tensor, SOURCE)
             if keep:
                 self.keep_waiting()
 
     def checkpoint(self) -> Callable[[], None]:
         """A call that has the update be what it is now. It holds tensors that wait now, and no others."""
         taken = self._filling.checkpoint()
-        twins, later = dict(self._twins), dict(self._later)
+        twins, later, elsewhere = dict(self._twins), dict(self._later), set(self._elsewhere)
 
         def restore() -> None:
             self._filling.restore(taken)
-            self._twins, self._later = twins, later
+            self._twins, self._later, self._elsewhere = twins, later, elsewhere
 
         return restore
 
@@ -294,7 +312,9 @@ class WeightUpdate:
                 own.update(attributes)
                 record.built.leaves[path].publish()
             _forget_computed(record.model)
-            if not self._from_nothing:
+            if self._from_nothing:
+                record.got_nothing()
+            else:
                 record.check_loaded()
 
         try:
@@ -351,15 +371,15 @@ class WeightUpdate:
         return ((name, tensor) for name, tensor, _ in stored)
 
     def _check(self, name: str, tensor: Tensor, claimed: dict[tuple[Place, int], str]) -> None:
-        filling = self._filling
-        match = filling.weights.find(name)
+        filling, weights = self._filling, self._weights_of(name)
+        match = weights.find(name)
         if match is None:
             self._check_left_over(name, tensor)
             return
-        places, rule = filling.weights.stack(match), match.rule
+        places, rule = weights.stack(match), match.rule
         rows = unstacked(tensor, len(places), rule, name, SOURCE) if rule.stacked else [tensor]
         for place, row in zip(places, rows, strict=True):
-            slot = filling.weights.slots[place.leaf][place.key]
+            slot = weights.slots[place.leaf][place.key]
             parts = parts_of(slot, rule)
             check_tensor(slot, parts, rule, name, row, SOURCE, of_checkpoint=False)
             for part in parts:
@@ -370,11 +390,27 @@ class WeightUpdate:
                     )
                 claimed[place, part] = name
 
+    def _weights_of(self, name: str) -> WeightMap:
+        """Where a tensor's place is looked for: in another stage's part of the model if it is there."""
+        elsewhere = self._record.built.elsewhere
+        return (
+            elsewhere.weights
+            if elsewhere is not None and self._is_elsewhere(name)
+            else self._filling.weights
+        )
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """True if a tensor is another stage's, and not this one's, too."""
+        elsewhere = self._record.built.elsewhere
+        if elsewhere is None or self._filling.weights.find(name) is not None:
+            return False
+        return elsewhere.waits_for(name) or elsewhere.takes_scale(name, torch.ones(1), SOURCE)
+
     def _check_left_over(self, name: str, tensor: Tensor) -> None:
         """A tensor of no leaf, which may be of no use."""
         if not tensor.numel() or self._filling.is_harmless(name):
             return
-        if self._scales.take(name, torch.ones(1), SOURCE):
+        if self._scales.take(name, torch.ones(1), SOURCE) or self._is_elsewhere(name):
             if self._record.context.kv_cache_dtype.startswith("fp8"):
                 raise WeightsError(
                     f"{SOURCE}: tensor {name!r} is a scale of the KV cache, which stays as it was at start: "

@@ -25,6 +25,7 @@ from headrace_server.errors.mapping import ErrorAnswer, ErrorResponse, report_na
 from headrace_server.http.routing import ERROR_RESPONSES, json_router
 from headrace_server.routes import elastic, lora, weight_swaps, weight_updates
 from headrace_server.routes.named import check_named
+from headrace_server.routes.query import check_query
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.streaming.event_stream import wait_watching
@@ -75,7 +76,7 @@ class WorkerResults(BaseModel):
 
 def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
     """Routers of the control routes that the settings switch on; [] if there are none."""
-    router = APIRouter(tags=["control"], dependencies=[Depends(check_named)])
+    router = APIRouter(tags=["control"], dependencies=_checks())
     if settings.enable_control_routes or settings.dev_mode:
         _add_pause(router, engine)
         _add_sleep(router, engine)
@@ -92,6 +93,11 @@ def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
     if settings.dev_mode:
         routers.append(_dev_routes(engine, settings))
     return routers
+
+
+def _checks() -> list[Any]:
+    """What each route depends on: the query names a served model, or none, and no unknown parameter."""
+    return [Depends(check_named), Depends(check_query)]
 
 
 def has_profiler(engine: EngineClient) -> bool:
@@ -203,7 +209,7 @@ def _refusing(reason: str) -> Any:
 
 def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
     router = json_router()
-    router.dependencies.append(Depends(check_named))
+    router.dependencies += _checks()
 
     @router.post("/collective_rpc", responses={504: {"model": ErrorResponse}})
     async def collective_rpc(request: Request, body: WorkerCall) -> WorkerResults:

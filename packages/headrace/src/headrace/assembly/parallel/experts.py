@@ -141,6 +141,15 @@ class DividedMixtures:
         self.close()
         self.division.forget()
 
+    def take_over(self, other: DividedMixtures) -> None:
+        """The model whose mixtures are the other's serves now in the place of this one's, which has gone."""
+        self.division = other.division
+
+    @property
+    def may_move(self) -> bool:
+        """True if experts move while the model serves."""
+        return self._settings is not None
+
     def settle(self) -> None:
         """See that loaded experts can move, if they are to. Every rank must call it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -178,7 +179,7 @@ class Ranks:
         from headrace_models.stages.stage import Link, Stage
 
         index, last = self.stage, self.num_stages - 1
-        self._links.clear()  # those of a model that has gone
+        self.leave_stages()  # those of a model that has gone
         numbers = () if partition is None else partition_of(partition, self.num_stages)
         lane = self.rank % self.tensor_size
 
@@ -224,11 +225,27 @@ class Ranks:
             return self._join_engines(EXPERT_MOVES)
         return self._join(MOVING_GROUP, self.rank, self.world_size)
 
-    def leave(self) -> None:
-        """Leave the groups that this rank has joined. Idempotent."""
+    def beside(self) -> Ranks:
+        """The same place, for a model that is built while another one serves: with ways of its own between
+        the stages, through the same groups."""
+        made = copy.copy(self)
+        made._links, made.shares = [], None
+        return made
+
+    def take_over(self, other: Ranks) -> None:
+        """The model that was built with :meth:`beside`'s serves now; the one before has gone."""
+        self.leave_stages()
+        self._links, self.shares = other._links, other.shares
+
+    def leave_stages(self) -> None:
+        """Close the ways between the stages of a model that has gone. Idempotent."""
         links, self._links = self._links, []
         for link in links:
             link.close()
+
+    def leave(self) -> None:
+        """Leave the groups that this rank has joined. Idempotent."""
+        self.leave_stages()
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.close()

@@ -15,7 +15,7 @@ from headrace.assembly.parallel.prefill_context import (
 )
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.worker.context import backend_chooser, build_context
-from headrace_core.model import CausalLM
+from headrace_core.model import CausalLM, ProgressCallback
 from headrace_core.ops import OpTable
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def build_model(
     ranks: Ranks | None = None,
     experts: DividedMixtures | None = None,
     ahead: WeightsAhead | None = None,
+    check: Callable[[CausalLM], None] = lambda model: None,
+    progress: ProgressCallback | None = None,
 ) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights.
 
@@ -61,27 +63,24 @@ def build_model(
         ranks: over which its layers are divided; None: it is whole.
         experts: that ranks have whole; None: they are divided as all else is.
         ahead: weights that are packed already; None: the loader packs all.
+        check: called with the model before a weight is read; what it raises ends the reading.
+        progress: told the bytes that are done; None: bars show them.
     """
     with timeline.phase("import models"):
+        import headrace_models.sequence_parallel  # noqa: F401 - timed here
         from headrace.progress import progress_bars
         from headrace_models.loading.loader import load_model
         from headrace_models.loading.update import LoadRecord
-        from headrace_models.sequence_parallel import check_shareable, share_tokens
 
         config, info = resolved.config, resolved.info
         choose = backend_chooser(resolved, ops)
         context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
         record = None if told is None else LoadRecord()
         share = 1 if ranks is None else ranks.memory_share(resolved.platform.device)
-        shares_tokens = ranks is not None and config.parallel.enable_sp
 
     def admit(model: CausalLM) -> None:
-        if ranks is not None and ranks.share_keys:
-            share_blocks(model, config.parallel.decode_context_parallel_size)
-        if ranks is not None and ranks.divide_prompts:
-            check_tokens_only(model)
-        if shares_tokens:
-            check_shareable(model)
+        _begin_division(resolved, model, ranks)
+        check(model)
         if again:
             return
         if experts is not None:
@@ -89,7 +88,7 @@ def build_model(
         check_room(resolved, model, share, 0 if ahead is None else ahead.wait())
 
     with (
-        progress_bars(config.load.use_tqdm_on_load) as progress,
+        progress_bars(config.load.use_tqdm_on_load and progress is None) as bars,
         timeline.phase("read and pack weights"),
         cut_files_raise(),
     ):
@@ -98,7 +97,7 @@ def build_model(
             context,
             load=config.load,
             seed=config.model.seed,
-            progress=progress,
+            progress=progress or bars,
             admit=admit,
             only_towers=config.multimodal.only_encodes and info.source == "native",
             record=record,
@@ -110,12 +109,41 @@ def build_model(
         experts.settle()
     if told is not None and record is not None:
         told(record)
-    if ranks is not None and shares_tokens:
-        ranks.shares = share_tokens(model, context.communicator)
-    divided = None if ranks is None else divided_pass(ranks, config.cache.block_size)
+    _end_division(resolved, model, ranks)
+    return model
+
+
+def _begin_division(resolved: ResolvedConfig, model: CausalLM, ranks: Ranks | None) -> None:
+    """Set a model up that is divided over ranks, and has no weights yet.
+
+    Raises:
+        ConfigError: it cannot be divided so.
+    """
+    from headrace_models.sequence_parallel import check_shareable
+
+    if ranks is None:
+        return
+    parallel = resolved.config.parallel
+    if ranks.share_keys:
+        share_blocks(model, parallel.decode_context_parallel_size)
+    if ranks.divide_prompts:
+        check_tokens_only(model)
+    if parallel.enable_sp:
+        check_shareable(model)
+
+
+def _end_division(resolved: ResolvedConfig, model: CausalLM, ranks: Ranks | None) -> None:
+    """Have the passes of such a model be divided, whose layers will not change any more."""
+    from headrace_models.sequence_parallel import share_tokens
+
+    if ranks is None:
+        return
+    config = resolved.config
+    if config.parallel.enable_sp:
+        ranks.shares = share_tokens(model, ranks.communicator())
+    divided = divided_pass(ranks, config.cache.block_size)
     if divided is not None:
         divide_passes(model, divided)
-    return model
 
 
 def without_weights(
@@ -123,12 +151,18 @@ def without_weights(
     ops: OpTable,
     slices: EncoderSlices | None = None,
     adapters: AdapterSlots | None = None,
+    ranks: Ranks | None = None,
+    experts: DividedMixtures | None = None,
 ) -> LoadedModel:
     """Build the model, whose weights are to come by an update. Arguments as :func:`build_model`'s."""
     from headrace_models.loading.update import blank_model
 
     choose = backend_chooser(resolved, ops)
-    return blank_model(resolved.info, build_context(resolved, ops, choose, slices, adapters))
+    context = build_context(resolved, ops, choose, slices, adapters, ranks, experts)
+    record = blank_model(resolved.info, context)
+    _begin_division(resolved, record.model, ranks)
+    _end_division(resolved, record.model, ranks)
+    return record
 
 
 def adapter_slots(resolved: ResolvedConfig, ops: OpTable) -> AdapterSlots:

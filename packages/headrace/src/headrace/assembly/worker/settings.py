@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.beside import BesideBuilder, resolved_beside
 from headrace.assembly.drafts.head import has_head, head_builder, is_within
 from headrace.assembly.drafts.model import draft_model
 from headrace.assembly.logits_processors import named_processors
@@ -121,11 +122,15 @@ class RankParts:
         slices = self._slices = None if ranks.are_several else encoder_slices(resolved)
         tokens = setup.limits.max_num_batched_tokens
         self._experts = divided_experts(resolved.config.parallel, ranks, tokens)
+        self._beside = BesideBuilder(
+            resolved, ops, slices, ranks,
+            lambda: divided_experts(resolved.config.parallel, ranks, tokens), self._experts,
+        )  # fmt: skip
         if self._experts is not None and peers is not None:
             self._experts.waves = peers.waves
         self._weights = WeightHolder(
-            lambda slots=None: without_weights(resolved, ops, slices, slots),
-            within=is_within(resolved.config),
+            lambda slots=None: without_weights(resolved, ops, slices, slots, ranks, self._experts),
+            within=is_within(resolved.config) and ranks.rank == 0,
         )
 
     def following(self, connector: KVConnector | None) -> WorkerSettings:
@@ -136,7 +141,7 @@ class RankParts:
             self._of_rank(connector, has_inputs=self._ranks.stage == 0),
             drafts=DraftSettings(reads_states=has_head(resolved.config, resolved.info)),
             adapters=AdapterSettings(make_slots=slots),
-            weights=WeightSettings(rebuild_model=self._rebuild, memory_pool=memory_pool(resolved)),
+            weights=self._changing_weights(),
         )
 
     def serving(
@@ -166,7 +171,7 @@ class RankParts:
             adapters=AdapterSettings(
                 make_slots=None if adapters is None else self._make_slots, store=adapters
             ),
-            weights=self._changing_weights(),
+            weights=dataclasses.replace(self._changing_weights(), packed_ahead=self._packed_ahead),
         )
 
     def _of_rank(self, connector: KVConnector | None, **place: Any) -> WorkerSettings:
@@ -195,6 +200,7 @@ class RankParts:
                 memory_share=ranks.memory_share(device),
                 leave_group=self._leave,
                 report_group=ranks.report,
+                shares_memory=ranks.size_here == ranks.world_size,
                 experts=self._experts,
                 **place,
             ),
@@ -244,14 +250,14 @@ class RankParts:
         )
 
     def _changing_weights(self) -> WeightSettings:
-        from headrace.assembly.beside import beside_builder
+        from headrace_engine.execution.memory import of_one_rank
 
         return WeightSettings(
             rebuild_model=self._rebuild,
-            build_beside=beside_builder(self._resolved, self._ops, self._slices),
-            max_bytes=self._resolved.config.cache.max_memory_bytes,
+            build_beside=self._beside,
+            beside_ended=self._beside.ended,
+            max_bytes=of_one_rank(self._resolved.config).cache.max_memory_bytes,
             holder=self._weights,
-            packed_ahead=self._packed_ahead,
             memory_pool=memory_pool(self._resolved),
         )
 
@@ -270,19 +276,15 @@ class RankParts:
     def _build(
         self, model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False
     ) -> CausalLM:
-        # Weights of other ranks are never updated; held for that, a model would stay while they sleep.
-        told = self._weights.loaded if self._ranks.rank == 0 else None
         return build_model(
             model, self._ops, self._setup.timeline, self._slices, slots, again=again,
-            told=told, ranks=self._ranks, experts=self._experts,
+            told=self._weights.loaded, ranks=self._ranks, experts=self._experts,
             ahead=None if again else self._setup.ahead,
         )  # fmt: skip
 
     def _rebuild(
         self, changes: Mapping[str, Any], slots: AdapterSlots | None = None, path: str | None = None
     ) -> CausalLM:
-        from headrace.assembly.beside import resolved_beside
-
         config = self._resolved.config
         load = dataclasses.replace(config.load, **changes)
         changed = self._resolved._replace(config=dataclasses.replace(config, load=load))
