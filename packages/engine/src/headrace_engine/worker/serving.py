@@ -140,8 +140,8 @@ class ServingWorker:
         if make_transfer is not None:  # what it refuses is known before weights are read
             self._transfer = make_transfer()
         ahead = settings.weights.packed_ahead()
-        self._available = self._meter.available() // self._ranks.memory_share + ahead
-        before = self._meter.used() - ahead
+        self._available = self._meter.available() // self._ranks.memory_share + ahead.reserved
+        before = self._meter.used() - ahead.resident
         with memory_errors("the model's weights"), self._memory.region(WEIGHTS):
             slots = self._make_slots()
             model = self._build_model(*slots)

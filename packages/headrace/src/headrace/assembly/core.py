@@ -120,6 +120,8 @@ def build_resolved_core(
         connector=connector,
         model="" if connector is None else model_name(resolved),
     )
+    if ahead is not None:
+        ahead.started()
     if peers is not None:
         from headrace_engine.lockstep.turns import LockstepTurns
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
+from headrace.assembly.ahead.packed import keep_packed, keeps_packed, pack_jobs, packed_file
 from headrace.assembly.resolved import ResolvedConfig
 from headrace.assembly.start_costs import cache_root
 from headrace_core.platform import BringsWorker
@@ -31,8 +33,10 @@ def start_reading(
     if config.load.load_format == "dummy" or resolved.platform.device != "cpu":
         return None
     available = resolved.platform.available_memory()
-    read_ahead(info.path, weight_bytes=info.weight_bytes, available=available, load=config.load)
-    return weights_ahead(resolved, available, environ)
+    ahead = weights_ahead(resolved, available, environ)
+    if ahead is None or not ahead.expects_file:
+        read_ahead(info.path, weight_bytes=info.weight_bytes, available=available, load=config.load)
+    return ahead
 
 
 def weights_ahead(
@@ -58,30 +62,20 @@ def weights_ahead(
     if not info.path.is_dir() or not 0 < info.weight_bytes <= available // 2:
         return None
     try:
-        from headrace_kernels.cpu.packing_ahead import SMALLEST, PackJob, Rows, open_packing
+        from headrace_kernels.cpu.packing_ahead import SMALLEST, open_packing
     except ModuleNotFoundError:  # an extra
         return None
-    from headrace_models.loading.ahead.plan import KeptPlan, planned_weights
+    from headrace_models.loading.ahead.plan import KeptPlan
     from headrace_models.loading.ahead.weights import WeightsAhead
 
     kept = KeptPlan(root / PLANS, _subject(resolved, environ))
     plan, packer = kept.find(), None
     if plan is not None:
-        packer = open_packing(
-            [
-                PackJob(
-                    planned.leaf,
-                    tuple(Rows(*piece) for piece in planned.parts),
-                    planned.in_features,
-                    planned.dtype,
-                )
-                for planned in planned_weights(plan, info.path)
-                if planned.dtype == info.dtype
-            ]
-        )
+        packer = open_packing(pack_jobs(plan, info), packed_file(resolved, plan, root))
     if packer is not None:
         packer.start(config.device.num_threads)
-    return WeightsAhead(info.path, kept, plan, packer, smallest=SMALLEST)
+    keep = partial(keep_packed, resolved, root, packer) if keeps_packed(resolved) else None
+    return WeightsAhead(info.path, kept, plan, packer, smallest=SMALLEST, keep=keep)
 
 
 def _subject(resolved: ResolvedConfig, environ: Mapping[str, str]) -> dict[str, object]:
