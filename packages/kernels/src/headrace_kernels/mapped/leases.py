@@ -69,8 +69,9 @@ class ReadLease:
             signal.sigwaitinfo({self._signal})
             if not self._closing:
                 self._told()
+            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         finally:
-            os.close(self._descriptor)  # which gives the lease back
+            os.close(self._descriptor)
 
 
 _LONGEST = 60.0
