@@ -151,9 +151,7 @@ def test_a_file_that_is_cut_while_its_weights_serve_changes_no_answer(
 
 
 @pytest.mark.parametrize("off", [{}, {"keep_start_costs": False, "packed_weights_cache_gb": 1}])
-def test_no_packed_weights_are_kept_unless_they_are_wanted(
-    root: Path, off: dict[str, Any]
-) -> None:
+def test_no_packed_weights_are_kept_unless_they_are_wanted(root: Path, off: dict[str, Any]) -> None:
     answer(**off)
     written()
     assert not (root / PACKED).exists()

@@ -289,8 +289,8 @@ class DeviceConfig:
         0.0, "CPU: GiB on the disk for packed weights, which the next start of the same model with the same "
         "settings maps instead of packing; models used last stay (folder: HEADRACE_CACHE_ROOT). 0: none are "
         "kept.",
-        cost="as much of the disk as the model takes of memory; the first start of a model writes them once it "
-        "is over, and the process ends no sooner than that",
+        cost="as much of the disk as the model takes of memory; the first start of a model writes them once "
+        "it is over, and the process ends no sooner than that",
     )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'

@@ -152,7 +152,11 @@ def test_a_file_that_somebody_writes_to_is_not_used(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["os.truncate(path, 0)", "open(path, 'wb').write(b'x' * 5000)", "open(path, 'r+b').write(b'x')"],
+    [
+        "os.truncate(path, 0)",
+        "open(path, 'wb').write(b'x' * 5000)",
+        "open(path, 'r+b').write(b'x')",
+    ],
 )
 def test_who_changes_a_file_in_use_waits_until_it_is_copied(folder: Path, change: str) -> None:
     shared = kept(folder).find(SIZES)
@@ -266,7 +270,9 @@ def test_an_end_leaves_nothing(tmp_path: Path) -> None:
 def test_what_was_used_longest_ago_makes_room(folder: Path) -> None:
     most = 2 * total_bytes(SIZES)
     assert write(kept(folder, "second", most))
-    stems = {name: kept(folder, name)._stem.with_suffix(packed_file.SEAL) for name in ("model", "second")}
+    stems = {
+        name: kept(folder, name)._stem.with_suffix(packed_file.SEAL) for name in ("model", "second")
+    }
     os.utime(stems["model"], (2, 2))
     os.utime(stems["second"], (1, 1))
     assert kept(folder, "second", most).find(SIZES) is not None  # which uses it

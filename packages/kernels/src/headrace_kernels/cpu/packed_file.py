@@ -84,7 +84,9 @@ class PackedFile:
             _check_seal(seal, descriptor, sizes)
             shared = SharedFile.of(descriptor)
             if not shared.is_leased:
-                raise ValueError("the system gives no lease on it: who changes it would not be waited for")
+                raise ValueError(
+                    "the system gives no lease on it: who changes it would not be waited for"
+                )
             shared.populate()
             _check_seal(seal, descriptor, sizes)  # from here on nobody changes it
         except (OSError, ValueError, RecursionError) as error:

@@ -81,7 +81,12 @@ class PackedWriter:
             return
         if self._file.write(sizes, self._contents(packer), self._closing.is_set):
             size, seconds = sum(sizes.values()) / 2**20, time.monotonic() - begin
-            logger.info("%d packed weights, %.1f MiB, are kept for the next start: %.1f s", len(sizes), size, seconds)
+            logger.info(
+                "%d packed weights, %.1f MiB, are kept for the next start: %.1f s",
+                len(sizes),
+                size,
+                seconds,
+            )
 
     def _contents(self, packer: WeightPacker) -> Iterator[memoryview]:
         """Each weight's bytes.

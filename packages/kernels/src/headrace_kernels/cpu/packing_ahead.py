@@ -1,8 +1,9 @@
 """Packing the weights of linear layers before torch is imported: the native library alone packs, in a thread.
 
 Importing torch takes one core and holds Python's lock. A call of the library holds no lock, so what is
-packed meanwhile costs a start nothing where there is a second core. Weights that an earlier start has left in a
-file (:mod:`~headrace_kernels.cpu.packed_file`) are mapped instead. Imports no torch until a weight is taken.
+packed meanwhile costs a start little where there is a second core. Weights that an earlier start has left
+in a file (:mod:`~headrace_kernels.cpu.packed_file`) are mapped instead. Imports no torch until a weight is
+taken.
 """
 
 from __future__ import annotations
@@ -245,7 +246,9 @@ class PackingAhead:
         for name, (offset, _) in places(sizes).items():
             self._packed[name] = Region(shared, offset, shared.address + offset)
         self._shared = weakref.ref(shared)
-        logger.info("%d packed weights, %.1f MiB, are mapped from a file", len(sizes), len(shared) / 2**20)
+        logger.info(
+            "%d packed weights, %.1f MiB, are mapped from a file", len(sizes), len(shared) / 2**20
+        )
         return True
 
 

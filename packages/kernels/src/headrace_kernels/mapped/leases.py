@@ -1,5 +1,5 @@
-"""A lease on a file: whoever opens it to write, or cuts it, waits until its holder has been told and gives the
-lease back (``fcntl(2)``, ``F_SETLEASE``). Linux, on file systems of its own; others give none."""
+"""A lease on a file: whoever opens it to write, or cuts it, waits until its holder was told and gives it
+back (``fcntl(2)``, ``F_SETLEASE``). Linux, on file systems of its own; others give none."""
 
 from __future__ import annotations
 

@@ -106,10 +106,13 @@ def _telling(shared: weakref.ref[SharedFile]) -> Any:
             return
         try:
             found.make_private()
-            logger.info("the file of packed weights is about to be changed: they were copied before")
+            logger.info(
+                "the file of packed weights is about to be changed: they were copied before"
+            )
         except OSError as error:
             logger.error(
-                "the file of packed weights is about to be changed, and they cannot be copied: %s", error
+                "the file of packed weights is about to be changed, and they cannot be copied: %s",
+                error,
             )
 
     return told
@@ -158,7 +161,11 @@ def _large_bytes(address: int) -> int:
                 if not field.endswith(":"):  # a mapping begins
                     begin, _, end = field.partition("-")
                     found = int(begin, 16) <= address < int(end, 16)
-                elif found and field in ("FilePmdMapped:", "AnonHugePages:") and not rest.split()[0] == "0":
+                elif (
+                    found
+                    and field in ("FilePmdMapped:", "AnonHugePages:")
+                    and rest.split()[0] != "0"
+                ):
                     return int(rest.split()[0]) << 10
     except (OSError, ValueError):
         pass

@@ -38,7 +38,7 @@ def load_torch_library() -> threading.Thread | None:
 
 
 def _load(folder: Path) -> None:
-    # Not ctypes.CDLL, which holds Python's lock while the linker works. What fails, fails again in the import.
+    # Not ctypes.CDLL, which holds Python's lock meanwhile. What fails here fails again in the import.
     load = ctypes.CDLL(None).dlopen
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     for name, is_global in _LIBRARIES:

@@ -85,7 +85,7 @@ class WeightsAhead:
         return 0 if self._packer is None else self._packer.wait()
 
     def reserved(self) -> int:
-        """Wait for it, too; the bytes that do not count as free any more: not the pages of a file, which do."""
+        """Wait for it, too; the bytes of it that do not count as free: pages of a file do."""
         if self._packer is None:
             return 0
         resident = self._packer.wait()
