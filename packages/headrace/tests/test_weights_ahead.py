@@ -141,6 +141,7 @@ def test_a_file_that_is_cut_while_its_weights_serve_changes_no_answer(
     [file] = (root / PACKED).glob("*.weights")
     with LLM(**SMALL, use_tqdm_on_load=False, packed_weights_cache_gb=1) as llm:
         assert all(mapped)
+        assert "map packed weights" in {phase.name for phase in llm.engine.client.timeline.phases}
         code = f"import os; os.chmod({str(file)!r}, 0o600); os.truncate({str(file)!r}, 0)"
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         assert file.stat().st_size == 0

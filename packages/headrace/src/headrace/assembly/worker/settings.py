@@ -264,7 +264,8 @@ class RankParts:
         with setup.timeline.phase("import models"):
             import headrace_models.loading.loader
             import headrace_models.loading.update  # noqa: F401 - timed here
-        with setup.timeline.phase("wait for packed weights"):
+        found = "map" if setup.ahead.expects_file else "wait for"
+        with setup.timeline.phase(f"{found} packed weights"):
             return AheadBytes(setup.ahead.wait(), setup.ahead.reserved())
 
     def _build(
