@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.assembly.resolved import ResolvedConfig
+from headrace.assembly.start_costs import cache_root
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -38,6 +40,12 @@ def pack_jobs(plan: PackPlan, info: ModelInfo) -> list[PackJob]:
 def keeps_packed(resolved: ResolvedConfig) -> bool:
     """True if packed weights are to be kept on the disk."""
     return resolved.config.device.packed_weights_cache_gb > 0
+
+
+def kept_files(environ: Mapping[str, str]) -> list[Path]:
+    """All files of packed weights that are kept."""
+    root = cache_root(environ)
+    return [] if root is None else sorted((root / PACKED).glob("*.weights"))
 
 
 def packed_file(resolved: ResolvedConfig, plan: PackPlan, root: Path) -> PackedFile | None:
