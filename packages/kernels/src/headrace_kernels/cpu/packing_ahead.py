@@ -228,7 +228,7 @@ class PackingAhead:
         self._packed.clear()
 
     def _run(self) -> None:
-        if self._file is not None and self.expects_file and self._map(self._file):
+        if self._file is not None and self._map(self._file):
             return
         try:
             with cut_files_raise():
