@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_kernels.cpu import library, packed_writer, packing_ahead
+from headrace_kernels.cpu import library, packing_ahead
 from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.packed_file import PackedFile
 from headrace_kernels.cpu.packed_writer import PackedWriter
@@ -234,13 +234,13 @@ def test_a_writer_that_is_closed_leaves_nothing(
     file: PackedFile, jobs: list[PackJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = PackedWriter(file, lambda: jobs, lambda: True)
-    pack = packed_writer.WeightPacker._pack
+    pack = packing_ahead.WeightPacker._pack
 
     def packed(self: packing_ahead.WeightPacker, chunk: Sequence[PackJob]) -> object:
         writer._closing.set()
         return pack(self, chunk)
 
-    monkeypatch.setattr(packed_writer.WeightPacker, "_pack", packed)
+    monkeypatch.setattr(packing_ahead.WeightPacker, "_pack", packed)
     writer.start()
     writer.close()
     assert not [*file.folder.iterdir()]
