@@ -151,6 +151,20 @@ def test_a_file_that_is_cut_while_its_weights_serve_changes_no_answer(
     assert file.stat().st_size > 0
 
 
+@pytest.mark.parametrize(
+    "settings", [{"keep_start_costs": False}, {"cpu_bind": "0"}, {"tensor_parallel_size": 2}]
+)
+def test_who_wants_packed_weights_is_told_that_none_are_kept(
+    root: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start_reading(resolved(packed_weights_cache_gb=1, **settings)) is None
+    assert "packed_weights_cache_gb = 1: no packed weights are kept" in caplog.text
+    caplog.clear()
+    assert start_reading(resolved(**settings)) is None
+    assert start_reading(resolved(packed_weights_cache_gb=1)) is not None
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("off", [{}, {"keep_start_costs": False, "packed_weights_cache_gb": 1}])
 def test_no_packed_weights_are_kept_unless_they_are_wanted(root: Path, off: dict[str, Any]) -> None:
     answer(**off)

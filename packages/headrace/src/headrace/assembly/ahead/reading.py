@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -16,6 +17,8 @@ from headrace_core.platform import BringsWorker
 if TYPE_CHECKING:
     from headrace_models.loading.ahead.weights import WeightsAhead
 
+logger = logging.getLogger(__name__)
+
 PLANS = "pack-plans"
 """Folder of plans below ``HEADRACE_CACHE_ROOT``."""
 
@@ -25,6 +28,18 @@ def start_reading(
 ) -> WeightsAhead | None:
     """Have the weights read from disk while torch is imported, and packed if an earlier start has left a
     plan. Returns what the loader is to be told of; None: nothing."""
+    ahead = _begun(resolved, environ)
+    if ahead is None and keeps_packed(resolved):
+        logger.warning(
+            "packed_weights_cache_gb = %g: no packed weights are kept: that takes one rank on a CPU, "
+            "safetensors files of at most half of the free memory, --safetensors-load-strategy lazy, "
+            "headrace's own kernels, --cpu-bind none, --keep-start-costs and a HEADRACE_CACHE_ROOT",
+            resolved.config.device.packed_weights_cache_gb,
+        )
+    return ahead
+
+
+def _begun(resolved: ResolvedConfig, environ: Mapping[str, str]) -> WeightsAhead | None:
     from headrace_models.checkpoint.read_ahead import read_ahead
 
     config, info = resolved.config, resolved.info
