@@ -62,7 +62,6 @@ ALLOWED = {
         "no thread: ranks join a group, within the meeting place's limit",
     ("headrace/assembly/worker/settings.py", "RankParts._packed_ahead: wait wait"):
         "the thread ends with the weights' files, as loading does",
-    ("headrace/assembly/worker/model.py", "build_model.admit: wait wait"): "the same",
     ("kernels/cpu/packing_ahead.py", "PackingAhead.wait: wait join"): "the same",
     ("kernels/cpu/packing_ahead.py", "PackingAhead.take: wait join"): "the same",
     ("kernels/cpu/packing_ahead.py", "PackingAhead.close: wait join"): "the thread is told to stop",
@@ -72,6 +71,10 @@ ALLOWED = {
         "a rank's answer, or its end, which fails the future",
     ("engine/weights/worker.py", "ModelWorker._build_on_all: wait result"):
         "all have answered by then, or ended",
+    ("models/loading/ahead/weights.py", "WeightsAhead.reserved: wait wait"): "the same",
+    ("kernels/cpu/packed_writer.py", "PackedWriter.wait: wait join"):
+        "of a thread that ends with the weights' files and the disk",
+    ("kernels/cpu/packed_writer.py", "PackedWriter.close: wait join"): "the thread is told to stop",
     ("engine/kv_transfer/worker.py", "BlockMover.run: wait result"):
         "a rank's reading of blocks, or its end, which fails the future",
     ("engine/lockstep/relay.py", "EngineRelay.close: wait join"):

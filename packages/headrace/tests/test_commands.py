@@ -226,6 +226,15 @@ def test_collect_env_shows_no_secret():
     assert "torch" in done.stdout
 
 
+def test_collect_env_shows_what_is_kept_between_starts(tmp_path):
+    (tmp_path / "packed-weights").mkdir()
+    (tmp_path / "packed-weights" / "one.weights").write_bytes(bytes(3 << 20))
+    done = _run("collect-env", env={**os.environ, "HEADRACE_CACHE_ROOT": str(tmp_path)})
+    assert "packed-weights: 1 files, 3.0 MiB" in done.stdout
+    done = _run("collect-env", env={**os.environ, "HEADRACE_CACHE_ROOT": ""})
+    assert "nothing (HEADRACE_CACHE_ROOT is empty)" in done.stdout
+
+
 def test_models_lists_architectures():
     done = _run("models", "qwen3moe")
     assert done.returncode == 0

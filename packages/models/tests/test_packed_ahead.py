@@ -49,6 +49,7 @@ class Packer:
             for each in planned
         }
         self.taken: list[str] = []
+        self.is_mapped = self.expects_file = False
 
     def wait(self) -> int:
         return sum(packed.num_bytes for packed in self.packed.values())
@@ -91,7 +92,11 @@ class Start:
             self.packer = Packer(planned, context.ops)
             change_packer(self.packer)
         meanwhile()
-        self.ahead = WeightsAhead(path, self.kept, self.plan, self.packer, smallest=1)
+        self.started_with: list[PackPlan] = []
+        """Plans that were told of when the start was over."""
+        self.ahead = WeightsAhead(
+            path, self.kept, self.plan, self.packer, smallest=1, keep=self.started_with.append
+        )
         self.model = load_model(info, context, ahead=self.ahead)
         self.context = context
 
@@ -132,6 +137,49 @@ def test_the_next_start_takes_what_was_packed(planned: tuple[Path, Path, Tensor]
     assert second.taken == len(leaves)
     assert torch.equal(second.logits(), logits)
     assert second.ahead.wait() == 0  # all of it was taken, or given back
+
+
+def test_the_end_of_a_start_is_told_with_what_was_loaded(
+    planned: tuple[Path, Path, Tensor],
+) -> None:
+    path, folder, _ = planned
+    second = Start(path, folder)
+    assert not second.started_with
+    second.ahead.started()
+    assert second.started_with == [second.plan]
+
+
+def test_a_checkpoint_that_changed_while_it_was_read_is_not_told_of(
+    planned: tuple[Path, Path, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder, _ = planned
+    end = WeightsAhead.end
+
+    def touched(self: WeightsAhead) -> None:
+        os.utime(path / "model.safetensors", (1, 1))
+        end(self)
+
+    monkeypatch.setattr(WeightsAhead, "end", touched)
+    second = Start(path, folder)
+    second.ahead.started()
+    assert not second.started_with
+
+
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_pages_of_a_file_are_still_free(
+    planned: tuple[Path, Path, Tensor], is_mapped: bool
+) -> None:
+    path, folder, _ = planned
+    plan = KeptPlan(folder, {"model": str(path)}).find()
+    assert plan is not None
+    packer = Packer(planned_weights(plan, path), build_context(LLAMA.resolve(path)).ops)
+    packer.is_mapped = packer.expects_file = is_mapped
+    ahead = WeightsAhead(path, KeptPlan(folder, {}), plan, packer, smallest=1)
+    assert ahead.wait() > 0
+    assert ahead.reserved() == (0 if is_mapped else ahead.wait())
+    assert ahead.expects_file == is_mapped
+    ahead.close()
+    assert ahead.reserved() == 0
 
 
 def test_another_content_of_the_same_size_and_time_is_packed_anew(

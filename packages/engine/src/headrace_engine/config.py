@@ -285,12 +285,21 @@ class DeviceConfig:
         cost="200 bytes for each of the last 256, 150 for each weight of the last 64; without it each start "
         "takes as much longer as a prompt of 272 tokens, and packs weights after torch is imported",
     )  # fmt: skip
+    packed_weights_cache_gb: float = option(
+        0.0, "CPU: GiB on the disk for packed weights, which the next start of the same model with the same "
+        "settings maps instead of packing; models used last stay (folder: HEADRACE_CACHE_ROOT). 0: none are "
+        "kept.",
+        cost="as much of the disk as the model takes of memory; the first start of a model writes them once "
+        "it is over, and the process ends no sooner than that",
+    )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider to use: {"*": "reference"}.'
     )
 
     def __post_init__(self) -> None:
         require(self.num_threads >= 0, "device.num_threads", self.num_threads, "at least 0")
+        gib = self.packed_weights_cache_gb
+        require(0 <= gib < math.inf, "device.packed_weights_cache_gb", gib, "GiB, at least 0")
         if self.cpu_bind not in ("none", "auto"):
             try:
                 parse_cores(self.cpu_bind)

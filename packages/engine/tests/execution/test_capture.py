@@ -185,3 +185,28 @@ def test_the_profile_counts_what_captured_steps_hold() -> None:
     assert captured_bytes(captured, limits, recordings=2, **largest) == 2 * (250 + 200)
     assert captured_bytes(eager, limits, recordings=1, **largest) == 0
     assert captured_bytes(None, limits, recordings=1, **largest) == 0
+
+
+EACH_KIND = [1, 16, 4]
+"""Tokens of made-up steps: of one request, of many, and of a prompt as long as a block."""
+
+
+@pytest.mark.parametrize(
+    ("capture", "tokens"),
+    [
+        (Capture(lambda: FakeGraph, (8,)), [17]),
+        (Capture(lambda: lambda: FakeGraph("no"), (8,)), [17, *EACH_KIND]),
+        (Capture(lambda: FakeGraph, (8,), enforce_eager=True), EACH_KIND),
+        (None, EACH_KIND),
+    ],
+    ids=["captured", "refused", "enforced", "none"],
+)
+def test_a_start_runs_as_few_steps_as_it_must(
+    tiny: Any, capture: Capture | None, tokens: list[int]
+) -> None:
+    """One for what is recorded, with rows of all kinds; else one of each kind, as requests will run them."""
+    made = tiny.Harness(tiny.LM(), capture=capture)
+    made.model.forwards.clear()
+    made.worker.warm_up()
+    assert EACH_KIND[-1] == tiny.BLOCK_SIZE
+    assert made.model.forwards == tokens

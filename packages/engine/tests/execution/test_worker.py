@@ -27,6 +27,7 @@ from headrace_core.sampling.params import SamplingParams
 from headrace_core.step import ScheduledStep
 from headrace_engine.execution import ModelWorker
 from headrace_engine.worker.settings import (
+    AheadBytes,
     SamplingSettings,
     WeightSettings,
     WorkerLimits,
@@ -86,7 +87,7 @@ def test_the_profile_runs_the_largest_step_without_a_cache(tiny: Any) -> None:
 def test_weights_that_are_packed_already_were_free_and_are_weights(tiny: Any) -> None:
     """Whatever else the process gives back or takes meanwhile."""
     packed = 1 << 45
-    weights = WeightSettings(packed_ahead=lambda: packed)
+    weights = WeightSettings(packed_ahead=lambda: AheadBytes(packed, packed))
     plain, ahead = make_worker(tiny.LM()), make_worker(tiny.LM(), weights=weights)
     profiles = []
     for worker in (plain, ahead):

@@ -41,10 +41,12 @@ class LLMEngine(EngineControls):
     def __init__(self, args: EngineArgs) -> None:
         self._metrics: OfflineMetrics | ImportError | None = None
         with starting() as timeline:
-            config = args.create_engine_config()
-            check_fixed_size(config)
+            with timeline.phase("read settings"):
+                config = args.create_engine_config()
+                check_fixed_size(config)
             front = front_end(config, PYTHON, timeline)
-            from headrace_engine.offline import OfflineEngine
+            with timeline.phase("import offline engine"):
+                from headrace_engine.offline import OfflineEngine
 
             if front.config.observability.log_stats:
                 self._metrics = _offline_metrics(front)

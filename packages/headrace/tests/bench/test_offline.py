@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 
@@ -88,6 +89,21 @@ def test_startup_has_both_series(tmp_path, monkeypatch, capsys):
         assert total == pytest.approx(sum(phases.values()))
         assert {"start Python", "load model", "first token"} <= set(phases)
     assert "total, median" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
+def test_cold_starts_find_neither_checkpoint_nor_packed_weights_in_memory(tmp_path, monkeypatch):
+    kept = tmp_path / "root" / "packed-weights" / "one.weights"
+    kept.parent.mkdir(parents=True)
+    for file in (kept, tmp_path / "model.safetensors"):
+        file.write_bytes(b"x")
+    evicted = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, *_: evicted.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
+    monkeypatch.setenv("HEADRACE_CACHE_ROOT", str(tmp_path / "root"))
+    startup._evict(str(tmp_path))
+    assert evicted == [str(tmp_path / "model.safetensors"), str(kept)]
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,8 @@ class ServingWorker:
         if make_transfer is not None:  # what it refuses is known before weights are read
             self._transfer = make_transfer()
         ahead = settings.weights.packed_ahead()
-        self._available = self._meter.available() // self._ranks.memory_share + ahead
-        before = self._meter.used() - ahead
+        self._available = self._meter.available() // self._ranks.memory_share + ahead.reserved
+        before = self._meter.used() - ahead.resident
         with memory_errors("the model's weights"), self._memory.region(WEIGHTS):
             slots = self._make_slots()
             model = self._build_model(*slots)
@@ -348,9 +348,8 @@ class ServingWorker:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Measure the cache's scales, if asked to. Run a decode step of one and of many requests,
-        and a prompt, writing to no block; then capture steps, and begin to make the cache's memory
-        resident."""
+        """Measure the cache's scales, if asked to. Run made-up steps, writing to no block, and capture
+        steps; then begin to make the cache's memory resident."""
         self._try_and_capture()
         for populator in self._populators:
             populator.start()
@@ -369,12 +368,30 @@ class ServingWorker:
     def _settle_and_record(self) -> None:
         """Run dummy steps, then capture steps."""
         tokens, seqs = self._limits.max_num_batched_tokens, self._limits.max_num_seqs
-        prompt = self._ready().block_size or WARM_UP_SEQS
-        dummy = self._dummy_steps()
+        capture, dummy = self._settings.capture, self._dummy_steps()
+        is_cpu = self._device.type == "cpu"
+        many = min(seqs, WARM_UP_SEQS) if is_cpu else seqs
+        # Each step reads all weights, a tenth of a second for a billion bytes. Where steps are recorded, one
+        # with all kinds of rows makes whatever a model makes when it first runs.
+        is_brief = is_cpu and capture is not None and capture.largest > 0
+        if is_brief:
+            dummy.run(min(many + 1, tokens), many)
+        else:
+            self._run_each_kind(dummy, many)
+        self._record()
+        if is_brief and self._ready().graph is None:  # refused: steps run as these do
+            self._run_each_kind(dummy, many)
+
+    def _run_each_kind(self, dummy: DummySteps, seqs: int) -> None:
+        """A decode step of one and of many requests, and a prompt."""
+        tokens = self._limits.max_num_batched_tokens
         dummy.run(1, 1)
-        many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
-        dummy.run(min(many, tokens), many)
-        dummy.run(min(prompt, tokens), 1)
+        dummy.run(min(seqs, tokens), seqs)
+        dummy.run(min(self._ready().block_size or WARM_UP_SEQS, tokens), 1)
+
+    def _record(self) -> None:
+        """Capture steps, if they are to be."""
+        tokens = self._limits.max_num_batched_tokens
         if self._settings.capture is not None:
             runner, cache, all_rows, parts = self._ready(), self._cache, False, False
             assert cache is not None

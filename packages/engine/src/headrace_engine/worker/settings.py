@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import AttentionLayer
@@ -196,6 +196,14 @@ class RankSettings:
     """False: it is on a later stage, and runs nothing of what makes inputs or logits."""
 
 
+class AheadBytes(NamedTuple):
+    """Weights that are in this process's memory before the model is built."""
+
+    resident: int = 0
+    reserved: int = 0
+    """Of these, the bytes that do not count as free: pages of a file do."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSettings:
     """How weights change after the start; see :class:`~headrace_engine.weights.changing.ChangingWorker`."""
@@ -211,8 +219,8 @@ class WeightSettings:
     """What this rank may hold in all; None: what is free."""
     holder: WeightHolder | None = None
     """What comes of new weights; knows the models that are built. None: there is no way for them."""
-    packed_ahead: Callable[[], int] = int
-    """Waits for weights of the first model that are packed before it is built; returns their bytes."""
+    packed_ahead: Callable[[], AheadBytes] = AheadBytes
+    """Waits for weights of the first model that are packed before it is built."""
     memory_pool: MemoryPool | None = None
     """Holds weights and cache of an engine that may sleep, if the device has such memory."""
 

@@ -82,6 +82,8 @@ def build_resolved_core(
         from headrace_engine.lora.store import AdapterStore
         from headrace_engine.structured.backend_loading import backend_order
         from headrace_engine.structured.store import GrammarStore
+
+        executor_class = plugins.load("headrace.executors", resolved.config.parallel.executor)
     config = resolved.config
     structured = config.structured_outputs
     grammars = GrammarStore(
@@ -92,7 +94,6 @@ def build_resolved_core(
     if structured.prepare_at_start:
         with timeline.phase("prepare grammars"):
             grammars.prepare(next(backend_order(structured, fallback=True)))
-    executor_class = plugins.load("headrace.executors", config.parallel.executor)
     if config.device.enable_sleep_mode:
         check_can_sleep(resolved)
     if brings_worker and config.parallel.worker_extension_cls:
@@ -101,14 +102,17 @@ def build_resolved_core(
             "this device, which brings its own worker",
             field="parallel.worker_extension_cls",
         )
-    connector = kv_connector(config)
-    adapters = AdapterStore(config.lora.num_kept) if config.lora.enable_lora else None
-    make_worker = (
-        platforms_worker(resolved)
-        if brings_worker
-        else ranked_workers(resolved, timeline, grammars, adapters, connector, nodes, peers, ahead)
-    )
-    executor = executor_class(make_worker)
+    with timeline.phase("prepare workers"):
+        connector = kv_connector(config)
+        adapters = AdapterStore(config.lora.num_kept) if config.lora.enable_lora else None
+        make_worker = (
+            platforms_worker(resolved)
+            if brings_worker
+            else ranked_workers(
+                resolved, timeline, grammars, adapters, connector, nodes, peers, ahead
+            )
+        )
+        executor = executor_class(make_worker)
     core = EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
@@ -120,6 +124,8 @@ def build_resolved_core(
         connector=connector,
         model="" if connector is None else model_name(resolved),
     )
+    if ahead is not None:
+        ahead.started()
     if peers is not None:
         from headrace_engine.lockstep.turns import LockstepTurns
 

@@ -179,25 +179,26 @@ def front_end(
         )
         make_processor = io_processor_class(resolved)
         processor = None if make_processor is None else make_processor(resolved.config, model)
-    input_processor = InputProcessor(
-        tokenizer,
-        model,
-        chat_template=templates.chat_template,
-        content_format=templates.content_format,
-        prompt_templates=templates.prompt_templates,
-        allow_control_tokens=config.model.allow_control_tokens_in_messages,
-        structured_outputs=config.structured_outputs,
-        processors=logits_processors(config, timeline),
-        reasoning_parser=reasoning_parser(config.structured_outputs),
-        check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
-        media=media,
-        default_loras=resolved.config.lora.default_mm_loras,
-        only_encodes=config.multimodal.only_encodes,
-        kv_role=config.cache.kv_transfer_config.get("kv_role", ""),
-    )
-    check_backend(config.structured_outputs)
+        input_processor = InputProcessor(
+            tokenizer,
+            model,
+            chat_template=templates.chat_template,
+            content_format=templates.content_format,
+            prompt_templates=templates.prompt_templates,
+            allow_control_tokens=config.model.allow_control_tokens_in_messages,
+            structured_outputs=config.structured_outputs,
+            processors=logits_processors(config, timeline),
+            reasoning_parser=reasoning_parser(config.structured_outputs),
+            check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
+            media=media,
+            default_loras=resolved.config.lora.default_mm_loras,
+            only_encodes=config.multimodal.only_encodes,
+            kv_role=config.cache.kv_transfer_config.get("kv_role", ""),
+        )
+        check_backend(config.structured_outputs)
     if client is None:
-        client = core_client(config, resolved, timeline, input_processor.vocabulary, ahead)
+        with timeline.phase("prepare client"):
+            client = core_client(config, resolved, timeline, input_processor.vocabulary, ahead)
     if media is not None and config.multimodal.mm_processor_cache_type == "shm":
         share_items(cast("CoreLink", client), config.multimodal)
     share_names(client, media, config.multimodal)

@@ -1,8 +1,8 @@
 """``headrace bench startup``: process start to first token, from the disk and from memory.
 
 A start before may have left the checkpoint in the system's memory, its page cache, and on the disk what it
-measured and which tensors it packed (ADRs 147, 156): the start before the warm ones, which is not counted,
-sees to both."""
+measured, which tensors it packed, and packed weights (ADRs 147, 156, 172): the start before the warm ones,
+which is not counted, sees to all."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def make_parser() -> Parser:
                         "(default: offline)")  # fmt: skip
     parser.add_argument("--evict-files", action="store_true",
                         help="also time cold starts: before each, the system drops the "
-                        "checkpoint's files from its memory")  # fmt: skip
+                        "checkpoint's files, and packed weights that are kept, from its memory")  # fmt: skip
     parser.add_argument("--output-json", metavar="FILE", help="write both series here")
     parser.add_argument("--plot", metavar="FILE", help=plots.HELP)
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
@@ -209,8 +209,10 @@ def _poll(url: str, body: bytes | None, server: subprocess.Popen[bytes], log: Pa
 
 
 def _evict(model: str | None) -> None:
-    """Have the system forget the checkpoint's files: the next reading comes from the disk."""
+    """Have the system forget the checkpoint's files, and packed weights that are kept
+    (``--packed-weights-cache-gb``): the next reading comes from the disk."""
     from headrace import demo
+    from headrace.assembly.ahead.packed import kept_files
 
     folder = Path(model) if model is not None else demo.path()
     if not hasattr(os, "posix_fadvise") or not folder.is_dir():
@@ -218,7 +220,7 @@ def _evict(model: str | None) -> None:
             f"--evict-files: needs Linux and a checkpoint in a folder, not {str(folder)!r}",
             field="evict_files",
         )
-    for path in folder.iterdir():
+    for path in (*folder.iterdir(), *kept_files(os.environ)):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -107,6 +107,19 @@ def _environment() -> Iterator[str]:
             yield f"{name}={value}"
 
 
+def _kept() -> Iterator[str]:
+    from headrace.assembly.start_costs import cache_root
+
+    root = cache_root(os.environ)
+    if root is None:
+        yield "nothing (HEADRACE_CACHE_ROOT is empty)"
+        return
+    yield f"folder: {root}"
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        sizes = [file.stat().st_size for file in folder.iterdir()]
+        yield f"{folder.name}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+
+
 SECTIONS: tuple[tuple[str, Callable[[], Iterator[str]]], ...] = (
     ("System", _system),
     ("Processor", _processor),
@@ -114,6 +127,7 @@ SECTIONS: tuple[tuple[str, Callable[[], Iterator[str]]], ...] = (
     ("Kernels", _kernels),
     ("Packages", _packages),
     ("Environment", _environment),
+    ("Kept between starts", _kept),
 )
 
 

@@ -1,7 +1,9 @@
 """Packing the weights of linear layers before torch is imported: the native library alone packs, in a thread.
 
 Importing torch takes one core and holds Python's lock. A call of the library holds no lock, so what is
-packed meanwhile costs a start nothing where there is a second core. Imports no torch until a weight is taken.
+packed meanwhile costs a start little where there is a second core. Weights that an earlier start has left
+in a file (:mod:`~headrace_kernels.cpu.packed_file`) are mapped instead. Imports no torch until a weight is
+taken.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import logging
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.errors import ConfigError, MissingDependency, WeightsError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.huge_pages import HUGE_PAGE, Region, address_of, huge_region
+from headrace_kernels.cpu.library import Library
+from headrace_kernels.cpu.packed_file import PackedFile, places
 from headrace_kernels.mapped.cut_files import cut_files_raise
+from headrace_kernels.mapped.shared_file import SharedFile
 
 if TYPE_CHECKING:
     from headrace_core.ops import LinearOp
@@ -62,8 +68,8 @@ class PackJob(NamedTuple):
         return self.out_features * self.row_bytes
 
 
-class PackingAhead:
-    """Weights that a thread packs, as :meth:`headrace_kernels.cpu.ops.linear.Linear.pack` would.
+class WeightPacker:
+    """Packs weights as :meth:`headrace_kernels.cpu.ops.linear.Linear.pack` would, some at a time.
 
     Args:
         jobs: by distinct names; their rows are within their files.
@@ -74,10 +80,96 @@ class PackingAhead:
     """
 
     def __init__(self, jobs: Sequence[PackJob]) -> None:
-        self._library = library.load(library.isa())
-        self._jobs = {job.name: job for job in jobs}
-        self._packed: dict[str, Region] = {}
+        self.library: Library = library.load(library.isa())
+        self.jobs = {job.name: job for job in jobs}
         self._scratch: Region | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each packed weight, by name, in order."""
+        return {name: self.size(job) for name, job in self.jobs.items()}
+
+    def size(self, job: PackJob) -> int:
+        """Bytes of one packed weight."""
+        code = library.DTYPES[job.dtype]
+        return int(self.library.linear_packed_bytes(job.out_features, job.in_features, code))
+
+    def packed(
+        self, is_ended: Callable[[], bool] = bool, *, one_by_one: bool = False
+    ) -> Iterator[tuple[PackJob, Region]]:
+        """Each weight with its packed form, in order; ends when ``is_ended`` says so.
+
+        Args:
+            one_by_one: each by a call of its own, in which steps that run meanwhile wait for threads.
+
+        Raises:
+            OSError, MemoryError: there is no memory for it.
+        """
+        try:
+            for chunk in _chunks(self.jobs.values(), 1 if one_by_one else _CHUNK):
+                if is_ended():
+                    return
+                yield from zip(chunk, self._pack(chunk), strict=True)
+        finally:
+            self._scratch = None
+
+    def _pack(self, chunk: Sequence[PackJob]) -> list[Region]:
+        """Pack some weights by one call of the library, and let go of the file's pages."""
+        calls: list[int] = []
+        words: list[int] = []
+        regions = []
+        for job in chunk:
+            region = huge_region(self.size(job))
+            source = self._source(job, calls, words)
+            calls += (self.library.linear_pack.packed, len(words))
+            words += (
+                region.address, source, job.out_features, job.in_features, job.in_features,
+                library.DTYPES[job.dtype],
+            )  # fmt: skip
+            regions.append(region)
+        code = (ctypes.c_int64 * len(calls))(*calls)
+        arguments = (ctypes.c_int64 * len(words))(*words)
+        status = ctypes.c_int32()
+        self.library.replay(
+            ctypes.addressof(code), len(calls) // 2, ctypes.addressof(arguments), 0, 0, 0,
+            ctypes.addressof(status),
+        )  # fmt: skip
+        for job in chunk:
+            for part in job.parts:
+                _let_go(part, part.num_rows * job.row_bytes)
+        return regions
+
+    def _source(self, job: PackJob, calls: list[int], words: list[int]) -> int:
+        """Address of a weight's rows: in the file, or where calls that are added bring them together."""
+        if len(job.parts) == 1:
+            return address_of(job.parts[0].file) + job.parts[0].offset
+        if self._scratch is None:
+            several = (other for other in self.jobs.values() if len(other.parts) > 1)
+            self._scratch = huge_region(max(other.num_bytes for other in several))
+        at, row = self._scratch.address, job.row_bytes
+        for part in job.parts:
+            calls += (self.library.copy_rows.packed, len(words))
+            words += (
+                at, address_of(part.file) + part.offset, part.num_rows, 1, row, row, row, row, row,
+            )  # fmt: skip
+            at += part.num_rows * row
+        return self._scratch.address
+
+
+class PackingAhead:
+    """Weights that a thread packs, or maps from a file.
+
+    Args:
+        jobs, raises: as :class:`WeightPacker`.
+        file: where an earlier start may have left them; None: nowhere.
+    """
+
+    def __init__(self, jobs: Sequence[PackJob], file: PackedFile | None = None) -> None:
+        self._packer, self._file = WeightPacker(jobs), file
+        self.expects_file = file is not None and not file.is_missing(self._packer.sizes)
+        """True if the weights will be mapped, as far as is known before: the checkpoint is not read then."""
+        self._packed: dict[str, Region] = {}
+        self._shared: weakref.ref[SharedFile] | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="headrace-pack", daemon=True)
 
@@ -88,14 +180,20 @@ class PackingAhead:
             num_threads: at most so many; 0: as many as there are cores.
         """
         spare = min(library.usable_cores() - 1, num_threads or sys.maxsize)
-        if self._library.num_threads() == 1 and spare > 1:  # nobody else has set it
-            self._library.set_num_threads(spare)
+        if self._packer.library.num_threads() == 1 and spare > 1:  # nobody else has set it
+            self._packer.library.set_num_threads(spare)
         self._thread.start()
 
     def wait(self) -> int:
         """Wait for the thread; returns the bytes of packed weights that nobody has taken."""
         self._thread.join()
-        return sum(self._size(self._jobs[name]) for name in self._packed)
+        return sum(self._packer.size(self._packer.jobs[name]) for name in self._packed)
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the weights are pages of a file, which take no memory from anybody. Known after
+        :meth:`wait`."""
+        return self._shared is not None
 
     def take(self, name: str, op: LinearOp) -> PackedLinear | None:
         """A packed weight, once, for an op; None: it was not packed, or the op packs in another way."""
@@ -103,13 +201,25 @@ class PackingAhead:
         from headrace_kernels.cpu.ops.linear import Linear
 
         self._thread.join()
-        region = self._packed.pop(name, None)
-        if region is None or not isinstance(op, Linear) or op.isa != self._library.isa:
+        region, library_ = self._packed.pop(name, None), self._packer.library
+        if region is None or not isinstance(op, Linear) or op.isa != library_.isa:
             return None
-        job = self._jobs[name]
-        size = self._size(job)
+        job = self._packer.jobs[name]
+        size = self._packer.size(job)
         data = as_tensor(region, size)
         return PackedLinear(job.in_features, job.out_features, job.dtype, data, size)
+
+    def settle(self) -> None:
+        """Copy mapped weights that are in small pages into large ones, at the same addresses. Steps may run
+        meanwhile.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        shared = None if self._shared is None else self._shared()
+        if shared is not None and not shared.has_large_pages():
+            shared.make_private()
+            logger.info("packed weights of the file were copied into large pages")
 
     def close(self) -> None:
         """End packing, and give back the memory of what nobody has taken."""
@@ -118,79 +228,51 @@ class PackingAhead:
         self._packed.clear()
 
     def _run(self) -> None:
+        if self._file is not None and self._map(self._file):
+            return
         try:
             with cut_files_raise():
-                for chunk in _chunks(self._jobs.values()):
-                    if self._stopping:
-                        return
-                    self._pack(chunk)
+                for job, region in self._packer.packed(lambda: self._stopping):
+                    self._packed[job.name] = region
         except (WeightsError, OSError, MemoryError) as error:
             logger.info("weights are not packed ahead: %s", error)
             self._packed.clear()
-        finally:
-            self._scratch = None
 
-    def _size(self, job: PackJob) -> int:
-        code = library.DTYPES[job.dtype]
-        return int(self._library.linear_packed_bytes(job.out_features, job.in_features, code))
-
-    def _pack(self, chunk: Sequence[PackJob]) -> None:
-        """Pack some weights by one call of the library, and let go of the file's pages."""
-        calls: list[int] = []
-        words: list[int] = []
-        for job in chunk:
-            region = huge_region(self._size(job))
-            source = self._source(job, calls, words)
-            calls += (self._library.linear_pack.packed, len(words))
-            words += (
-                region.address, source, job.out_features, job.in_features, job.in_features,
-                library.DTYPES[job.dtype],
-            )  # fmt: skip
-            self._packed[job.name] = region
-        code = (ctypes.c_int64 * len(calls))(*calls)
-        arguments = (ctypes.c_int64 * len(words))(*words)
-        status = ctypes.c_int32()
-        self._library.replay(
-            ctypes.addressof(code), len(calls) // 2, ctypes.addressof(arguments), 0, 0, 0,
-            ctypes.addressof(status),
-        )  # fmt: skip
-        for job in chunk:
-            for part in job.parts:
-                _let_go(part, part.num_rows * job.row_bytes)
-
-    def _source(self, job: PackJob, calls: list[int], words: list[int]) -> int:
-        """Address of a weight's rows: in the file, or where calls that are added bring them together."""
-        if len(job.parts) == 1:
-            return address_of(job.parts[0].file) + job.parts[0].offset
-        if self._scratch is None:
-            several = (other for other in self._jobs.values() if len(other.parts) > 1)
-            self._scratch = huge_region(max(other.num_bytes for other in several))
-        at, row = self._scratch.address, job.row_bytes
-        for part in job.parts:
-            calls += (self._library.copy_rows.packed, len(words))
-            words += (
-                at, address_of(part.file) + part.offset, part.num_rows, 1, row, row, row, row, row,
-            )  # fmt: skip
-            at += part.num_rows * row
-        return self._scratch.address
+    def _map(self, file: PackedFile) -> bool:
+        sizes = self._packer.sizes
+        shared = file.find(sizes)
+        if shared is None:
+            return False
+        for name, (offset, _) in places(sizes).items():
+            self._packed[name] = Region(shared, offset, shared.address + offset)
+        self._shared = weakref.ref(shared)
+        logger.info(
+            "%d packed weights, %.1f MiB, are mapped from a file", len(sizes), len(shared) / 2**20
+        )
+        return True
 
 
-def open_packing(jobs: Sequence[PackJob]) -> PackingAhead | None:
+def open_packing(jobs: Sequence[PackJob], file: PackedFile | None = None) -> PackingAhead | None:
     """Packing of weights that are large enough for it; None: there are none, or no native library."""
-    large = [job for job in jobs if job.num_bytes >= SMALLEST and job.dtype in library.DTYPES]
+    large = large_enough(jobs)
     try:
-        return PackingAhead(large) if large else None
+        return PackingAhead(large, file) if large else None
     except (MissingDependency, ConfigError, OSError) as error:
         logger.debug("weights are not packed ahead: %s", error)
         return None
 
 
-def _chunks(jobs: Iterable[PackJob]) -> Iterator[Sequence[PackJob]]:
-    """Jobs in order, as many as one call is to have."""
+def large_enough(jobs: Iterable[PackJob]) -> list[PackJob]:
+    """The jobs that are worth it, of dtypes that the library packs."""
+    return [job for job in jobs if job.num_bytes >= SMALLEST and job.dtype in library.DTYPES]
+
+
+def _chunks(jobs: Iterable[PackJob], least: int) -> Iterator[Sequence[PackJob]]:
+    """Jobs in order, at least so many bytes of them for each call."""
     chunk: list[PackJob] = []
     for job in jobs:
         chunk.append(job)
-        if sum(each.num_bytes for each in chunk) >= _CHUNK:
+        if sum(each.num_bytes for each in chunk) >= least:
             yield chunk
             chunk = []
     if chunk:

@@ -85,7 +85,7 @@ def build_model(
             return
         if experts is not None:
             experts.check_found(info.architecture)
-        check_room(resolved, model, share, 0 if ahead is None else ahead.wait())
+        check_room(resolved, model, share, 0 if ahead is None else ahead.reserved())
 
     with (
         progress_bars(config.load.use_tqdm_on_load and progress is None) as bars,

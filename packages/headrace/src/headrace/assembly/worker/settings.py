@@ -29,6 +29,7 @@ from headrace_core.model import CausalLM
 from headrace_engine.config import capture_sizes
 from headrace_engine.worker.settings import (
     AdapterSettings,
+    AheadBytes,
     BlockTransferSettings,
     DraftSettings,
     LeadsPasses,
@@ -261,17 +262,17 @@ class RankParts:
             memory_pool=memory_pool(self._resolved),
         )
 
-    def _packed_ahead(self) -> int:
-        """Wait for weights that are packed ahead; returns their bytes. What the loader needs is imported
-        meanwhile."""
+    def _packed_ahead(self) -> AheadBytes:
+        """Wait for weights that are packed ahead. What the loader needs is imported meanwhile."""
         setup = self._setup
         if setup.ahead is None:
-            return 0
+            return AheadBytes()
         with setup.timeline.phase("import models"):
             import headrace_models.loading.loader
             import headrace_models.loading.update  # noqa: F401 - timed here
-        with setup.timeline.phase("wait for packed weights"):
-            return setup.ahead.wait()
+        found = "map" if setup.ahead.expects_file else "wait for"
+        with setup.timeline.phase(f"{found} packed weights"):
+            return AheadBytes(setup.ahead.wait(), setup.ahead.reserved())
 
     def _build(
         self, model: ResolvedConfig, slots: AdapterSlots | None = None, *, again: bool = False

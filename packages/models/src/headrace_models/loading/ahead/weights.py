@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,11 +27,19 @@ logger = logging.getLogger(__name__)
 class Packer(Protocol):
     """Packs weights in a thread: ``headrace_kernels.cpu.packing_ahead.PackingAhead``."""
 
+    expects_file: bool
+    """True if the weights are to come from another file than the checkpoint's."""
+
     def wait(self) -> int:
         """Wait for it; bytes of packed weights that nobody has taken."""
 
     def take(self, name: str, op: LinearOp) -> PackedLinear | None:
         """A packed weight by its leaf's path, once; None: it is not there, or not as the op packs."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the weights are pages of a file, which take no memory from anybody. Known after
+        :meth:`wait`."""
 
     def close(self) -> None:
         """End it, and give back what nobody has taken."""
@@ -46,6 +54,7 @@ class WeightsAhead:
         plan: by which weights are packed; None: there was none, or it does not fit.
         packer: packs them; None: nothing is packed.
         smallest: bytes of the weights that the next start is to pack.
+        keep: told when the start is over, with the plan of what was loaded; None: nobody is.
     """
 
     def __init__(
@@ -56,10 +65,12 @@ class WeightsAhead:
         packer: Packer | None = None,
         *,
         smallest: int,
+        keep: Callable[[PackPlan], None] | None = None,
     ) -> None:
         self._folder, self._kept = folder, kept
         self._plan, self._packer = plan, packer
-        self._smallest = smallest
+        self._smallest, self._keep = smallest, keep
+        self._loaded: PackPlan | None = None
         if packer is not None:
             # A start that fails forgets this object; memory and thread go with it.
             weakref.finalize(self, packer.close)
@@ -72,6 +83,18 @@ class WeightsAhead:
     def wait(self) -> int:
         """Wait for what is packed; returns its bytes."""
         return 0 if self._packer is None else self._packer.wait()
+
+    def reserved(self) -> int:
+        """Wait for it, too; the bytes of it that do not count as free: pages of a file do."""
+        if self._packer is None:
+            return 0
+        resident = self._packer.wait()
+        return 0 if self._packer.is_mapped else resident
+
+    @property
+    def expects_file(self) -> bool:
+        """True if the weights are to come from another file than the checkpoint's."""
+        return self._packer is not None and self._packer.expects_file
 
     def begin(self) -> None:
         """The checkpoint's files are read from now on: what was packed of others is given back."""
@@ -137,8 +160,16 @@ class WeightsAhead:
         except OSError:
             return
         plan = PackPlan(now, self._noted)
-        if self._noted and plan != self._plan and all(now[f] == self._before[f] for f in files):
+        if not self._noted or any(now[f] != self._before[f] for f in files):
+            return
+        if plan != self._plan:
             self._kept.keep(plan)
+        self._loaded = plan
+
+    def started(self) -> None:
+        """The start is over: what takes time may be done for the next one."""
+        if self._keep is not None and self._loaded is not None:
+            self._keep(self._loaded)
 
     def close(self) -> None:
         """Give back what nobody has taken. May be called at any time, and again."""
