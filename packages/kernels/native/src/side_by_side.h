@@ -28,5 +28,25 @@ template <int64_t LINES> HR_INLINE inline void fetch_next_chunk(const void* read
   }
 }
 
+// How panels are divided among threads that take one run after the other: ever shorter runs, so that a thread
+// reads long stretches, whose chunks it has fetched, and all end together.
+struct ShorterRuns {
+  int64_t panels, threads;
+  // A run's first panel; of the run behind the last: `panels`.
+  int64_t begin(int64_t run) const {
+    int64_t at = 0;
+    for (; run >= threads && size(at) > 1; run -= threads) at += threads * size(at);
+    return min_of(panels, at + run * size(at));
+  }
+  int64_t count() const {
+    int64_t at = 0, runs = 0;
+    for (; size(at) > 1; runs += threads) at += threads * size(at);
+    return runs + panels - at;
+  }
+
+ private:
+  int64_t size(int64_t at) const { return max_of(1, (panels - at) / (2 * threads)); }
+};
+
 }  // namespace
 }  // namespace headrace::HR_ISA
