@@ -156,7 +156,6 @@ template <class A> struct FloatWork {
   const A* rows;
   int64_t line;
   float *part, *real;   // [rows][QPANEL]: of a group that a piece of K has cut, and of those that are done
-  int64_t ahead;        // bytes to fetch ahead
 };
 
 // Two inputs of R rows times V vectors of pairs.
@@ -213,7 +212,7 @@ inline void float_vectors(const FloatWork<A>& w, int64_t begin, int64_t end, int
     }
     for (int64_t i = s; i < stop; ++i, step += STEP_BYTES) {
       if (KIND != WIDE && v0 == 0) {
-        HR_UNROLL for (int64_t line = 0; line < STEP_BYTES; line += 64) __builtin_prefetch(step + w.ahead + line, 0, 2);
+        fetch_next_chunk<(STEP_BYTES + 63) / 64>(step);
       }
       HR_UNROLL for (int u = 0; u < 2; ++u) {
         Raw pairs[V];
@@ -276,7 +275,7 @@ template <int KIND, class A>
 inline void float_panel(const Panel& p, const FloatRows<A>& f, int64_t begin, int64_t rows, Sums sums) {
   constexpr int64_t TILE_ROWS = 6;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = p.steps;
-  FloatWork<A> w{&p, nullptr, f.data + begin * f.line, f.line, reinterpret_cast<float*>(sums.whole), sums.real, AHEAD};
+  FloatWork<A> w{&p, nullptr, f.data + begin * f.line, f.line, reinterpret_cast<float*>(sums.whole), sums.real};
   if (rows == 1) return float_tile<KIND, A, 1>(w, 0, steps);
   w.wide = sums.bytes;
   const int64_t piece = (tiles <= FEW_TILES ? PIECE_BYTES : MANY_PIECE_BYTES) / (2 * WIDE_PAIR_BYTES);

@@ -10,6 +10,7 @@
 #include "routing.h"
 #include "rotary_cache.h"
 #include "packing.h"
+#include "side_by_side.h"
 #include "panel_product.h"
 #include "tiles.h"
 #include "linear_tiles.h"

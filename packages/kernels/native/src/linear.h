@@ -62,13 +62,15 @@ template <int SUMS, class WT, class F>
 inline void over_panels(int64_t rows, int64_t K, int64_t panels, int64_t work, const F& f) {
   constexpr int64_t ROWS = Tiling<WT>::ROWS;
   const int64_t piece = Tiling<WT>::piece(K), tiles = ceil_div(rows, ROWS), pieces = ceil_div(rows, piece);
-  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  const ShorterRuns shorter{panels, pool_size()};
+  const int64_t runs = pieces == 1 ? shorter.count() : min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  const auto first = [&](int64_t run) { return pieces == 1 ? shorter.begin(run) : run * panels / runs; };
   parallel(runs * pieces, work, [&](int64_t task) {
     const int64_t i = task / runs, run = task % runs;
     const int64_t begin = i * tiles / pieces * ROWS;
     const int64_t many = min_of(rows, (i + 1) * tiles / pieces * ROWS) - begin;
     float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * piece * PANEL) * sizeof(float)));
-    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
+    for (int64_t p = first(run), end = first(run + 1); p < end; ++p) f(begin, many, p, sums);
   });
 }
 

@@ -21,7 +21,6 @@ constexpr int64_t BLOCK = 32;           // inputs of a tile
 constexpr int64_t TILE_ROWS = 16;
 constexpr int64_t PIECE_BLOCKS = 12;    // of two vectors of features: 24 KiB
 constexpr int64_t TASK_BYTES = 1 << 20;  // of a task's rows: half of the second cache
-constexpr int64_t LONE_AHEAD = 12 << 10;  // bytes: loads of tiles wait for each other, and ask for too little
 constexpr int64_t MIN_TASK_ROWS = 64, MAX_TASK_ROWS = 384;
 
 // Rows of activations in blocks: [ceil(K / BLOCK)][rows, and what a last tile reads beyond them][BLOCK].
@@ -115,21 +114,14 @@ inline void square(const TileRows& x, int64_t row, const TilePanel& panel, int a
   end_square<T, V>(sums);
 }
 
-// What a lone tile reads LONE_AHEAD later, V vectors of a block.
-template <int V> HR_INLINE inline void fetch_ahead(const bf16* weights) {
-  const char* const at = reinterpret_cast<const char*>(weights) + LONE_AHEAD;
-  for (int64_t i = 0; i < V * BLOCK / 2; ++i) __builtin_prefetch(at + 64 * i);
-}
-
 // sums [16][PANEL] = a lone tile of rows times V vectors of features: a panel is read once and in order.
 template <int V>
-inline void lone_tile(const TileRows& x, int64_t row, const TilePanel& panel, int64_t line, int64_t blocks, float* sums,
-                      Prefetch ahead) {
+inline void lone_tile(const TileRows& x, int64_t row, const TilePanel& panel, int64_t line, int64_t blocks,
+                      float* sums) {
   HR_TILE_ZERO(0); HR_TILE_ZERO(1); HR_TILE_ZERO(2); HR_TILE_ZERO(3);
   for (int64_t b = 0; b < blocks; ++b) {
     const bf16* weights = panel.block(b);
-    ahead.fetch();
-    fetch_ahead<V>(weights);
+    fetch_next_chunk<V * BLOCK / 2>(weights);
     HR_TILE_LOAD(4, x.at(row, b), BLOCK * 2);
     HR_TILE_LOAD(6, weights, line);
     HR_TILE_DOT_BF16(0, 4, 6);
@@ -185,12 +177,11 @@ inline void panel_product(const TileRows& x, int64_t begin, int64_t rows, int64_
   if (rows > TILE_ROWS) {
     many_tiles(x, begin, rows, weights, vectors, blocks, sums, next);
   } else {
-    const Prefetch ahead{next, after == panel + round_up(K, 2) * width ? 0 : width / W};
     switch (vectors) {
-      case 1: lone_tile<1>(x, begin, weights, width * 4, blocks, sums, ahead); break;
-      case 2: lone_tile<2>(x, begin, weights, width * 4, blocks, sums, ahead); break;
-      case 3: lone_tile<3>(x, begin, weights, width * 4, blocks, sums, ahead); break;
-      case 4: lone_tile<4>(x, begin, weights, width * 4, blocks, sums, ahead); break;
+      case 1: lone_tile<1>(x, begin, weights, width * 4, blocks, sums); break;
+      case 2: lone_tile<2>(x, begin, weights, width * 4, blocks, sums); break;
+      case 3: lone_tile<3>(x, begin, weights, width * 4, blocks, sums); break;
+      case 4: lone_tile<4>(x, begin, weights, width * 4, blocks, sums); break;
     }
   }
   done(0, rows, static_cast<const float*>(sums));

@@ -41,7 +41,8 @@ template <class WT> struct ActivationTraits { using A = float; static constexpr 
 template <> struct ActivationTraits<bf16> { using A = bf16; static constexpr int STEP = 2; };
 #endif
 
-// What a tile fetches on its way: `lines` cache lines from `at` on after every UNROLL steps.
+// What a tile fetches on its way: `lines` cache lines from `at` on after every UNROLL steps, or, if there is no
+// `at`, as many lines behind what it reads as it reads itself.
 struct Prefetch {
   const char* at;
   int64_t lines;
@@ -49,7 +50,17 @@ struct Prefetch {
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
     at += 64 * lines;
   }
+  template <int64_t LINES> HR_INLINE void fetch_behind(const void* reads) {
+    if (at == nullptr) fetch_next_chunk<LINES>(reads);
+    else fetch();
+  }
 };
+
+// Lines of V vectors in UNROLL steps.
+template <int V, class WT> constexpr int64_t step_lines() {
+  const int64_t bytes = UNROLL * ActivationTraits<WT>::STEP * V * W * int64_t(sizeof(WT));
+  return bytes < 64 ? 1 : bytes / 64;
+}
 
 template <int R, int V, class WT>
 inline void fma_step(const float* const* a, int64_t k, const WT* b, vf (&acc)[R][V]) {
@@ -86,7 +97,7 @@ inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t 
   begin_tile(acc, rest, at);
   int64_t k = 0;
   for (; k + UNROLL <= count; k += UNROLL) {
-    ahead.fetch();
+    ahead.fetch_behind<step_lines<V, WT>()>(b);
     HR_UNROLL for (int u = 0; u < UNROLL; ++u, b += width) fma_step<R, V>(a, k + u, b, acc);
   }
   for (; k < count; ++k, b += width) fma_step<R, V>(a, k, b, acc);
@@ -115,7 +126,7 @@ inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t
   begin_tile(acc, rest, at);
   int64_t k = 0;
   for (; k + 2 * UNROLL <= count; k += 2 * UNROLL) {
-    ahead.fetch();
+    ahead.fetch_behind<step_lines<V, bf16>()>(b);
     HR_UNROLL for (int u = 0; u < UNROLL; ++u, b += 2 * width) dot_step<R, V>(a, k + 2 * u, b, acc);
   }
   for (; k + 2 <= count; k += 2, b += 2 * width) dot_step<R, V>(a, k, b, acc);
@@ -201,11 +212,10 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
       const A* a[MAX_ROWS];
       for (int64_t r = 0; r < many; ++r) a[r] = x.row(begin + first + r) + k;
       float* c = sums + first * apart;
-      // What is read once and in order the machine fetches by itself, faster than it is told to: a
-      // lone tile's panel, but for the beginning of one that lies elsewhere, and most of the first of
-      // two tiles' piece.
-      const int64_t own = tiles == 1 ? next != contiguous : tiles == 2 && i == 0 ? 0 : lines;
-      const Prefetch ahead{next, next < end ? own : 0};
+      // A lone tile reads its panel once and in order. Most of the first of two tiles' piece the machine fetches
+      // by itself, faster than it is told to.
+      const int64_t own = tiles == 2 && i == 0 ? 0 : lines;
+      const Prefetch ahead{tiles == 1 ? nullptr : next, next < end ? own : 0};
       next += 64 * own * steps;
       const float* const rest = k > 0 ? c : nullptr;
       if constexpr (!__is_same(Whole, NoTiles)) {

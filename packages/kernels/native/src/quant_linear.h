@@ -30,12 +30,14 @@ inline void finish_row(T* out, const float* real, float scale, const B* bias, in
 template <int SUMS, class F>
 inline void over_panels(const Layout& l, int64_t rows, int64_t panels, int limbs, const F& f) {
   const int64_t pieces = ceil_div(rows * limbs, TASK_LINES);
-  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  const ShorterRuns shorter{panels, pool_size()};
+  const int64_t runs = pieces == 1 ? shorter.count() : min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  const auto first = [&](int64_t run) { return pieces == 1 ? shorter.begin(run) : run * panels / runs; };
   parallel(runs * pieces, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
     const int64_t piece = task / runs, run = task % runs;
     const int64_t begin = piece * rows / pieces, many = (piece + 1) * rows / pieces - begin;
     const Sums sums = task_sums(SUMS);
-    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
+    for (int64_t p = first(run), end = first(run + 1); p < end; ++p) f(begin, many, p, sums);
   });
 }
 

@@ -28,7 +28,6 @@ constexpr int MAX_LIMB_ROWS = 6;          // rows times limbs of a register tile
 constexpr int64_t FEW_TILES = 4;          // so many share pieces that stay in the first cache,
 constexpr int64_t PIECE_BYTES = 16 << 10; // of this size; more share
 constexpr int64_t MANY_PIECE_BYTES = 128 << 10;  // in the second cache
-constexpr int64_t AHEAD = 8192;           // bytes that a lone tile fetches ahead
 #if defined(HR_AMX)
 constexpr int64_t TASK_LINES = 512;       // rows times limbs of a task: unpacking codes is the smaller part
 #else
@@ -164,7 +163,7 @@ inline vi dot(vi sum, const Codes& codes, const Bytes& limbs) {
 }
 #endif
 
-// What a tile fetches on its way, after every UNROLL steps: LINES lines of cache AHEAD of what it reads itself, or
+// What a tile fetches on its way, after every UNROLL steps: LINES lines of cache behind what it reads itself, or
 // `lines` from `at` on.
 struct Fetch {
   const uint8_t* at;
@@ -172,14 +171,14 @@ struct Fetch {
   bool own;
   template <int LINES> HR_INLINE void step(const uint8_t* reads) {
     if (own) {
-      HR_UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(reads + AHEAD + 64 * i, 0, 2);
+      fetch_next_chunk<LINES>(reads);
       return;
     }
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
     at += 64 * lines;
   }
   void header(const uint8_t* reads, int64_t bytes) const {
-    for (int64_t i = 0; own && i < bytes; i += 64) __builtin_prefetch(reads + AHEAD + i, 0, 2);
+    for (int64_t i = 0; own && i < bytes; i += 64) fetch_next_chunk<1>(reads + i);
   }
 };
 
