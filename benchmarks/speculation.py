@@ -8,8 +8,8 @@ the next token of a given answer the likeliest. Guesses come true as often as th
 - ``other``: a page, and another page: what guesses cost where they are wrong.
 
 ``--together`` keeps headrace's engines in one process and measures them in turns, answer by answer: the
-ratios are then those of neighbours in time, whatever the machine's speed does over minutes. ``suffix`` keeps no
-earlier answers there, which would be the same again.
+ratios are then those of neighbours in time, whatever the machine's speed does over minutes. ``suffix``
+keeps no earlier answers there, which would be the same again.
 
 ``--peer vllm=VENV`` and ``--peer llamacpp=VENV`` measure their own speculation on the same tokens, in turns
 with ours, at batch 1 (``driven/prescribed.py``). llama.cpp's is the prompt lookup of its Python bindings,
@@ -115,9 +115,7 @@ Texts = Mapping[str, tuple[list[int], list[int]]]
 """Name -> token ids of prompt and answer."""
 
 
-def texts_of(
-    model: Path, names: Sequence[str], num_prompt_tokens: int, num_tokens: int
-) -> Texts:
+def texts_of(model: Path, names: Sequence[str], num_prompt_tokens: int, num_tokens: int) -> Texts:
     """Scenarios of these names, at most so long."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return {
