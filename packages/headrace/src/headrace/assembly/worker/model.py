@@ -107,7 +107,7 @@ def build_model(
     choose.check_used()
     if experts is not None:
         experts.meet_engines(model)
-        experts.settle()
+        experts.settle(model)
     if told is not None and record is not None:
         told(record)
     if ranks is not None and shares_tokens:
