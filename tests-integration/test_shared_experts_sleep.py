@@ -161,7 +161,7 @@ def test_routes_reach_all_engines(server: RunningServer) -> None:
     for path in ("/sleep?level=1", "/sleep?level=2"):
         assert post(server, path).status_code == 200
         assert is_sleeping(server)
-        assert min(by_engine(server, "engine_sleep_state")) > 0
+        assert by_engine(server, 'engine_sleep_state(?=.*"awake")') == [0.0, 0.0]
         for engine in (0, 1):
             refused = complete(server, engine)
             assert refused.status_code == 503
