@@ -14,7 +14,7 @@ from headrace.assembly.parallel.agreed_moves import (
     MoveKind,
 )
 from headrace_core import plugins
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import ConfigError, ModelError, UnsupportedModel
 from headrace_engine.lockstep.waves import Waves
 from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
 
@@ -319,9 +319,14 @@ class DividedMixtures:
         return exchange.all_leave
 
     def _run_empty(self, number: int) -> bool:
-        """A pass without rows, for which a number is told; True: an engine has some."""
+        """A pass without rows, for which a number is told; True: an engine has some.
+
+        Raises:
+            ModelError: this engine has no model: others run passes though it sleeps.
+        """
         exchange = self.division.exchange
-        assert exchange is not None
+        if exchange is None:
+            raise ModelError("other engines run passes, and this one sleeps, or has no weights")
         self.waves.enter()
         with exchange.one_pass(number) as counts:
             if not any(counts):
