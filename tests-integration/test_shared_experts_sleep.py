@@ -30,7 +30,12 @@ from headrace_testing.waiting import wait_until
 pytestmark = pytest.mark.days(3)
 
 MOVES = {"window_size": 4, "step_interval": 8, "num_redundant_experts": 2}
-GUESSES = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+GUESSES = {
+    "method": "ngram",
+    "num_speculative_tokens": 2,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "recorded": ("qwen3_moe", {}),
     "two ranks each": ("deepseek_v3", {"tensor_parallel_size": 2, "communicator": "gloo"}),
@@ -220,6 +225,6 @@ def test_a_server_that_sleeps_ends_in_order(folder: Path) -> None:
         assert post(server, "/sleep?level=2").status_code == 200
         assert post(server, "/wake_up").status_code == 200
         assert server.stop() == 0
-    bad = [line for line in server.log
-           if re.search("ERROR|CRITICAL|Traceback|died|has left|ended first|not told to end", line)]  # fmt: skip
+    wrong = "ERROR|CRITICAL|Traceback|died|has left|ended first|not told to end"
+    bad = [line for line in server.log if re.search(wrong, line)]
     assert bad == []

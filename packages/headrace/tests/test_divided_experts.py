@@ -96,4 +96,6 @@ def test_a_mixture_that_not_every_token_goes_to_is_refused() -> None:
 
 def test_engines_without_a_model_leave_at_once() -> None:
     """All sleep, so that none would come to a further pass."""
-    assert DividedMixtures(ExpertDivision(num_engines=2), Ranks(RankPlace(num_engines=2))).take_leave()
+    assert DividedMixtures(
+        ExpertDivision(num_engines=2), Ranks(RankPlace(num_engines=2))
+    ).take_leave()

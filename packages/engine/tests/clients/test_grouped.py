@@ -40,9 +40,7 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert left == []
 
 
-def client(
-    factory: str = "engine_fakes:core_factory", story: str = "auto"
-) -> GroupedClient:
+def client(factory: str = "engine_fakes:core_factory", story: str = "auto") -> GroupedClient:
     """The fakes' cores know nothing of places, and need not."""
     config = EngineConfig(load=LoadConfig(load_format=story))
     return GroupedClient(lambda _, place: ProcessClient(factory, config), 2)

@@ -67,8 +67,8 @@ class GroupedClient(ReplicatedClient):
             raise
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
-        """See :meth:`ReplicaCalls.call_workers`. Engines wait for each other in some calls: all get them before
-        any is told to end.
+        """See :meth:`ReplicaCalls.call_workers`. Engines wait for each other in some calls: all get them
+        before any is told to end.
 
         Raises:
             EngineDead: they are told to end.

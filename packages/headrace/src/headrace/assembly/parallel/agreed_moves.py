@@ -95,9 +95,7 @@ class AgreedMoves:
         places = self._experts.places()[0]
         ranks, slots = len(places), len(places[0])
         left = iter(self._share([0] * (mixtures * ranks * slots)))
-        return [
-            [[next(left) for _ in range(slots)] for _ in range(ranks)] for _ in range(mixtures)
-        ]
+        return [[[next(left) for _ in range(slots)] for _ in range(ranks)] for _ in range(mixtures)]
 
     def _share(self, numbers: list[int]) -> list[int]:
         """Numbers of the first rank, on every rank, which has as many."""

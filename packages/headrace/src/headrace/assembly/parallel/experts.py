@@ -155,8 +155,9 @@ class DividedMixtures:
         self._is_serving = False
 
     def settle(self, model: CausalLM) -> None:
-        """See that loaded experts can move, if they are to. Every rank must call it for the first model; what is
-        read in its place later is compared with that one, so that no rank waits for one that cannot read it.
+        """See that loaded experts can move, if they are to. Every rank must call it for the first model; what
+        is read in its place later is compared with that one, so that no rank waits for one that cannot read
+        it.
 
         Raises:
             ConfigError: some are stored so that they cannot.
@@ -242,8 +243,8 @@ class DividedMixtures:
             self._balancer.begin()
 
     def balance_experts(self) -> None:
-        """A step has run: move the experts of this stage, if it is time to. Every rank of all stages must call
-        it between the same two passes."""
+        """A step has run: move the experts of this stage, if it is time to. Every rank of all stages must
+        call it between the same two passes."""
         if self._agreed is None or not self.division.mixtures:
             return
         if self._balancer is None:
