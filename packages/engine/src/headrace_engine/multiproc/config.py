@@ -43,7 +43,7 @@ class ParallelConfig:
         1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
         "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
         "number of copies of each head (all ranks for latent attention).", other_flag="-dcp",
-        cost="each layer's queries and outputs cross between the ranks; steps are not recorded",
+        cost="each layer's queries and outputs cross between the ranks",
     )  # fmt: skip
     cp_kv_cache_interleave_size: int = option(
         1, "Consecutive tokens that one rank of decode_context_parallel_size keeps before the next one's "

@@ -94,7 +94,9 @@ class Ranks:
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: groups of ranks, if their calls can be recorded."""
         shared = self._groups.get(EXPERT_GROUP) if self.num_engines > 1 else None
-        groups = (shared or self.communicator(), *(link.pair for link in self._links))
+        groups = [shared or self.communicator(), *(link.pair for link in self._links)]
+        if self.share_keys and self._context_size < self.tensor_size:
+            groups.append(self.context_group())
         return tuple(group for group in groups if isinstance(group, RecordsCalls))
 
     def can_record(self, *, pools: bool) -> bool:
@@ -106,8 +108,6 @@ class Ranks:
         whose = (
             "of several stages of a model that pools"
             if self.num_stages > 1 and pools
-            else "of ranks that share keys"
-            if self.share_keys
             else "of engines of several ranks that share experts"
             if self.num_engines > 1 and self.are_several
             else "of engines that share experts which move"
