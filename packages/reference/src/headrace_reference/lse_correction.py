@@ -24,7 +24,9 @@ def lse_correction(out: Tensor, lses: Tensor, rank: int) -> Tensor:
         total = total + other
     weight = weights[rank] / torch.where(total == 0.0, 1.0, total)
     share = torch.where(weight[..., None] == 0.0, 0.0, wide * weight[..., None].to(wide.dtype))
-    return share.unflatten(1, (len(lses), out.shape[1] // len(lses))).transpose(0, 1).contiguous()
+    rows, heads, width = out.shape
+    by_rank = share.reshape(rows, len(lses), heads // len(lses), width)
+    return by_rank.transpose(0, 1).contiguous()
 
 
 def fake_lse_correction(out: Tensor, lses: Tensor, rank: int) -> Tensor:
