@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from headrace_core.parallel import SingleProcess
 from headrace_distributed.rendezvous import RendezvousServer
 from headrace_testing.engine.communicators import same_bits
 from headrace_testing.engine.rank_processes import RankProcesses
+from headrace_testing.sampling import todays
 
 pytestmark = pytest.mark.days(3)
 
@@ -130,6 +132,33 @@ def test_latent_attention(tmp_path: Path) -> None:
         assert llm.engine.stats().num_preemptions
     agree(alone, expected)
     assert batched == alone
+
+
+RECORDED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one head": ("llama", {"num_key_value_heads": 1}, {}),
+    "latent": ("deepseek_v3", {}, {"cp_kv_cache_interleave_size": 4}),
+    "in pairs": ("llama", {}, {"tensor_parallel_size": 4}),
+    "stages": ("llama", {"num_key_value_heads": 1}, {"pipeline_parallel_size": 2}),
+}
+"""Family, changes of its config, settings."""
+
+
+@pytest.mark.parametrize("kind", todays(RECORDED, days=2))
+def test_recorded_steps_give_the_bits_of_eager_ones(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts in parts, alone and beside requests that decode; none of the steps runs eagerly."""
+    family, changes, settings = RECORDED[kind]
+    name, config = FAMILIES[family]
+    save_model(family, tmp_path, {family: (name, {**config, **changes})})
+    found = []
+    for eager in (True, False):
+        caplog.clear()
+        own = {**ROOMY, **SHARED, **SMALL, **settings, "enforce_eager": eager}
+        with caplog.at_level(logging.INFO), LLM(str(tmp_path), **own) as llm:
+            found.append([said(llm, PROMPTS[:1]), said(llm, PROMPTS), said(llm, PROMPTS[2:5])])
+        assert any("captured steps" in line for line in caplog.messages) is not eager
+    assert found[0] == found[1]
 
 
 def test_four_ranks_in_pairs_served() -> None:

@@ -268,7 +268,6 @@ def test_stopping_while_requests_run_is_an_orderly_end(folder: Path) -> None:
          "parallel.decode_context_parallel_size.*share the experts"),
         ({"distributed_executor_backend": "ray"}, "parallel.distributed_executor_backend.*'mp', or left"),
         ({"distributed_executor_backend": "external_launcher"}, "distributed_executor_backend"),
-        ({"enable_sleep_mode": True}, "device.enable_sleep_mode.*data_parallel_size = 2"),
         ({"device": "sim"}, "parallel.*must be 1 on device 'sim'"),
         ({"model_impl": "transformers"}, "parallel.enable_expert_parallel.*transformers"),
     ],

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import EngineAsleep, EngineDead
+from headrace_testing.sampling import todays
 from headrace_testing.waiting import wait_until
 
 pytestmark = pytest.mark.days(4)
@@ -74,11 +75,12 @@ def test_both_levels_leave_outputs_as_they_were(
         assert said(llm, PROMPTS, GREEDY) == before
 
 
-def test_experts_that_move_begin_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", todays([{}, {"pipeline_parallel_size": 2}], days=2), ids=str)
+def test_experts_that_move_begin_anew(layout: dict[str, Any], tmp_path: Path) -> None:
     """With log-probabilities that differ by the order of sums."""
     save_model("qwen3_moe", tmp_path)
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": MOVES}
-    with LLM(str(tmp_path), **SETTINGS, **TWO, **moving, enable_sleep_mode=True) as llm:
+    with LLM(str(tmp_path), **SETTINGS, **TWO, **layout, **moving, enable_sleep_mode=True) as llm:
         before = said(llm, PROMPTS, GREEDY)
         llm.sleep()
         llm.wake_up()

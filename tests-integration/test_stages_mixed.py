@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,44 @@ def test_experts_and_keys_of_stages_served(tmp_path: Path) -> None:
     agree(found, expected)
 
 
-def test_experts_of_stages_that_move_are_refused(tmp_path: Path) -> None:
-    settings = {"enable_expert_parallel": True, "enable_eplb": True}
-    with pytest.raises(
-        ValueError, match="pipeline_parallel_size = 2: must be 1 with enable_eplb true"
+MOVES: dict[str, Any] = {"window_size": 6, "step_interval": 12, "num_redundant_experts": 2}
+MOVING: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], set[int]]] = {
+    "recorded": ("qwen3_moe", {}, {"num_redundant_experts": 0}, {0, 1}),
+    "beside steps": ("qwen3_moe", {"communicator": "gloo"}, {"use_async": True}, {0, 1}),
+    "one stage without": ("deepseek_v3", {"async_scheduling": False}, {}, {1}),
+}
+"""Family, settings, those of moves, stages with mixtures."""
+
+
+@pytest.mark.parametrize("kind", todays(MOVING, days=3))
+def test_each_stage_moves_its_experts_and_changes_no_token(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Steps run beside each other, and each stage moves experts between the same two."""
+    family, settings, config, stages = MOVING[kind]
+    if len(stages) == 1:  # the first layer has no mixture
+        monkeypatch.setenv("HEADRACE_PP_LAYER_PARTITION", "1,3")
+    save_model(family, tmp_path)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        expected = said(llm, PROMPTS)
+    moving = {"enable_expert_parallel": True, "enable_eplb": True,
+              "eplb_config": {**MOVES, "log_balancedness": True, **config}}  # fmt: skip
+    # Ranks log from the level that this process does.
+    with (
+        caplog.at_level(logging.INFO),
+        LLM(str(tmp_path), **STAGED, **settings, **moving) as llm,
     ):
-        LLM(str(tmp_path), **STAGED, **settings)
+        for _ in range(3):
+            agree(said(llm, PROMPTS), expected)
+    lines = [*caplog.messages, *capfd.readouterr().err.splitlines()]
+    moved, counted = (
+        [sum(f"experts of stage {stage}{what}" in line for line in lines) for stage in (0, 1)]
+        for what in (" moved", "' tokens")
+    )
+    assert [count >= 2 for count in moved] == [stage in stages for stage in (0, 1)], moved
+    assert {count for count in counted if count} == {max(counted)}, "each counts each step"
+    assert max(counted) > 24

@@ -14,7 +14,6 @@ from headrace_attention.context_parallel import (
     KeySharingChooser,
     SharedMLABackend,
     SharedPagedBackend,
-    corrected,
 )
 from headrace_attention.mla import MLAOpsBackend
 from headrace_attention.paged import PagedBackend
@@ -45,50 +44,11 @@ STEPS = [[(0, 21), (0, 3), (0, 1)], [(21, 22), (3, 40), (1, 2)], [(22, 23), (40,
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("interleave", [1, 2, 4])
-def test_every_token_is_one_ranks(ranks: int, interleave: int) -> None:
-    block = ranks * 8
-    slots = torch.tensor([*range(2 * block, 3 * block), *range(7 * block, 7 * block + 5), -1])
-    offsets = [*range(block), *range(5)]
-    found = [KeyShare(r, ranks, interleave).own_slots(slots).tolist() for r in range(ranks)]
-    for i, offset in enumerate(offsets):
-        owner = offset // interleave % ranks
-        assert [own[i] >= 0 for own in found] == [r == owner for r in range(ranks)]
-    assert all(own[-1] == -1 for own in found)
-    for r, own in enumerate(found):
-        kept = [slot for slot in own if slot >= 0]
-        whole = kept[:8]
-        assert whole == list(range(16, 24)), "a page is filled in order"
-        lengths = torch.arange(len(offsets) + 1)
-        counts = KeyShare(r, ranks, interleave).count(lengths).tolist()
-        own_of = [int(i // interleave % ranks == r) for i in range(len(offsets))]
-        assert counts == [sum(own_of[:n]) for n in range(len(offsets) + 1)]
-
-
-def test_corrected_shares_add_up(reference_ops: OpTable) -> None:
-    torch.manual_seed(0)
-    scores, values = 5 * torch.randn(7, 3, 60), torch.randn(60, 5)
-    scores[2] = -torch.inf  # sees nothing
-    scores[3, :, :40] = -torch.inf  # sees keys of the last rank only
-    parts = [slice(0, 13), slice(13, 40), slice(40, 60)]
-    outs = [torch.einsum("thk,kd->thd", scores[..., p].softmax(-1).nan_to_num(), values[p])
-            for p in parts]  # fmt: skip
-    lses = torch.stack([scores[..., p].logsumexp(-1) for p in parts])
-    total = sum(corrected(out, lses, r) for r, out in enumerate(outs))
-    expected = torch.einsum("thk,kd->thd", scores.softmax(-1).nan_to_num(), values)
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(total[2], torch.zeros(3, 5))
-    for strange in (torch.nan, torch.inf):
-        odd = torch.where(lses == -torch.inf, strange, lses)
-        assert torch.equal(corrected(outs[2], odd, 2), corrected(outs[2], lses, 2))
-
-
-def test_corrected_rows_do_not_depend_on_the_others() -> None:
-    torch.manual_seed(1)
-    out, lses = torch.randn(70, 3, 5), 20 * torch.randn(4, 70, 3)
-    together = corrected(out, lses, 1)
-    for first, last in ((0, 1), (3, 12), (17, 70), (1, 34)):
-        part = corrected(out[first:last], lses[:, first:last].contiguous(), 1)
-        assert torch.equal(part, together[first:last])
+def test_each_rank_counts_its_keys(ranks: int, interleave: int) -> None:
+    shares = [KeyShare(rank, ranks, interleave) for rank in range(ranks)]
+    for length in range(50):
+        expected = [sum(i // interleave % ranks == r for i in range(length)) for r in range(ranks)]
+        assert [share.count(length) for share in shares] == expected
 
 
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (3, 1), (2, 4), (3, 8)])

@@ -1,13 +1,17 @@
-"""Moves of experts of several engines: engine 0 tells, and all do the same."""
+"""Moves of experts that one rank decides: all ranks of its group do the same."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from headrace.assembly.parallel.agreed_moves import AfterPasses, AgreedMoves, MoveKind
+from headrace.assembly.parallel.agreed_moves import (
+    AfterPasses,
+    AfterSteps,
+    AgreedMoves,
+    MoveKind,
+)
 from headrace_core.parallel import Communicator
-from headrace_models.layers.moe.exchange import RowExchange
 from headrace_testing.model.decoders import run_ranks
 
 PLACES = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
@@ -33,31 +37,22 @@ class Here:
         self.told.append("end")
 
 
-class Exchange:
-    """Of passes that come when they must."""
-
-    def call_all(self) -> None: ...
-
-    def between(self) -> None: ...
-
-
 def test_every_move_is_told_whole() -> None:
     arranged = [[[3, 1], [2, 0]], [[0, 1], [2, 3]]]
 
     def work(group: Communicator) -> list[Any]:
-        here, exchange = Here(), Exchange()
-        moves = AgreedMoves(here, cast(RowExchange, exchange), group)
+        here, called = Here(), list[str]()
+        moves = AgreedMoves(here, group, lambda: called.append("all"))
         if group.rank == 0:
             moves.lead(MoveKind.ALL, arranged)
             moves.lead(MoveKind.BEGIN, arranged[:1], 1)
             moves.lead(MoveKind.END)
-        else:
-            for _ in range(3):
-                exchange.between()
+            return called
+        assert [moves.follow() for _ in range(3)] == [MoveKind.ALL, MoveKind.BEGIN, MoveKind.END]
         return here.told
 
     leader, follower = run_ranks(2, work)
-    assert leader == []
+    assert leader == ["all"] * 3, "they are called before each"
     assert follower == [arranged, (1, arranged[0]), "end"]
 
 
@@ -73,3 +68,29 @@ def test_a_balancer_hears_of_passes_only() -> None:
     for _ in range(3):
         watcher.after_step()
     assert steps == ["begin", "step", "step"]
+
+
+def test_ranks_of_a_stage_follow_until_there_are_no_more_moves() -> None:
+    def work(group: Communicator) -> list[Any]:
+        here = Here()
+        moves = AgreedMoves(here, group)
+        for kinds in ((), (MoveKind.END, MoveKind.BEGIN)):
+            if group.rank:
+                moves.follow_all()
+                here.told.append("step")
+                continue
+            for kind in kinds:
+                moves.lead(kind, PLACES[1:] if kind == MoveKind.BEGIN else None, 1)
+            moves.lead(MoveKind.NO_MORE)
+        return here.told
+
+    _, follower = run_ranks(2, work)
+    assert follower == ["step", "end", (1, PLACES[1]), "step"]
+
+
+def test_all_stages_are_told_of_steps() -> None:
+    steps: list[str] = []
+    watcher = AfterSteps(SimpleNamespace(balance_experts=lambda: steps.append("step")))
+    watcher.begin()
+    watcher.after_step()
+    assert steps == ["step"]

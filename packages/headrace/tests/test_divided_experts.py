@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace.assembly.parallel.agreed_moves import AfterPasses
+from headrace.assembly.parallel.agreed_moves import AfterPasses, AfterSteps
 from headrace.assembly.parallel.experts import DividedMixtures, divided_experts
 from headrace.assembly.parallel.ranks import Ranks
 from headrace_core.errors import ConfigError, UnsupportedModel
@@ -51,6 +52,17 @@ def test_engine_0_counts_the_rows_of_all(engine: int, counts: int) -> None:
     assert isinstance(made.balancer(), AfterPasses if engine == 0 else type(None))
 
 
+@pytest.mark.parametrize(("rank", "counts"), [(0, 64), (1, 0), (2, 64), (3, 0)])
+def test_the_first_rank_of_each_stage_counts(rank: int, counts: int) -> None:
+    """And rank 0 tells all of them of steps."""
+    staged = replace(ON, pipeline_parallel_size=2)
+    made = divided_experts(staged, Ranks(RankPlace(rank, 4, "gloo", stages=2)), 64)
+    assert made is not None
+    assert made.division.counts == counts
+    assert isinstance(made.balancer(), AfterSteps)
+    made.balance_experts()  # of a stage without mixtures
+
+
 def test_nothing_is_divided_otherwise() -> None:
     assert divided_experts(ParallelConfig(tensor_parallel_size=2), ranks(0), 64) is None
     assert divided_experts(ON, Ranks(), 64) is None, "a draft model, or one rank"
@@ -80,3 +92,10 @@ def test_a_mixture_that_not_every_token_goes_to_is_refused() -> None:
         UnsupportedModel, match=r"mlp.vision_moe: called 0 times.*data_parallel_size"
     ):
         DividedMixtures(division, Ranks(RankPlace(engine=1, num_engines=2))).begin_serving()
+
+
+def test_engines_without_a_model_leave_at_once() -> None:
+    """All sleep, so that none would come to a further pass."""
+    assert DividedMixtures(
+        ExpertDivision(num_engines=2), Ranks(RankPlace(num_engines=2))
+    ).take_leave()

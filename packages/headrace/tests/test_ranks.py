@@ -83,7 +83,7 @@ def test_experts_that_move_beside_steps_have_a_group_of_their_own() -> None:
         enable_eplb=True,
         eplb_config={"use_async": True},
     )
-    assert group_names(parallel) == ("tp:0", "eplb")
+    assert group_names(parallel) == ("tp:0", "eplb:0")
 
 
 TRANSFER = CacheConfig(

@@ -6,8 +6,9 @@ instead (:class:`KeyShare`), so the same memory caches D times the tokens. A blo
 ``D * S`` tokens, of which each rank's page has S.
 
 A layer gathers the queries of the D ranks' heads. Each rank attends with all of them to its own keys, and has
-an output and the log-sum-exp of its scores for each. :func:`corrected` weighs the outputs by those; their sum
-over the ranks, taken in the order of ranks, is the attention to all keys, of which each rank takes its heads.
+an output and the log-sum-exp of its scores for each. ``lse_correction`` weighs the outputs by those; their
+sum over the ranks, taken in the order of ranks, is the attention to all keys, of which each rank takes its
+heads.
 
 Source: Milakov & Gimelshein 2018, arXiv:1805.02867 (merging softmaxes of parts); Yang et al. 2024,
 arXiv:2411.01783 (context parallelism of inference).
@@ -15,7 +16,6 @@ arXiv:2411.01783 (context parallelism of inference).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,8 @@ from headrace_core.attention import (
     AttentionLayerSpec,
     AttentionNeed,
 )
-from headrace_core.kv import PAD_SLOT
+from headrace_core.ops.optional.key_share import KEY_SHARE
+from headrace_core.ops.optional.lse_correction import LSE_CORRECTION
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,77 +59,11 @@ class KeyShare:
     ranks: int
     interleave: int = 1
 
-    def count(self, length: Tensor) -> Tensor:
-        """Own tokens among the first ``length`` of a sequence; any shape, integers, at least 0."""
+    def count(self, length: int) -> int:
+        """Own tokens among the first ``length`` of a sequence."""
         cycle = self.ranks * self.interleave
         rest = length % cycle - self.rank * self.interleave
-        return length // cycle * self.interleave + rest.clamp(0, self.interleave)
-
-    def own_slots(self, slots: Tensor) -> Tensor:
-        """Slots in blocks of all ranks' tokens [T] int64 -> in this rank's pages; the other ranks' tokens
-        are written nowhere."""
-        run = slots // self.interleave
-        own = (slots >= 0) & (run % self.ranks == self.rank)
-        return torch.where(
-            own, run // self.ranks * self.interleave + slots % self.interleave, PAD_SLOT
-        )
-
-    def metadata(self, batch: ForwardBatch, group: int) -> PagedMetadata:
-        """The batch as this rank sees it: slots, and numbers of keys, are its own."""
-        where = PagedMetadata.of(batch, group)
-        new = batch.cu_seqlens_q.diff()
-        first = (batch.seq_lens - new - batch.cu_seqlens_q[:-1]).repeat_interleave(new)
-        length = torch.zeros(batch.input_ids.shape, dtype=torch.int32, device=first.device)
-        length[: first.shape[0]] = first + torch.arange(
-            1, first.shape[0] + 1, dtype=torch.int32, device=first.device
-        )
-        return replace(
-            where,
-            slot_mapping=self.own_slots(where.slot_mapping),
-            seq_lens=self.count(where.seq_lens),
-            max_seqlen_k=int(self.count(torch.tensor(where.max_seqlen_k))),
-            key_counts=self.count(length),
-        )
-
-
-def corrected(out: Tensor, lses: Tensor, rank: int) -> Tensor:
-    """A rank's share of attention to the keys of all ranks: their sum is the whole.
-
-    The bits of a row depend on that row alone, wherever it stands in the tensors.
-
-    Args:
-        out: [T, H, D], this rank's attention to its own keys; of a row that sees none of them, zeros.
-        lses: [N, T, H] float32, natural log-sum-exps of all ranks' scores. -inf, +inf and NaN: no keys.
-        rank: this one's place in ``lses``.
-
-    Returns:
-        [T, H, D] float32; 0 for rows that no rank has keys for.
-    """
-    none = torch.tensor(-torch.inf, dtype=torch.float32, device=lses.device)
-    lses = torch.where(lses < torch.inf, lses, none)
-    top = lses.amax(0)
-    weights = _exp(lses - torch.where(top == none, 0.0, top))
-    total = weights[0]
-    for other in weights[1:]:
-        total = total + other
-    weight = weights[rank] / torch.where(total == 0.0, 1.0, total)
-    return torch.where(weight[..., None] == 0.0, 0.0, out.float() * weight[..., None])
-
-
-_FACTORS = tuple(math.log(2) ** n / math.factorial(n) for n in range(14, -1, -1))
-
-
-def _exp(x: Tensor) -> Tensor:
-    """e^x of float32 x <= 0, by products and sums alone: torch's exp may give other bits at the end of a
-    tensor, where vectors do not fit, than in its middle."""
-    y = x.double().clamp(min=-1000.0) * (1 / math.log(2))
-    whole = y.floor()
-    part = y - whole
-    power = torch.full_like(part, _FACTORS[0])
-    for factor in _FACTORS[1:]:
-        power = power * part + factor
-    exponent = (whole.clamp(min=-1022.0).long() + 1023) << 52  # of a double
-    return (power * exponent.view(torch.float64)).float()
+        return length // cycle * self.interleave + max(0, min(rest, self.interleave))
 
 
 class _KeySharing:
@@ -137,10 +72,28 @@ class _KeySharing:
     def __init__(self, ops: OpTable, group: Communicator, share: KeyShare) -> None:
         super().__init__(ops)  # type: ignore[call-arg] # of a backend, which this is mixed into
         self._group, self._share = group, share
+        self._key_share = ops.optional(KEY_SHARE)
+        self._corrected = ops.optional(LSE_CORRECTION)
 
     def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
-        """See :meth:`headrace_core.attention.AttentionBackend.prepare`."""
-        return self._share.metadata(batch, group)
+        """The batch as this rank sees it: slots, and numbers of keys, are its own. See
+        :meth:`headrace_core.attention.AttentionBackend.prepare`."""
+        where, share = PagedMetadata.of(batch, group), self._share
+        slots, seq_lens, key_counts = self._key_share(
+            where.cu_seqlens_q,
+            where.seq_lens,
+            where.slot_mapping,
+            rank=share.rank,
+            ranks=share.ranks,
+            interleave=share.interleave,
+        )
+        return replace(
+            where,
+            slot_mapping=slots,
+            seq_lens=seq_lens,
+            max_seqlen_k=share.count(where.max_seqlen_k),
+            key_counts=key_counts,
+        )
 
     def slots(self, batch: ForwardBatch, group: int) -> Tensor:
         """See :meth:`headrace_core.attention.AttentionBackend.slots`."""
@@ -152,7 +105,8 @@ class _KeySharing:
     ) -> tuple[AttentionLayerSpec, Tensor]:
         """The layer as it asks this rank's keys with the queries of all ranks, and their log-sum-exp, which
         it will write: [T, D * H]."""
-        lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+        shape, device = query.shape[:2], query.device
+        lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
         extras = {**layer.extras, "lse": lse}
         if metadata is not None:
             extras["key_counts"] = metadata.key_counts
@@ -161,8 +115,8 @@ class _KeySharing:
     def _joined(self, out: Tensor, lse: Tensor) -> Tensor:
         """Partial outputs [T, D * H, ...] of all heads -> whole ones of this rank's [T, H, ...]."""
         lses = self._group.all_gather(lse[None], dim=0)
-        share = corrected(out, lses, self._group.rank)
-        return self._group.reduce_scatter(share, dim=1).to(out.dtype)
+        shares = self._corrected(out, lses, self._group.rank)
+        return self._group.reduce_scatter(shares, dim=0)[0].to(out.dtype)
 
 
 class SharedPagedBackend(_KeySharing, PagedBackend):

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headrace_core import plugins
@@ -557,13 +558,13 @@ class EngineCore:
                 return [self._sleep.is_sleeping]
             if method == "weights_version":
                 return [self.weights.current]
+            if method in SLEEP_CALLS:
+                return self._call_sleep(method, *args)
             if method in BETWEEN_STEPS:
                 self.swap.check_none(method)
             if method == "set_weights_version":
                 self.weights_changed(checked_version(args[0]))
                 return []
-            if method in SLEEP_CALLS:
-                return self._call_sleep(method, *args)
             if method in UPDATE_CALLS:
                 return self._updates.call(method, args)
             return self.executor.call(method, *args)
@@ -579,18 +580,39 @@ class EngineCore:
             raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _call_sleep(self, method: str, argument: Any = None) -> list[Any]:
-        """Free memory, or take it, if no request runs. Blocks that other weights computed are forgotten."""
+        """Free memory, or take it, if no request runs. Engines that share experts all do so, or none."""
+        check = partial(self._check_sleep_call, method, argument)
+        obey = partial(self._obey_sleep_call, method, argument)
+        if self.lockstep is None:
+            check()
+            return obey()
+        take_back = partial(self._sleep.take_back, method)
+        call = method if argument is None else f"{method} {argument!r}"
+        return self.lockstep.obey(call, check=check, obey=obey, take_back=take_back)
+
+    def _check_sleep_call(self, method: str, argument: Any) -> None:
+        self.swap.check_none(method)
         if method == "wake_up":
-            self._sleep.wake_up(argument)
-            self._updates.woke()
-            return []
-        level = self._sleep.check_sleep(argument) if method == "sleep" else 0
-        self._updates.check_sleep(level)
+            self._sleep.check_wake_up(argument)
+            return
+        if method == "sleep":
+            self._updates.check_sleep(self._sleep.check_sleep(argument))
+        else:
+            self._updates.check_sleep(0)
         if self.has_unfinished:
             raise RequestError(
                 f"method = {method!r}: must wait until no request runs: pause first", param="method"
             )
         self._updates.check_none_open(method)
+        if method == "reload_weights":
+            self._sleep.check_reload()
+
+    def _obey_sleep_call(self, method: str, argument: Any) -> list[Any]:
+        """Blocks that other weights computed are forgotten."""
+        if method == "wake_up":
+            self._sleep.wake_up(argument)
+            self._updates.woke()
+            return []
         self.reset_prefix_cache()
         if self.adapters is not None:
             self.scheduler.forget_adapters()
@@ -598,7 +620,7 @@ class EngineCore:
             results = self._sleep.reload_weights()
             self._updates.reloaded()
             return results
-        self._sleep.sleep(level)
+        self._sleep.sleep(argument)
         return []
 
     def stats(self, drain: bool = False) -> EngineStats:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model
 
-from headrace_core.errors import EngineDead, HeadraceError
+from headrace_core.config import LoadConfig
+from headrace_core.errors import CapacityError, EngineDead, HeadraceError
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.clients.grouped import GroupedClient
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
 from headrace_engine.input_processing.input_processor import InputProcessor
+from headrace_engine.offline import OfflineEngine
 from headrace_testing.waiting import until
 
 FAKES = Path(__file__).parents[1] / "loop"
@@ -38,9 +40,10 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert left == []
 
 
-def client(factory: str = "engine_fakes:core_factory") -> GroupedClient:
+def client(factory: str = "engine_fakes:core_factory", story: str = "auto") -> GroupedClient:
     """The fakes' cores know nothing of places, and need not."""
-    return GroupedClient(lambda _, place: ProcessClient(factory, EngineConfig()), 2)
+    config = EngineConfig(load=LoadConfig(load_format=story))
+    return GroupedClient(lambda _, place: ProcessClient(factory, config), 2)
 
 
 def engine(made: GroupedClient) -> Engine:
@@ -90,3 +93,17 @@ async def test_the_end_of_one_is_the_end_of_all() -> None:
 def test_one_that_cannot_start_ends_the_others() -> None:
     with pytest.raises(HeadraceError, match="nothing_of_that_name"):
         engine(client("engine_fakes:nothing_of_that_name"))
+
+
+def test_a_refused_start_ends_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CapacityError, match="7 GiB"):
+        engine(client(story="capacity"))
+    assert [record.getMessage() for record in caplog.records if "engine" in record.name] == []
+
+
+def test_no_call_of_all_engines_is_made_once_they_are_told_to_end() -> None:
+    made = client()
+    running = OfflineEngine(made, InputProcessor(CharTokenizer(), served_model()))
+    running.shutdown()
+    with pytest.raises(EngineDead, match="shut down"):
+        made.call_workers("sleep", [1])

@@ -61,3 +61,22 @@ def test_nonsense_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     wait_until(lambda: second.waves.is_due)
     assert caplog.text.count("is not a message") == 3
     relay.close()
+
+
+def test_all_hear_what_each_says_of_a_call() -> None:
+    relay = EngineRelay(3)
+    peers = engines(relay, 3)
+    for one in peers[:2]:
+        assert one.say(f"word of {one.engine} ü") == 0
+    assert peers[0].words(0) is None
+    peers[0].wait_for_news(0, 0.0)
+    peers[2].say("")
+    for one in peers:
+        one.wait_for_news(0, 30)
+        assert one.words(0) == ["word of 0 ü", "word of 1 ü", ""]
+    for nonsense in (b"said 1 3 x", b"said -1 0 x", b"said 1"):
+        peers[1]._send(nonsense)
+    peers[1].waves.enter()
+    peers[0].wait_for_news(1, 30)
+    assert peers[0].waves.is_due, "which ends the wait, too"
+    relay.close()

@@ -36,6 +36,7 @@
 #include "attention_varlen.h"
 #include "attention_latent.h"
 #include "index_tokens.h"
+#include "key_share.h"
 #include "low_rank_tiles.h"
 #include "low_rank.h"
 #include "recurrent.h"
@@ -109,6 +110,8 @@ const Entry entries[] = {
     HR_ENTRY(latent_cache_write),
     HR_ENTRY(latent_attention),
     HR_ENTRY(index_tokens),
+    HR_ENTRY(key_share),
+    HR_ENTRY(lse_correction),
     HR_ENTRY(head_linear),
     HR_ENTRY(causal_conv),
     HR_ENTRY(selective_scan),

@@ -1,4 +1,4 @@
-"""When experts move: loads of the last steps, and what they say about the ranks."""
+"""When experts move: loads of the last steps, and what they say about the ranks that divide the experts."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class ExpertBalancer:
         log_balancedness: log for each step the tokens of an average rank over those of the busiest.
         use_async: weights come beside the steps, one mixture after the other, and a step's end puts them in
             place; else a step's end waits for all of them.
+        title: of its lines in the log.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ExpertBalancer:
         step_interval: int,
         log_balancedness: bool = False,
         use_async: bool = False,
+        title: str = "experts",
     ) -> None:
         self.experts, self.policy = experts, policy
         self.step_interval, self.log_balancedness = step_interval, log_balancedness
@@ -80,7 +82,7 @@ class ExpertBalancer:
         self._window: Tensor | None = None
         self._at = 0
         self.num_moves = 0
-        self._use_async = use_async
+        self._use_async, self._title = use_async, title
         self._coming: deque[tuple[int, list[list[int]]]] = deque()
         """Mixtures whose experts are on their way, or will be, and their new places."""
         self._loads: Tensor | None = None
@@ -105,8 +107,8 @@ class ExpertBalancer:
         if self.log_balancedness:
             average, most = self.of_ranks(counts)
             logger.info(
-                "experts' tokens: average of ranks %.1f, busiest rank %.1f, balancedness %.3f",
-                average, most, average / most if most else 1.0,
+                "%s' tokens: average of ranks %.1f, busiest rank %.1f, balancedness %.3f",
+                self._title, average, most, average / most if most else 1.0,
             )  # fmt: skip
         self.passed += 1
         if self._coming:
@@ -176,7 +178,8 @@ class ExpertBalancer:
         before, after = self._before, self.of_ranks(self._loads)
         self.num_moves += 1
         logger.info(
-            "experts moved: balancedness of the last steps' tokens %.3f, was %.3f",
+            "%s moved: balancedness of the last steps' tokens %.3f, was %.3f",
+            self._title,
             *(average / most if most else 1.0 for average, most in (after, before)),
         )
 

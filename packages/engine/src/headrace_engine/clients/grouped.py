@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from headrace_core.errors import EngineDead
 from headrace_engine.clients.base import OutputSink
@@ -63,6 +65,18 @@ class GroupedClient(ReplicatedClient):
         except BaseException:
             self._relay.close()
             raise
+
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        """See :meth:`ReplicaCalls.call_workers`. Engines wait for each other in some calls: all get them
+        before any is told to end.
+
+        Raises:
+            EngineDead: they are told to end.
+        """
+        with self._group.lock:
+            if self._group.closing:
+                raise EngineDead("the engine is shut down")
+            return super().call_workers(method, args)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -93,6 +93,7 @@ class ProcessClient(CoreLink):
             ready = self._wait_until_ready(reports)
         except BaseException:
             self._clean_up()
+            self._stopping = True  # there is nobody to be told
             raise
         for phase in ready.phases:
             self.timeline.add(phase.name, phase.seconds, phase.part_of)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
 
+from headrace_engine.lockstep.agreement import Agreement
 from headrace_engine.lockstep.relay import MEET, MOST_BYTES
 from headrace_engine.lockstep.waves import Waves
 from headrace_engine.threads import in_this_context
@@ -24,7 +26,10 @@ beside these."""
 MEETING_SECONDS = 600.0
 """Longest wait for engine 0 to say where the ranks meet: it may be resolving a large checkpoint."""
 _GROUPS = (EXPERT_GROUP, EXPERT_MOVES)
-_WAVE = b"wave "
+_WAVE, _SAID = b"wave ", b"said "
+_OF_WAVE = re.compile(rb"wave (\d{1,18})")
+_WORD = re.compile(rb"said (\d{1,18}) (\d{1,2}) (.*)", re.DOTALL)
+"""Round, engine, and what it said."""
 
 
 class EnginePlace(msgspec.Struct, frozen=True):
@@ -54,6 +59,9 @@ class PeerEngines:
     def __init__(self, place: EnginePlace) -> None:
         self.engine, self.num_engines = place.engine, place.num_engines
         self.waves = Waves(self._tell_of_wave)
+        self._agreement = Agreement(self.engine, self.num_engines, self._tell_word)
+        self._news = threading.Condition()
+        """Told of each message."""
         self.when_due: Callable[[], None] = lambda: None
         """Called, from a thread, when another engine has begun a wave."""
         self._meeting: Future[str] = Future()
@@ -80,6 +88,21 @@ class PeerEngines:
             addresses = self._meeting.result(MEETING_SECONDS)
         return dict(zip(_GROUPS, addresses.split(), strict=True))
 
+    def say(self, word: str) -> int:
+        """See :meth:`Agreement.say`."""
+        return self._agreement.say(word)
+
+    def words(self, number: int) -> Sequence[str] | None:
+        """See :meth:`Agreement.take`."""
+        return self._agreement.take(number)
+
+    def wait_for_news(self, number: int, seconds: float) -> None:
+        """Return when all words of a round have come, or a pass is due; or after so many seconds."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self.waves.is_due or self._agreement.is_complete(number), seconds
+            )
+
     def close(self) -> None:
         """Leave. Idempotent."""
         with contextlib.suppress(OSError):
@@ -87,6 +110,9 @@ class PeerEngines:
 
     def _tell_of_wave(self, number: int) -> None:
         self._send(_WAVE + str(number).encode())
+
+    def _tell_word(self, number: int, word: str) -> None:
+        self._send(_SAID + f"{number} {self.engine} {word}".encode())
 
     def _send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # the front end has gone, and so will this process
@@ -96,12 +122,16 @@ class PeerEngines:
         with contextlib.suppress(OSError), self._socket:
             while message := self._socket.recv(MOST_BYTES):
                 self._take(message)
+                with self._news:
+                    self._news.notify_all()
 
     def _take(self, message: bytes) -> None:
         if message.startswith(MEET) and not self._meeting.done():
             self._meeting.set_result(message.removeprefix(MEET).decode())
-        elif message.startswith(_WAVE) and (number := message.removeprefix(_WAVE)).isdigit():
-            self.waves.begun(int(number))
+        elif (wave := _OF_WAVE.fullmatch(message)) is not None:
+            self.waves.begun(int(wave[1]))
             self.when_due()
+        elif (said := _WORD.fullmatch(message)) is not None and int(said[2]) < self.num_engines:
+            self._agreement.heard(int(said[1]), int(said[2]), said[3].decode(errors="replace"))
         else:
             logger.error("peer engines: %r is not a message", message[:64])

@@ -18,8 +18,8 @@ from headrace_engine.threads import in_this_context
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 512
-"""Of a message."""
+MOST_BYTES = 8192
+"""Of a message: a word on a call has the longest (:mod:`headrace_engine.lockstep.joint_calls`)."""
 MEET = b"meet "
 """Beginning of the message that says where ranks meet: engines that come later get it, too."""
 

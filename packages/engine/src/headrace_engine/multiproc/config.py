@@ -43,7 +43,7 @@ class ParallelConfig:
         1, "Ranks of tensor_parallel_size that share the tokens of key-value heads of which they would keep "
         "copies: the same memory caches so many times the tokens. Must divide tensor_parallel_size, and the "
         "number of copies of each head (all ranks for latent attention).", other_flag="-dcp",
-        cost="each layer's queries and outputs cross between the ranks; steps are not recorded",
+        cost="each layer's queries and outputs cross between the ranks",
     )  # fmt: skip
     cp_kv_cache_interleave_size: int = option(
         1, "Consecutive tokens that one rank of decode_context_parallel_size keeps before the next one's "
@@ -186,7 +186,6 @@ class ParallelConfig:
                f"'mp', or left out, with {self.describe_ranks()}: 'uni' runs one rank")  # fmt: skip
         check_expert_parallel(self)
         self._check_nodes()
-        self._check_stages()
 
     def _check_prefill_context(self) -> None:
         """What ranks that divide prompts have not been combined with yet."""
@@ -205,12 +204,6 @@ class ParallelConfig:
             ("distributed_executor_backend", self.executor != "mp" and repr(self.executor)),
         ):
             require(not value, field, count, f"1 with {name} {value}")
-
-    def _check_stages(self) -> None:
-        """What several stages have not been combined with yet."""
-        require(self.pipeline_parallel_size == 1 or not self.enable_eplb,
-                "parallel.pipeline_parallel_size", self.pipeline_parallel_size,
-                "1 with enable_eplb true")  # fmt: skip
 
     def _check_nodes(self) -> None:
         count, ranks = self.nnodes, self.num_ranks

@@ -28,7 +28,9 @@ ARRANGE = "arrange_experts"
 """Method of a model's divided experts, in which they move between ranks."""
 BEGIN_MOVE, END_MOVE = "begin_move", "end_move"
 """Likewise, in which they begin to come to other ranks, and take their places there."""
-OF_EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE, TAKE_PART, TAKE_LEAVE)
+BALANCE = "balance_experts"
+"""Likewise, after a step: in which each stage moves its own, if it is time to."""
+OF_EXPERTS = (ARRANGE, BEGIN_MOVE, END_MOVE, BALANCE, TAKE_PART, TAKE_LEAVE)
 """Those, and the ones in which ranks compute for other engines only."""
 OF_LAYERS = ("forward", "forward_streams")
 """Those of models that run their layers: every stage has a part in them."""

@@ -60,6 +60,8 @@ class EngineSleep:
         self._missing = False
         """The weights were given up, at level 2 or for others that could not be read, and none were read
         since."""
+        self._had_weights = True
+        """There were some before the last call of :meth:`sleep`."""
 
     @property
     def level(self) -> int:
@@ -107,20 +109,19 @@ class EngineSleep:
         Args:
             level: of :meth:`check_sleep`.
         """
+        self._had_weights = not self._missing
         if self._asleep:
             return
         self._executor.call("give_back_memory", level == LEVELS[0])
         self._asleep, self._level = set(TAGS), level
         self._missing = self._missing or level == LEVELS[-1]
 
-    def wake_up(self, tags: object) -> None:
-        """Take memory again, for some parts or (None) all; for those that are awake nothing happens.
-        A part whose waking raises sleeps on.
+    def check_wake_up(self, tags: object) -> set[str]:
+        """The parts that are to be woken.
 
         Raises:
             UnsupportedFeature: the engine cannot sleep.
             RequestError: there is no such tag; or the cache would be woken before the weights.
-            WeightsError, CapacityError: from the workers.
         """
         self._check_enabled("wake_up")
         wanted = self._asleep.intersection(_checked(tags))
@@ -130,10 +131,29 @@ class EngineSleep:
                 "first, or both at once",
                 param="tags",
             )
+        return wanted
+
+    def wake_up(self, tags: object) -> None:
+        """Take memory again, for some parts or (None) all; for those that are awake nothing happens.
+        A part whose waking raises sleeps on.
+
+        Raises:
+            UnsupportedFeature, RequestError: see :meth:`check_wake_up`.
+            WeightsError, CapacityError: from the workers.
+        """
+        wanted = self.check_wake_up(tags)
         for tag in (tag for tag in TAGS if tag in wanted):
             if not self._missing:  # else with the weights
                 self._wake(tag)
             self._asleep.discard(tag)
+
+    def check_reload(self) -> None:
+        """Raises: RequestError: the weights sleep, so that there is no memory to read them into."""
+        if WEIGHTS in self._asleep:
+            raise RequestError(
+                "method = 'reload_weights': the weights sleep: wake_up(tags=['weights']) comes first",
+                param="method",
+            )
 
     def reload_weights(self) -> list[Any]:
         """Read the weights, and restore the cache if it is awake: results by rank. If that fails, the engine
@@ -143,11 +163,7 @@ class EngineSleep:
             RequestError: the weights sleep.
             WeightsError, CapacityError: from the workers.
         """
-        if WEIGHTS in self._asleep:
-            raise RequestError(
-                "method = 'reload_weights': the weights sleep: wake_up(tags=['weights']) comes first",
-                param="method",
-            )
+        self.check_reload()
         if not self._asleep and not self._missing:
             try:
                 return self._executor.call("reload_weights")
@@ -162,6 +178,32 @@ class EngineSleep:
             self._wake(KV_CACHE)
         self._missing = False
         return results
+
+    def take_back(self, call: str, cause: BaseException) -> None:
+        """A call that several engines were to obey failed on one of them: be as all of them are after that.
+
+        They are awake after ``sleep``, wholly asleep after ``wake_up``, and without weights after
+        ``reload_weights``, unless it was one that no engine could obey.
+
+        Args:
+            call: of :data:`CALLS`.
+            cause: of this engine, or of another one.
+
+        Raises:
+            WeightsError, CapacityError: from the workers, which then sleep on.
+        """
+        if isinstance(cause, UnsupportedFeature | RequestError):
+            return
+        if call == "sleep":
+            if self._asleep:
+                self._missing = not self._had_weights
+                self.wake_up(None)
+            return
+        self._executor.call("give_back_memory", False)
+        if call == "wake_up":
+            self._asleep = set(TAGS)
+        else:
+            self._missing, self._level = True, LEVELS[-1]
 
     @property
     def awaits_weights(self) -> bool:

@@ -82,6 +82,8 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "latent_cache_write": (_I, [_P] * 6 + [_L] * 11 + [_I] * 2),
     "latent_attention": (_I, [_P] * 12 + [_L] * 18 + [_F] + [_I] * 2),
     "index_tokens": (_I, [_P] * 7 + [_L] * 14 + [_I]),
+    "key_share": (_I, [_P] * 6 + [_L] * 5),
+    "lse_correction": (None, [_P] * 3 + [_L] * 5 + [_I]),
     "head_linear": (None, [_P] * 3 + [_L] * 6 + [_I]),
     "causal_conv": (_I, [_P] * 8 + [_L] * 9 + [_I] * 2),
     "selective_scan": (_I, [_P] * 13 + [_L] * 13 + [_I]),

@@ -33,7 +33,9 @@ from headrace_testing.ops.moe import MoEConformance
 from headrace_testing.ops.optional.clamp import ClampConformance
 from headrace_testing.ops.optional.gaussian_topk import GaussianTopKConformance
 from headrace_testing.ops.optional.index_tokens import IndexCase, IndexTokensConformance, index_case
+from headrace_testing.ops.optional.key_share import KeyShareConformance
 from headrace_testing.ops.optional.low_rank import LowRankConformance
+from headrace_testing.ops.optional.lse_correction import LSECorrectionConformance
 from headrace_testing.ops.optional.match_rms import MatchRMSConformance
 from headrace_testing.ops.optional.mix import MixConformance
 from headrace_testing.ops.optional.round_k_quant import RoundKQuantConformance
@@ -83,7 +85,9 @@ class OpConformance(
     ClampConformance,
     GaussianTopKConformance,
     IndexTokensConformance,
+    KeyShareConformance,
     LowRankConformance,
+    LSECorrectionConformance,
     MatchRMSConformance,
     MixConformance,
     RoundKQuantConformance,

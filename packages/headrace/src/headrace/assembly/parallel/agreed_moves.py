@@ -1,9 +1,9 @@
-"""Moves of experts between engines that share them: engine 0 decides, and all ranks of all engines move them
-between the same two passes.
+"""Moves of experts that one rank decides, and all ranks of a group make between the same two passes.
 
-Rank 0 of engine 0 sees the routing of all engines' rows, so its counts are those of all. What it decides is
-told within the message that begins a pass (:meth:`RowExchange.call_all`), so that no rank waits for it in
-another way, and an engine without requests takes part like any other.
+The group is that of a stage, or of all engines that share experts. Its first rank sees the routing of all
+rows of its mixtures, so its counts are those of all. Engines are told within the message that begins a pass
+(:meth:`RowExchange.call_all`), so that no rank waits for it in another way, and an engine without requests
+takes part like any other. Stages look after each step, of which rank 0 tells all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from headrace_core.parallel import Communicator
     from headrace_distributed.eplb.balancer import ExpertBalancer
-    from headrace_models.layers.moe.exchange import RowExchange
 
 Arranged = list[list[list[int]]]
 """By mixture, rank and slot: an expert."""
@@ -30,6 +29,8 @@ class MoveKind(IntEnum):
     """Begin to receive those of one."""
     END = 2
     """Put these in place."""
+    NO_MORE = 3
+    """None after this step."""
 
 
 class MovesHere(Protocol):
@@ -45,53 +46,62 @@ class MovesHere(Protocol):
 
 
 class AgreedMoves:
-    """One rank's part in moves of experts of several engines.
+    """One rank's part in moves that the first rank of a group decides.
 
     Args:
         experts: of this rank.
-        exchange: of its mixtures.
-        group: all ranks of all engines, rank 0 of engine 0 being the first.
+        group: of the ranks that make them.
+        call_all: called by the first rank before it tells a move: the others follow then.
     """
 
-    def __init__(self, experts: MovesHere, exchange: RowExchange, group: Communicator) -> None:
-        self._experts, self._exchange, self._group = experts, exchange, group
-        exchange.between = self._follow
+    def __init__(
+        self, experts: MovesHere, group: Communicator, call_all: Callable[[], None] = lambda: None
+    ) -> None:
+        self._experts, self._group, self._call_all = experts, group, call_all
 
     def lead(self, kind: MoveKind, arranged: Arranged | None = None, index: int = 0) -> None:
-        """Tell all other engines of a move that the ranks of engine 0 make now. All of these call it, after a
-        pass in which an engine had rows.
+        """Tell the other ranks of a move that this one makes now.
 
         Args:
             arranged: of all mixtures, or of the one that moves.
             index: of that one.
         """
-        self._exchange.call_all()
-        self._share([int(kind), index, *_flat(arranged or [])])
+        self._call_all()
+        self._share([int(kind), index])
+        if arranged is not None:
+            self._share(_flat(arranged))
 
-    def _follow(self) -> None:
-        """Make the move that engine 0 tells of."""
-        kind, index, *flat = self._share([])
-        mixtures, ranks, slots = self._shape()
-        if kind == MoveKind.END:
-            self._experts.end_here()
+    def follow(self) -> MoveKind:
+        """Make the move that the first rank tells of next."""
+        number, index = self._share([0, 0])
+        kind = MoveKind(number)
+        if kind == MoveKind.ALL:
+            self._experts.arrange_here(self._hear(len(self._experts.places())))
         elif kind == MoveKind.BEGIN:
-            [places] = _arranged(flat, 1, ranks, slots)
+            [places] = self._hear(1)
             self._experts.begin_here(index, places)
-        else:
-            self._experts.arrange_here(_arranged(flat, mixtures, ranks, slots))
+        elif kind == MoveKind.END:
+            self._experts.end_here()
+        return kind
 
-    def _shape(self) -> tuple[int, int, int]:
-        """Numbers of mixtures, ranks and slots of a rank, which are the same in every mixture."""
-        places = self._experts.places()
-        return len(places), len(places[0]), len(places[0][0])
+    def follow_all(self) -> None:
+        """Make the moves that the first rank tells of after a step, until there are no more."""
+        while self.follow() != MoveKind.NO_MORE:
+            pass
+
+    def _hear(self, mixtures: int) -> Arranged:
+        """New places of so many mixtures. Those of the first one show the numbers of ranks, and of slots of a
+        rank, which are the same in every mixture."""
+        places = self._experts.places()[0]
+        ranks, slots = len(places), len(places[0])
+        left = iter(self._share([0] * (mixtures * ranks * slots)))
+        return [[[next(left) for _ in range(slots)] for _ in range(ranks)] for _ in range(mixtures)]
 
     def _share(self, numbers: list[int]) -> list[int]:
-        """Numbers of the first rank, on every rank."""
+        """Numbers of the first rank, on every rank, which has as many."""
         import torch
 
-        mixtures, ranks, slots = self._shape()
-        told = torch.zeros(2 + mixtures * ranks * slots, dtype=torch.int64)
-        told[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        told = torch.tensor(numbers, dtype=torch.int64)
         found: list[int] = self._group.broadcast(told, 0).tolist()
         return found
 
@@ -119,10 +129,31 @@ class AfterPasses:
             self._balancer.after_step()
 
 
+class BalancesExperts(Protocol):
+    """Experts of all stages, as rank 0 tells them of steps."""
+
+    def balance_experts(self) -> None:
+        """Move the experts of each stage, if it is time to; on every rank."""
+        ...
+
+
+class AfterSteps:
+    """Tells all stages of steps: each counts for itself where tokens of its mixtures went.
+
+    Args:
+        experts: whose method runs on every rank.
+    """
+
+    def __init__(self, experts: BalancesExperts) -> None:
+        self._experts = experts
+
+    def begin(self) -> None:
+        """Each stage has begun to count when it was ready to serve."""
+
+    def after_step(self) -> None:
+        """A step has run, or has begun its way through the stages."""
+        self._experts.balance_experts()
+
+
 def _flat(arranged: Arranged) -> list[int]:
     return [expert for places in arranged for slots in places for expert in slots]
-
-
-def _arranged(flat: list[int], mixtures: int, ranks: int, slots: int) -> Arranged:
-    left = iter(flat)
-    return [[[next(left) for _ in range(slots)] for _ in range(ranks)] for _ in range(mixtures)]

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from headrace.assembly.parallel.agreed_moves import AfterPasses, AgreedMoves, MoveKind
+from headrace.assembly.parallel.agreed_moves import (
+    AfterPasses,
+    AfterSteps,
+    AgreedMoves,
+    MoveKind,
+)
 from headrace_core import plugins
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import ConfigError, ModelError, UnsupportedModel
 from headrace_engine.lockstep.waves import Waves
 from headrace_engine.multiproc.expert_settings import EPLBSettings, eplb_settings
 
@@ -25,8 +30,10 @@ if TYPE_CHECKING:
     from headrace_distributed.eplb.moves import Places
     from headrace_engine.config import EngineConfig
     from headrace_engine.multiproc.config import ParallelConfig
+    from headrace_models.layers.base import Layer
     from headrace_models.layers.moe.division import ExpertDivision
     from headrace_models.layers.moe.exchange import RowExchange
+    from headrace_models.layers.moe.experts import Experts
 
 PASSES_OF_ENGINES = ("forward", "forward_streams")
 """Methods of models whose mixtures exchange rows between engines."""
@@ -80,7 +87,7 @@ def divided_experts(
         return None
     from headrace_models.layers.moe.division import ExpertDivision
 
-    settings, counts = eplb_settings(config.eplb_config), ranks.rank == ranks.engine == 0
+    settings, counts = eplb_settings(config.eplb_config), ranks.lane == ranks.engine == 0
     division = ExpertDivision(
         config.expert_placement_strategy,
         redundant=settings.num_redundant_experts,
@@ -128,7 +135,11 @@ class DividedMixtures:
         self._group: Communicator | None = None
         """All ranks of these engines."""
         self._agreed: AgreedMoves | None = None
-        """Moves of experts between them; None: there is one engine."""
+        """Moves that the first rank of these engines, or of a stage, tells of; None: rank 0 leads them."""
+        self._balancer: ExpertBalancer | None = None
+        """Of this stage, on its first rank."""
+        self._sizes: dict[str, list[list[int]]] = {}
+        """Bytes of the weights of experts, by mixture and slot, which all ranks were seen to have alike."""
         self._is_serving = self._has_run = False
 
     def check_found(self, architecture: str) -> None:
@@ -140,6 +151,8 @@ class DividedMixtures:
         must call it."""
         self.close()
         self.division.forget()
+        self._agreed = None
+        self._is_serving = False
 
     def take_over(self, other: DividedMixtures) -> None:
         """The model whose mixtures are the other's serves now in the place of this one's, which has gone."""
@@ -150,27 +163,44 @@ class DividedMixtures:
         """True if experts move while the model serves."""
         return self._settings is not None
 
-    def settle(self) -> None:
-        """See that loaded experts can move, if they are to. Every rank must call it.
+    def settle(self, model: CausalLM) -> None:
+        """See that loaded experts can move, if they are to. Every rank must call it for the first model; what
+        is read in its place later is compared with that one, so that no rank waits for one that cannot read
+        it.
 
         Raises:
             ConfigError: some are stored so that they cannot.
         """
         if self._settings is None:
             return
-        from headrace_distributed.eplb.moves import are_alike
-        from headrace_models.layers.moe.moving import slot_weights
-
+        if self._ranks.num_stages > 1:
+            self.division.keep(cast("Layer", model))
+            self._agreed = AgreedMoves(self, self._dividing())
         if self._settings.use_async:
             self._ranks.moving_group()  # in which all meet while they load
         for mixture in self.division.mixtures:
-            weights = slot_weights(mixture)
-            if weights is None or not are_alike(weights, self._dividing()):
+            if not self._may_move(mixture):
                 raise ConfigError(
                     f"{_EPLB} = True: must be left out for this checkpoint: experts of {mixture.name} are "
                     "stored in different ways or sizes, so that one cannot take the place of another",
                     field=_EPLB,
                 )
+
+    def _may_move(self, mixture: Experts) -> bool:
+        """True if the weights of all experts on all ranks have the same sizes."""
+        from headrace_distributed.eplb.moves import are_alike
+        from headrace_models.layers.moe.moving import slot_weights
+
+        weights, name = slot_weights(mixture), mixture.name
+        if weights is None:
+            return False
+        sizes = [[tensor.nbytes for tensor in tensors] for tensors in weights]
+        if name in self._sizes:
+            return sizes == self._sizes[name]
+        if not are_alike(weights, self._dividing()):
+            return False
+        self._sizes[name] = sizes
+        return True
 
     def meet_engines(self, model: CausalLM) -> None:
         """Let a model's passes be those of all engines that share its experts, if there are several. Every
@@ -184,7 +214,8 @@ class DividedMixtures:
             if own is not None:
                 setattr(model, name, partial(self._run_pass, exchange, own))
         if self._settings is not None:
-            self._agreed = AgreedMoves(self, exchange, self._group)
+            self._agreed = AgreedMoves(self, self._group, exchange.call_all)
+            exchange.between = self._agreed.follow
 
     def _dividing(self) -> Communicator:
         """The group of all ranks that divide the experts."""
@@ -199,6 +230,7 @@ class DividedMixtures:
         """
         exchange = self.division.exchange
         if exchange is None:
+            self._begin_stage()
             return
         called = [call.experts for call in exchange.calls]
         for mixture in self.division.mixtures:
@@ -210,6 +242,25 @@ class DividedMixtures:
         assert self._group is not None
         exchange.start(self._group)
         self._is_serving = True
+
+    def _begin_stage(self) -> None:
+        """Count from now on where tokens go, on the first rank of a stage that has mixtures."""
+        if self._settings is None or self._ranks.num_stages == 1 or self._ranks.lane:
+            return
+        if self.division.mixtures:
+            self._balancer = self._balancer or self._make_balancer(self._settings)
+            self._balancer.begin()
+
+    def balance_experts(self) -> None:
+        """A step has run: move the experts of this stage, if it is time to. Every rank of all stages must
+        call it between the same two passes."""
+        if self._agreed is None or not self.division.mixtures:
+            return
+        if self._balancer is None:
+            self._agreed.follow_all()
+            return
+        self._balancer.after_step()
+        self._agreed.lead(MoveKind.NO_MORE)
 
     def _run_pass(
         self, exchange: RowExchange, own: Callable[..., Any], batch: ForwardBatch, *rest: Any
@@ -267,18 +318,25 @@ class DividedMixtures:
         return self._run_empty(0)
 
     def take_leave(self) -> bool:
-        """As :meth:`take_part`, of an engine that is to end; True: so are all others."""
+        """As :meth:`take_part`, of an engine that is to end; True: so are all others, or none runs passes, as
+        all sleep or have no weights."""
         from headrace_models.layers.moe.exchange import LEAVING
 
         exchange = self.division.exchange
-        assert exchange is not None
+        if exchange is None or not self._is_serving:
+            return True
         self._run_empty(LEAVING)
         return exchange.all_leave
 
     def _run_empty(self, number: int) -> bool:
-        """A pass without rows, for which a number is told; True: an engine has some."""
+        """A pass without rows, for which a number is told; True: an engine has some.
+
+        Raises:
+            ModelError: this engine has no model: others run passes though it sleeps.
+        """
         exchange = self.division.exchange
-        assert exchange is not None
+        if exchange is None:
+            raise ModelError("other engines run passes, and this one sleeps, or has no weights")
         self.waves.enter()
         with exchange.one_pass(number) as counts:
             if not any(counts):
@@ -390,18 +448,26 @@ class DividedMixtures:
         if moving is not None:
             moving.exchange.close()
 
-    def balancer(self) -> ExpertBalancer | AfterPasses | None:
-        """Decides when experts move, on rank 0 of engine 0; None: they do not, or another engine decides."""
+    def balancer(self) -> ExpertBalancer | AfterPasses | AfterSteps | None:
+        """Is told of steps, and has experts move, on rank 0 of engine 0; None: they do not, or another engine
+        decides."""
         if self._settings is None or self.division.engine:
             return None
+        if self._ranks.num_stages > 1:
+            return AfterSteps(self)
+        made = self._make_balancer(self._settings)
+        return made if self.division.num_engines == 1 else AfterPasses(made, self.take_has_run)
+
+    def _make_balancer(self, settings: EPLBSettings) -> ExpertBalancer:
         from headrace_distributed.eplb.balancer import ExpertBalancer
 
-        made = ExpertBalancer(
+        stage, stages = self._ranks.stage, self._ranks.num_stages
+        return ExpertBalancer(
             self,
-            plugins.load(POLICIES, self._settings.policy),
-            window_size=self._settings.window_size,
-            step_interval=self._settings.step_interval,
-            log_balancedness=self._settings.log_balancedness,
-            use_async=self._settings.use_async,
+            plugins.load(POLICIES, settings.policy),
+            window_size=settings.window_size,
+            step_interval=settings.step_interval,
+            log_balancedness=settings.log_balancedness,
+            use_async=settings.use_async,
+            title="experts" if stages == 1 else f"experts of stage {stage}",
         )
-        return made if self.division.num_engines == 1 else AfterPasses(made, self.take_has_run)

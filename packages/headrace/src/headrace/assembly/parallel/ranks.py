@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER_FACTORY = "headrace.assembly.parallel.ranks:build_follower"
 """Dotted name by which another rank's process finds :func:`build_follower`."""
-MOVING_GROUP = "eplb"
-"""Name of the group of all ranks in which experts move beside steps."""
 _SIZES = "tensor_parallel_size times pipeline_parallel_size times prefill_context_parallel_size"
 """Sizes that make several ranks, for messages."""
 
@@ -97,7 +95,9 @@ class Ranks:
     def recorders(self) -> tuple[RecordsCalls, ...]:
         """What makes calls in steps beside kernels: groups of ranks, if their calls can be recorded."""
         shared = self._groups.get(EXPERT_GROUP) if self.num_engines > 1 else None
-        groups = (shared or self.communicator(), *(link.pair for link in self._links))
+        groups = [shared or self.communicator(), *(link.pair for link in self._links)]
+        if self.share_keys and self._context_size < self.tensor_size:
+            groups.append(self.context_group())
         return tuple(group for group in groups if isinstance(group, RecordsCalls))
 
     def can_record(self, *, pools: bool) -> bool:
@@ -109,8 +109,6 @@ class Ranks:
         whose = (
             "of several stages of a model that pools"
             if self.num_stages > 1 and pools
-            else "of ranks that share keys"
-            if self.share_keys
             else "of engines of several ranks that share experts"
             if self.num_engines > 1 and self.are_several
             else "of engines that share experts which move"
@@ -136,6 +134,11 @@ class Ranks:
         return self.rank // (self.tensor_size * self.num_parts)
 
     @property
+    def lane(self) -> int:
+        """This rank's place among those that its layers are divided over."""
+        return self.rank % self.tensor_size
+
+    @property
     def _tensor_group(self) -> str:
         return tensor_group(self.rank // self.tensor_size)
 
@@ -144,7 +147,7 @@ class Ranks:
         asked for."""
         if self.tensor_size == 1:
             return SingleProcess()
-        return self._join(self._tensor_group, self.rank % self.tensor_size, self.tensor_size)
+        return self._join(self._tensor_group, self.lane, self.tensor_size)
 
     def prompt_group(self) -> Communicator:
         """The group of the ranks with this one's weights, which divide prompts; joined when first asked
@@ -223,7 +226,7 @@ class Ranks:
         asked for."""
         if self.num_engines > 1:
             return self._join_engines(EXPERT_MOVES)
-        return self._join(MOVING_GROUP, self.rank, self.world_size)
+        return self._join(moving_group_name(self.stage), self.lane, self.tensor_size)
 
     def beside(self) -> Ranks:
         """The same place, for a model that is built while another one serves: with ways of its own between
@@ -321,6 +324,11 @@ def link_group(lane: int, start: int) -> str:
     return f"pp:{lane}:{start}"
 
 
+def moving_group_name(stage: int) -> str:
+    """Name of the group of a stage's ranks in which experts move beside steps."""
+    return f"eplb:{stage}"
+
+
 def context_group_name(number: int) -> str:
     """Name of the group of neighbouring ranks that share keys."""
     return f"dcp:{number}"
@@ -349,7 +357,7 @@ def group_names(parallel: ParallelConfig) -> tuple[str, ...]:
         *prompts,
         *map(context_group_name, context),
         *(links if num_stages > 1 else ()),
-        *((MOVING_GROUP,) if moving else ()),
+        *(map(moving_group_name, range(num_stages)) if moving else ()),
     )
 
 
@@ -403,8 +411,6 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
 def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str], ...]:
     """Settings that need one rank: name, value (false: it is off), and why."""
     return (
-        ("device.enable_sleep_mode", config.device.enable_sleep_mode and config.parallel.shares_experts,
-         "engines that share experts do not sleep"),
         ("cache.calculate_kv_scales", config.cache.calculate_kv_scales,
          "each rank would measure other scales"),
         ("parallel.worker_extension_cls", config.parallel.worker_extension_cls,

@@ -106,7 +106,7 @@ def build_model(
     choose.check_used()
     if experts is not None:
         experts.meet_engines(model)
-        experts.settle()
+        experts.settle(model)
     if told is not None and record is not None:
         told(record)
     _end_division(resolved, model, ranks)

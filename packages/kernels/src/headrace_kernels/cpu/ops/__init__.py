@@ -16,6 +16,7 @@ from typing import Any
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul, GaussianTopK
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
+from headrace_kernels.cpu.ops.context import KeyShare, LSECorrection
 from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.k_quant import RoundKQuant
@@ -77,6 +78,8 @@ def native_ops(library: Library) -> NativeOps:
         "mla_cache_write": MLACacheWrite(library),
         "mla_attention": MLAAttention(library),
         "index_tokens": IndexTokens(library),
+        "key_share": KeyShare(library),
+        "lse_correction": LSECorrection(library),
         "causal_conv": CausalConv(library),
         "selective_scan": SelectiveScan(library),
         "state_space_scan": StateSpaceScan(library),

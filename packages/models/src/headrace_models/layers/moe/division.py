@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_models.layers.base import walk
 from headrace_models.layers.moe.exchange import RowExchange
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_models.layers.base import Layer
     from headrace_models.layers.moe.experts import Experts
 
 LINEAR, ROUND_ROBIN = STRATEGIES = ("linear", "round_robin")
@@ -78,6 +80,11 @@ class ExpertDivision:
         """Of rows with the other engines; None: there are none, or no mixture is built yet."""
         self.mixtures: list[Experts] = []
         """In the order of their making."""
+
+    def keep(self, model: Layer) -> None:
+        """Forget the mixtures that are not in the model: those of layers that other stages have."""
+        own = {id(layer) for _, layer in walk(model)}
+        self.mixtures = [mixture for mixture in self.mixtures if id(mixture) in own]
 
     def forget(self) -> None:
         """Forget the mixtures of a model that has gone."""

@@ -106,7 +106,7 @@ class RowExchange:
         """True in the pass in which every engine says that it is to end."""
         self._is_known = False
         self._num_called = 0
-        self.between: Callable[[], None] = lambda: None
+        self.between: Callable[[], object] = lambda: None
         """Done by this rank between two passes, when the ranks of engine 0 call all others."""
 
     def start(self, group: Communicator) -> None:
