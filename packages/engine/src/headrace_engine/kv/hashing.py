@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _DOMAIN = b"headrace-kv-1"
 _U32 = struct.Struct("<I")
+_NO_KEYS = _U32.pack(0)
 
 MAX_TOKEN_ID = 2**32 - 1
 """Largest token id that the encoding can hold."""
@@ -49,7 +50,8 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[s
         extra_keys: what else the block's content depends on (hash of a media item, say).
     """
     tokens = struct.pack(f"<{len(token_ids) + 1}I", len(token_ids), *token_ids)
-    return sha256(parent + tokens + _encode_keys(extra_keys)).digest()
+    keys = _encode_keys(extra_keys) if extra_keys else _NO_KEYS
+    return sha256(parent + tokens + keys).digest()
 
 
 class BlockHashes:

@@ -359,8 +359,12 @@ class PagedKVCacheManager(KVCacheManager):
                 return None
             gained = (pool.take(missing),)
             table += gained[0]
-        self._register(entry, total)
-        entry.no_allocation_until = self._no_allocation_until(entry)
+        if self.enable_prefix_caching:
+            self._register(entry, total)
+            findable = min(len(table), entry.num_registered + 1)
+            entry.no_allocation_until = findable * self.block_size - 1
+        else:
+            entry.no_allocation_until = len(table) * self.block_size
         return gained
 
     def _wanted(

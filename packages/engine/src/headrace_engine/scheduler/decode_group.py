@@ -1,0 +1,184 @@
+"""Requests that decode and of which nothing else is to be said, counted together.
+
+With thousands of running requests nearly all do the same in each step: one token is computed and one is
+sampled, no block is gained, nothing ends. Here they take part in a step, and have its tokens, by two counters
+of the group and one mapping for all of them; none is looked at. A request's own counters stand still
+meanwhile: what it has gained is added to them when somebody reads them (:meth:`DecodeGroup.settle`, called by
+the properties of :class:`~headrace_engine.scheduler.request.SchedulerRequest`), so that nobody else needs to
+know of the group.
+
+A member is looked at in a step that is known beforehand, the one in which something happens to it
+(:attr:`SchedulerRequest.quiet_until`): :meth:`DecodeGroup.parts`. Whatever else happens to it takes it out
+(:meth:`SchedulerRequest.disturb`). Its part of the steps in flight is then one like other requests'.
+
+Steps are numbered by the group, without those in which it has no part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
+
+if TYPE_CHECKING:
+    from headrace_engine.scheduler.request_tracker import RunningRequests
+
+MAX_UNREAD_STEPS = 32
+"""Steps after which a member's tokens are taken from the steps' mappings at the latest, which are kept so
+long (24 bytes a token)."""
+KEPT_STEPS = MAX_UNREAD_STEPS + 8
+"""Steps in flight when a member is looked at end later."""
+
+
+class DecodeGroup:
+    """The members that a scheduler's running requests have in common steps.
+
+    Args:
+        running: is told who is a member.
+    """
+
+    def __init__(self, running: RunningRequests) -> None:
+        self._running = running
+        self.size = 0
+        """Members."""
+        self.is_open = False
+        """True if requests may join: the last step's tokens came by number."""
+        self._num_scheduled = 0
+        self._num_taken = 0
+        """Of the scheduled steps, those whose tokens were taken."""
+        self._tokens: deque[Mapping[str, int]] = deque(maxlen=KEPT_STEPS)
+        """Of the last steps that were taken."""
+        self._left: deque[list[InFlight]] = deque()
+        """By step in flight: parts of members that have left since it was scheduled."""
+        self._due: dict[int, list[SchedulerRequest]] = {}
+        """By step: members that it must look at; some have left, or are due at another step by now."""
+
+    # -- members -------------------------------------------------------------------------------
+
+    def join(self, state: SchedulerRequest) -> None:
+        """A quiet request decodes with the group, from the step that is being filled on."""
+        state.group = self
+        state.group_scheduled = state.group_taken = self._num_scheduled
+        self.size += 1
+        del self._running.outside[state]
+        self.keep(state)
+
+    def keep(self, state: SchedulerRequest) -> None:
+        """A member that was looked at goes on: it is looked at again when it ceases to be quiet, and before
+        its last token is sampled."""
+        until = min(max(state.quiet_until, state.quiet_until_known), state.max_num_tokens - 2)
+        steps = min(max(until - state.num_computed_tokens, 1), MAX_UNREAD_STEPS)
+        state.group_due = due = self._num_scheduled + steps
+        self._due.setdefault(due, []).append(state)
+
+    def leave(self, state: SchedulerRequest) -> None:
+        """A member is looked at by itself from now on; its part of steps in flight stays."""
+        self.settle(state)
+        state.group = None
+        self._running.outside[state] = None
+        for number in range(state.group_taken, self._num_scheduled):
+            self._left[number - self._num_taken].append(InFlight(state, state.epoch, True))
+        self.size -= 1
+        if not self.size:  # what is kept for members refers to requests that have ended
+            self._due.clear()
+            self._tokens.clear()
+
+    def dissolve(self) -> None:
+        """Everybody leaves."""
+        if self.size:
+            for state in [state for state in self._running if state.group is self]:
+                self.leave(state)
+
+    def settle(self, state: SchedulerRequest) -> None:
+        """Add to a member's own counters what it has gained with the group."""
+        scheduled = self._num_scheduled - state.group_scheduled
+        if scheduled:
+            state.group_scheduled += scheduled
+            state.own_computed += scheduled
+            state.own_placeholders += scheduled
+            state.own_in_flight += scheduled
+        taken = self._num_taken - state.group_taken
+        if taken > 0:
+            state.group_taken += taken
+            state.own_placeholders -= taken
+            state.own_in_flight -= taken
+            name, tokens = state.request_id, self._tokens
+            new = range(len(tokens) - taken, len(tokens))
+            state.own_token_ids += [tokens[index][name] for index in new]
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def parts(
+        self, room: int, prompts_last: bool
+    ) -> tuple[list[SchedulerRequest], list[SchedulerRequest]] | None:
+        """Who joins does so; others that run, and members that are due, are to be looked at, in this order.
+
+        Args:
+            room: requests of one token that the step which is being filled may hold.
+            prompts_last: prompts that have begun are added behind all that decode.
+
+        Returns:
+            Those before, and those behind whom all members take part in the step (:meth:`schedule`); each
+            member among them goes on (:meth:`keep`) or leaves. None: the step need not have room for all
+            members, as there are too many, or as prompts before some of them take of it.
+        """
+        running = self._running
+        if room < len(running):
+            return None
+        alone = sorted(running.outside, key=by_order)
+        border = len(alone)
+        if not prompts_last:
+            begun = (i for i, s in enumerate(alone) if s.num_tokens - s.num_computed_tokens > 1)
+            border = next(begun, border)
+        if self.size and border < len(alone):
+            last = next(state for state in reversed(running) if state.group is self)
+            if last.sort_key > alone[border].sort_key:
+                return None
+        for state in alone[:border]:
+            if state.may_join:
+                self.join(state)
+        before = [state for state in alone[:border] if state.group is None] + self._take_due()
+        before.sort(key=by_order)
+        return before, alone[border:]
+
+    def _take_due(self) -> list[SchedulerRequest]:
+        """Members that the step which is being filled must look at, in no order."""
+        number, due = self._num_scheduled, list[SchedulerRequest]()
+        for state in self._due.pop(number, ()):
+            if state.group is self and state.group_due == number:
+                state.group_due = -1
+                due.append(state)
+        if number == self._num_taken:  # nobody has a placeholder: some are quiet for one step less
+            for state in self._due.get(number + 1, ()):
+                if state.group is self and state.group_due == number + 1 and not state.is_quiet:
+                    state.group_due = -1
+                    due.append(state)
+        return due
+
+    def schedule(self) -> int:
+        """All members take part in a step; their number."""
+        if self.size:
+            self._num_scheduled += 1
+            self._left.append([])
+        return self.size
+
+    def take(self, tokens: Mapping[str, int]) -> list[InFlight]:
+        """Take the tokens of the oldest step in flight.
+
+        Args:
+            tokens: by request id: of each member that was part of the step, and maybe others'.
+
+        Returns:
+            Parts of those that have left since it was scheduled, whose tokens were not taken.
+        """
+        self._tokens.append(tokens)
+        self._num_taken += 1
+        return self._left.popleft()
+
+    def remove(self, states: Iterable[SchedulerRequest | None]) -> None:
+        """Have those leave who are members and have a part as such in the oldest step in flight."""
+        for state in states:
+            if state is not None and state.group is self and state.group_taken <= self._num_taken:
+                self.leave(state)
