@@ -210,6 +210,11 @@ def compare(world: dict[str, Any], moves: list[tuple[str, Any]]) -> None:
             for twin in twins
         ]
         assert states[0] == states[1]
+        pools = [
+            [(pool.num_cached, pool.free_blocks()) for pool in twin.scheduler._kv.pools]
+            for twin in twins
+        ]
+        assert pools[0] == pools[1]
         counts = [twin.scheduler.stats().generation_tokens for twin in twins]
         assert counts[0] == counts[1]
 
