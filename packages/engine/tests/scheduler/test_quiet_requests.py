@@ -32,8 +32,8 @@ PROMPT = [1, 2, 3]
 class Watchful(PagedKVCacheManager):
     """Says of no request that nothing happens to it: all are looked at in each step."""
 
-    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
-        return 0
+    def quiet_until(self, request_id: str) -> tuple[int, int]:
+        return 0, 0
 
 
 class Twin:

@@ -85,10 +85,15 @@ class BlockHashes:
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Digests of all full blocks of ``token_ids``, which must continue the earlier ones."""
         size, digests = self._block_size, self.digests
+        count = len(token_ids) // size
+        if count == len(digests):
+            return digests
         parent = digests[-1] if digests else self._root
-        for index in range(len(digests), len(token_ids) // size):
-            start, end = index * size, (index + 1) * size
-            parent = block_digest(parent, token_ids[start:end], self._keys(start, end))
+        has_keys = self._embeds is not None or bool(self._media)
+        for start in range(len(digests) * size, count * size, size):
+            end = start + size
+            keys = self._keys(start, end) if has_keys else ()
+            parent = block_digest(parent, token_ids[start:end], keys)
             digests.append(parent)
         return digests
 

@@ -253,10 +253,10 @@ class PagedKVCacheManager(KVCacheManager):
         last = (len(sequence.all_token_ids) - 1) // self.block_size * self.block_size
         return next((end for end in (branch, last) if end > num_computed_tokens), 0)
 
-    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
+    def quiet_until(self, request_id: str) -> tuple[int, int]:
         until = self._entries[request_id].no_allocation_until
         # The token that fills a block makes it findable only once that token is known.
-        return until + (self.enable_prefix_caching and not last_is_known and until > 0)
+        return until, until + (self.enable_prefix_caching and until > 0)
 
     def block_ids(self, request_id: str) -> BlockIds:
         return tuple(list(table) for table in self._entries[request_id].tables)
@@ -350,21 +350,21 @@ class PagedKVCacheManager(KVCacheManager):
     def _grow_plain(self, entry: RequestBlocks, total: int) -> BlockIds | None:
         """:meth:`_grow` to ``total`` tokens where there is one group, whose tables only grow: thousands of
         decoding requests come here every few steps."""
-        (table,) = entry.tables
-        missing = -(-total // self.block_size) - len(table)
+        (table,), (pool,), size = entry.tables, self._pools, self.block_size
         gained = self._nothing
-        if missing > 0:
-            (pool,) = self._pools
+        if total > len(table) * size:
+            missing = -(-total // size) - len(table)
             if pool.num_free < missing:
                 return None
             gained = (pool.take(missing),)
             table += gained[0]
+        entry.no_allocation_until = len(table) * size
         if self.enable_prefix_caching:
-            self._register(entry, total)
-            findable = min(len(table), entry.num_registered + 1)
-            entry.no_allocation_until = findable * self.block_size - 1
-        else:
-            entry.no_allocation_until = len(table) * self.block_size
+            known = min(total, len(entry.sequence.all_token_ids)) // size
+            if known > entry.num_registered:
+                self._offer(entry, 0, range(entry.num_registered, known), total, self.filling)
+                entry.num_registered = known
+            entry.no_allocation_until = min(len(table), known + 1) * size - 1
         return gained
 
     def _wanted(
@@ -495,13 +495,12 @@ class PagedKVCacheManager(KVCacheManager):
         """
         if not self.enable_prefix_caching or entry.is_private:
             return
-        known = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
-        digests, table = self._digests(entry.sequence), entry.tables[group]
+        sequence, table, pool = entry.sequence, entry.tables[group], self._pool_of[group]
+        known = min(num_written, len(sequence.all_token_ids)) // self.block_size
+        digests = self._digests(sequence)
         for index in range(indices.start, min(indices.stop, known)):
-            if table[index] == NULL_BLOCK:
-                continue
-            is_new = self._pool_of[group].register(table[index], group, digests[index])
-            if not is_new:
+            block_id = table[index]
+            if block_id == NULL_BLOCK or not pool.register(block_id, group, digests[index]):
                 continue
             if self._events is not None:
                 self._tell_stored(entry, index)

@@ -12,6 +12,7 @@ from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
+from headrace_engine.scheduler.decode_group import DecodeGroup
 from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.prompt_pace import PromptPace
@@ -161,13 +162,12 @@ class BatchBuilder:
             index += 1
             if state.status is not RequestStatus.RUNNING:
                 continue  # one before it needed its blocks
-            if state.group is not None and state.ends_next:
-                state.group.leave(state)
+            if state.group is not None:
+                if not self._give_block(state.group, state, plan):
+                    break
+                continue
             if are_alike and state.is_quiet:
-                if state.group is None:
-                    index = plan.add_quiet(states, index - 1)
-                else:
-                    state.group.keep(state)
+                index = plan.add_quiet(states, index - 1)
                 continue
             num_tokens = state.num_tokens
             if num_tokens >= state.max_num_tokens:
@@ -201,10 +201,7 @@ class BatchBuilder:
                 continue
             if gained is None:
                 break
-            if state.group is not None:
-                self._keep_quiet(state)
-                state.group.keep(state)
-            elif decodes:
+            if decodes:
                 plan.add_decode(state, num_drafts)
                 if are_alike and not state.is_slow:
                     self._keep_quiet(state)
@@ -213,11 +210,30 @@ class BatchBuilder:
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
 
+    def _give_block(self, group: DecodeGroup, state: SchedulerRequest, plan: BatchPlan) -> bool:
+        """Make room for a member's next token; it is part of the step anyway. False: it was preempted, as
+        there is none."""
+        try:
+            gained = self._kv.allocate(state, 1)
+            if gained is None:
+                gained = self._preempt_for(state, 1, plan)
+        except Exception as error:
+            self._refuse(state, error)
+            return True
+        if gained is None:
+            return False
+        self._keep_quiet(state)
+        group.keep(state)
+        if any(gained):
+            plan.new_block_ids[state.request_id] = gained
+        return True
+
     def _keep_quiet(self, state: SchedulerRequest) -> None:
         """Look at a decoding request again only when something will happen to it."""
-        quiet_until, last = self._kv.quiet_until, state.max_num_tokens - 1
-        state.quiet_until = min(quiet_until(state.request_id), last)
-        state.quiet_until_known = min(quiet_until(state.request_id, last_is_known=False), last)
+        until, until_known = self._kv.quiet_until(state.request_id)
+        last = state.max_num_tokens - 1
+        state.quiet_until = until if until < last else last
+        state.quiet_until_known = until_known if until_known < last else last
 
     def _add(
         self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False

@@ -71,7 +71,10 @@ class DecodeGroup:
         until = min(max(state.quiet_until, state.quiet_until_known), state.max_num_tokens - 2)
         steps = min(max(until - state.num_computed_tokens, 1), MAX_UNREAD_STEPS)
         state.group_due = due = self._num_scheduled + steps
-        self._due.setdefault(due, []).append(state)
+        if due in self._due:
+            self._due[due].append(state)
+        else:
+            self._due[due] = [state]
 
     def leave(self, state: SchedulerRequest) -> None:
         """A member is looked at by itself from now on; its part of steps in flight stays."""
@@ -139,23 +142,30 @@ class DecodeGroup:
         for state in alone[:border]:
             if state.may_join:
                 self.join(state)
-        before = [state for state in alone[:border] if state.group is None] + self._take_due()
-        before.sort(key=by_order)
-        return before, alone[border:]
+        looks = self._take_due()
+        looks += [state for state in alone[:border] if state.group is None]
+        looks.sort(key=by_order)
+        return looks, alone[border:]
 
     def _take_due(self) -> list[SchedulerRequest]:
-        """Members that the step which is being filled must look at, in no order."""
-        number, due = self._num_scheduled, list[SchedulerRequest]()
-        for state in self._due.pop(number, ()):
-            if state.group is self and state.group_due == number:
-                state.group_due = -1
-                due.append(state)
+        """Members that the step which is being filled must look at, in no order, and those that leave as their
+        last token comes."""
+        number = self._num_scheduled
+        due = [s for s in self._due.pop(number, ()) if s.group is self and s.group_due == number]
         if number == self._num_taken:  # nobody has a placeholder: some are quiet for one step less
-            for state in self._due.get(number + 1, ()):
-                if state.group is self and state.group_due == number + 1 and not state.is_quiet:
-                    state.group_due = -1
-                    due.append(state)
-        return due
+            after = self._due.get(number + 1, ())
+            due += [s for s in after if s.group is self and s.group_due == number + 1 and not s.is_quiet]
+        looks = []
+        for state in dict.fromkeys(due):  # some are there twice
+            self.settle(state)
+            if state.ends_next:
+                self.leave(state)
+            elif state.is_quiet:
+                self.keep(state)
+                continue
+            state.group_due = -1
+            looks.append(state)
+        return looks
 
     def schedule(self) -> int:
         """All members take part in a step; their number."""
