@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import weakref
 
 import pytest
 
-from headrace_core.output import RequestOutput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.input_processing.prepared import PreparedRequest
@@ -96,10 +94,6 @@ def test_a_request_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert output.outputs[0].token_ids == [1, 2]
 
 
-class Tokens(dict[str, int]):
-    """A mapping that can be referred to weakly."""
-
-
 def feed(processor: OutputProcessor, number: int, tokens: dict[str, int], *, bulk: bool) -> None:
     """A step's tokens; weights change once."""
     step = CoreOutputs([], 2.0 + number, None, "0" if number < 50 else "1")
@@ -139,22 +133,3 @@ def long_run(*, bulk: bool) -> list[object]:
 
 def test_tokens_that_are_read_late_are_outputs() -> None:
     assert long_run(bulk=True) == long_run(bulk=False)
-
-
-def test_steps_are_kept_for_as_long_as_somebody_reads_them() -> None:
-    processor = OutputProcessor(Letters())  # type: ignore[arg-type]
-    state = processor.add(prepared("a", output_kind=RequestOutputKind.FINAL_ONLY))
-    processor.process(CoreOutputs([CoreOutput("a-0", [1])], 1.0, None, "0"))
-    kept = []
-    for number in range(10):
-        tokens = Tokens({"a-0": 2, "other": 3})
-        kept.append(weakref.ref(tokens))
-        feed(processor, number, tokens, bulk=True)
-    del tokens
-    assert sum(one() is not None for one in kept) == 9, "all but the first, which it took at once"
-    last = CoreOutput("a-0", [2], finish_reason="length")
-    processor.process(CoreOutputs([last], 20.0, None, "0"))
-    output = state.take()
-    assert isinstance(output, RequestOutput)
-    assert output.outputs[0].token_ids == [1, *[2] * 11]
-    assert all(one() is None for one in kept)

@@ -150,20 +150,20 @@ class PagedKVCacheManager(KVCacheManager):
             raise ValueError(f"num_new_tokens = {num_new_tokens}: must be at least 1")
         entry = self._entries.get(sequence.request_id)
         if entry is not None:
+            total = sequence.num_computed_tokens + num_new_tokens
             # Nearly every decoding step: its block is there, and will not be full after it.
-            if (
-                sequence.num_computed_tokens + num_new_tokens <= entry.no_allocation_until
-                and match is None
-            ):
+            if total <= entry.no_allocation_until and match is None:
                 return self._nothing
             if match is None and self._is_plain:
-                return self._grow_plain(entry, sequence.num_computed_tokens + num_new_tokens)
+                return self._grow_plain(entry, total)
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
         entry = RequestBlocks(sequence, len(self._policies))
         if match is None:
             gained = self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
+        elif self._is_plain and not match.num_tokens:
+            gained = self._grow_plain(entry, sequence.num_computed_tokens + num_new_tokens)
         else:
             computed = sequence.num_computed_tokens + match.num_tokens
             gained = self._grow(entry, computed, num_new_tokens, match.block_ids)
@@ -360,12 +360,26 @@ class PagedKVCacheManager(KVCacheManager):
             table += gained[0]
         entry.no_allocation_until = len(table) * size
         if self.enable_prefix_caching:
-            known = min(total, len(entry.sequence.all_token_ids)) // size
+            token_ids = entry.sequence.all_token_ids
+            known = min(total, len(token_ids)) // size
             if known > entry.num_registered:
-                self._offer(entry, 0, range(entry.num_registered, known), total, self.filling)
-                entry.num_registered = known
+                self._register_plain(entry, known, token_ids)
             entry.no_allocation_until = min(len(table), known + 1) * size - 1
         return gained
+
+    def _register_plain(
+        self, entry: RequestBlocks, num_known: int, token_ids: Sequence[int]
+    ) -> None:
+        """:meth:`_register` for the first ``num_known`` blocks where there is one group."""
+        first, entry.num_registered = entry.num_registered, num_known
+        if entry.is_private:
+            return
+        hashes = self._hashes.get(entry.sequence.request_id)
+        digests = self._digests(entry.sequence) if hashes is None else hashes.extend(token_ids)
+        (table,), (pool,) = entry.tables, self._pools
+        for index in range(first, num_known):
+            if pool.register(table[index], 0, digests[index]):
+                self._tell_registered(entry, 0, index, self.filling)
 
     def _wanted(
         self, entry: RequestBlocks, computed: int, missing: int, matched: BlockIds | None
@@ -502,12 +516,17 @@ class PagedKVCacheManager(KVCacheManager):
             block_id = table[index]
             if block_id == NULL_BLOCK or not pool.register(block_id, group, digests[index]):
                 continue
-            if self._events is not None:
-                self._tell_stored(entry, index)
-            if self.notes_blocks:
-                (self.filled if noted is None else noted).append(
-                    CachedBlock(group, table[index], digests[index])
-                )
+            self._tell_registered(entry, group, index, self.filled if noted is None else noted)
+
+    def _tell_registered(
+        self, entry: RequestBlocks, group: int, index: int, noted: list[CachedBlock]
+    ) -> None:
+        """A block has become findable: tell, and note it, if somebody asks."""
+        if self._events is not None:
+            self._tell_stored(entry, index)
+        if self.notes_blocks:
+            digest = self._digests(entry.sequence)[index]
+            noted.append(CachedBlock(group, entry.tables[group][index], digest))
 
     def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
         """True if the state after ``computed`` tokens is there, and worth being found again."""

@@ -342,7 +342,7 @@ class StreamState:
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._unread: UnreadTokens | None = None
         """Keeps tokens that have come and that nobody has asked for yet; None: there are none."""
-        self.unread_since = 0
+        self.unread_since = self.unread_column = 0
         """See :class:`headrace_engine.output_processing.unread_tokens.TokenReader`."""
         self.weights_versions = VersionsSeen()
         self.is_plain = self._only is not None and self._only.is_plain

@@ -182,11 +182,7 @@ class OutputProcessor:
             self._unread.remove_all()
             self._version = version
         tokens = step.tokens
-        read_now = self._unread.put_aside(tokens, timestamp)
-        # In the step's order: consumers are told in it.
-        for core_id in (
-            tokens if len(read_now) == len(tokens) else filter(read_now.__contains__, tokens)
-        ):
+        for core_id in self._unread.put_aside(tokens, timestamp):
             token_id, state = tokens[core_id], find(core_id)
             if state is None:
                 continue

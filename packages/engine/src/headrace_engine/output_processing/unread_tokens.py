@@ -7,16 +7,13 @@ many steps at once, when it ends, when it is asked for something, or after :data
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from headrace_engine.token_rows import NO_TOKEN, TokenRows
 
 MAX_UNREAD_STEPS = 32
 """Steps whose tokens a request takes at once at most, and so the steps that are kept."""
-
-
-class _KeptStep(NamedTuple):
-    tokens: Mapping[str, int]
-    timestamp: float
 
 
 class TokenReader(Protocol):
@@ -24,6 +21,8 @@ class TokenReader(Protocol):
 
     unread_since: int
     """Number of steps that were put aside before those that it has not read."""
+    unread_column: int
+    """Where its tokens are kept."""
 
     def take_unread(self, token_ids: list[int], last_timestamp: float) -> None:
         """Take tokens; the last one came at that time."""
@@ -34,8 +33,8 @@ class UnreadTokens:
     """The tokens of the last steps, and who reads them later. Used from one thread."""
 
     def __init__(self) -> None:
-        self._steps: deque[_KeptStep] = deque(maxlen=MAX_UNREAD_STEPS)
-        self._num_steps = 0
+        self._rows = TokenRows(MAX_UNREAD_STEPS)
+        self._timestamps: deque[float] = deque(maxlen=MAX_UNREAD_STEPS)
         self._readers: dict[str, TokenReader] = {}
         """By core request."""
         self._due: dict[int, list[tuple[str, TokenReader]]] = {}
@@ -44,7 +43,8 @@ class UnreadTokens:
     def add(self, core_id: str, reader: TokenReader) -> None:
         """Keep a core request's tokens from the next step on."""
         self._readers[core_id] = reader
-        reader.unread_since = self._num_steps
+        reader.unread_since = self._rows.num_steps
+        reader.unread_column = self._rows.add(core_id)
         self._plan(core_id, reader)
 
     def remove(self, core_id: str) -> None:
@@ -52,8 +52,8 @@ class UnreadTokens:
         if core_id in self._readers:
             self.read(core_id)
             del self._readers[core_id]
+            self._rows.remove(core_id)
             if not self._readers:
-                self._steps.clear()
                 self._due.clear()
 
     def remove_all(self) -> None:
@@ -61,35 +61,38 @@ class UnreadTokens:
         for core_id in list(self._readers):
             self.remove(core_id)
 
-    def put_aside(self, tokens: Mapping[str, int], timestamp: float) -> Set[str]:
+    def put_aside(self, tokens: Mapping[str, int], timestamp: float) -> Iterable[str]:
         """Keep a step's tokens.
 
         Returns:
-            Core requests among them that nobody reads later.
+            Core requests among them that nobody reads later, in the step's order.
         """
         if not self._readers:
-            return tokens.keys()
-        self._steps.append(_KeptStep(tokens, timestamp))
-        self._num_steps += 1
-        for core_id, reader in self._due.pop(self._num_steps, ()):
+            return tokens
+        read_now = self._rows.put(tokens)
+        self._timestamps.append(timestamp)
+        for core_id, reader in self._due.pop(self._rows.num_steps, ()):
             if self._readers.get(core_id) is reader:
                 self.read(core_id)
                 self._plan(core_id, reader)
-        return tokens.keys() - self._readers.keys()
+        return read_now
 
     def read(self, core_id: str) -> None:
         """Have a core request's reader read. Unknown ids are ignored."""
-        reader, kept = self._readers.get(core_id), self._steps
-        if reader is None or reader.unread_since == self._num_steps:
+        reader, num_steps = self._readers.get(core_id), self._rows.num_steps
+        if reader is None or reader.unread_since == num_steps:
             return
-        num_new = self._num_steps - reader.unread_since
-        reader.unread_since = self._num_steps
-        new = [kept[index] for index in range(len(kept) - num_new, len(kept))]
-        token_ids = [step.tokens[core_id] for step in new if core_id in step.tokens]
-        if token_ids:
-            last = next(step for step in reversed(new) if core_id in step.tokens)
-            reader.take_unread(token_ids, last.timestamp)
+        found = self._rows.read(reader.unread_column, num_steps - reader.unread_since)
+        reader.unread_since = num_steps
+        num_after = 0
+        while found and found[-1] == NO_TOKEN:
+            found.pop()
+            num_after += 1
+        if found:
+            if NO_TOKEN in found:
+                found = [token for token in found if token != NO_TOKEN]
+            reader.take_unread(found, self._timestamps[-1 - num_after])
 
     def _plan(self, core_id: str, reader: TokenReader) -> None:
-        due = self._num_steps + MAX_UNREAD_STEPS
+        due = self._rows.num_steps + MAX_UNREAD_STEPS
         self._due.setdefault(due, []).append((core_id, reader))

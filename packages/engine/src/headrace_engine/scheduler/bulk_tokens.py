@@ -78,7 +78,7 @@ class BulkTokens:
             self._tracker.stop_token_ids,
         )
         found = list[str]()
-        if not scheduled.keys() <= tokens.keys():
+        if len(tokens) != len(scheduled) or list(tokens) != list(scheduled):
             found += scheduled.keys() - tokens.keys()
         if not ends.isdisjoint(tokens.values()):
             found += [name for name, token in tokens.items() if token in ends]

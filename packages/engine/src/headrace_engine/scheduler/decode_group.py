@@ -21,13 +21,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
+from headrace_engine.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from headrace_engine.scheduler.request_tracker import RunningRequests
 
 MAX_UNREAD_STEPS = 32
-"""Steps after which a member's tokens are taken from the steps' mappings at the latest, which are kept so
-long (24 bytes a token)."""
+"""Steps after which a member takes its tokens at the latest."""
 KEPT_STEPS = MAX_UNREAD_STEPS + 8
 """Steps in flight when a member is looked at end later."""
 
@@ -48,8 +48,8 @@ class DecodeGroup:
         self._num_scheduled = 0
         self._num_taken = 0
         """Of the scheduled steps, those whose tokens were taken."""
-        self._tokens: deque[Mapping[str, int]] = deque(maxlen=KEPT_STEPS)
-        """Of the last steps that were taken."""
+        self._tokens = TokenRows(KEPT_STEPS)
+        """Members' tokens of the last steps that were taken."""
         self._left: deque[list[InFlight]] = deque()
         """By step in flight: parts of members that have left since it was scheduled."""
         self._due: dict[int, list[SchedulerRequest]] = {}
@@ -61,6 +61,7 @@ class DecodeGroup:
         """A quiet request decodes with the group, from the step that is being filled on."""
         state.group = self
         state.group_scheduled = state.group_taken = self._num_scheduled
+        state.group_column = self._tokens.add(state.request_id)
         self.size += 1
         del self._running.outside[state]
         self.keep(state)
@@ -80,13 +81,13 @@ class DecodeGroup:
         """A member is looked at by itself from now on; its part of steps in flight stays."""
         self.settle(state)
         state.group = None
+        self._tokens.remove(state.request_id)
         self._running.outside[state] = None
         for number in range(state.group_taken, self._num_scheduled):
             self._left[number - self._num_taken].append(InFlight(state, state.epoch, True))
         self.size -= 1
-        if not self.size:  # what is kept for members refers to requests that have ended
-            self._due.clear()
-            self._tokens.clear()
+        if not self.size:
+            self._due.clear()  # which refers to requests that have ended
 
     def dissolve(self) -> None:
         """Everybody leaves."""
@@ -107,9 +108,7 @@ class DecodeGroup:
             state.group_taken += taken
             state.own_placeholders -= taken
             state.own_in_flight -= taken
-            name, tokens = state.request_id, self._tokens
-            new = range(len(tokens) - taken, len(tokens))
-            state.own_token_ids += [tokens[index][name] for index in new]
+            state.own_token_ids += self._tokens.read(state.group_column, taken)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -154,7 +153,9 @@ class DecodeGroup:
         due = [s for s in self._due.pop(number, ()) if s.group is self and s.group_due == number]
         if number == self._num_taken:  # nobody has a placeholder: some are quiet for one step less
             after = self._due.get(number + 1, ())
-            due += [s for s in after if s.group is self and s.group_due == number + 1 and not s.is_quiet]
+            due += [
+                s for s in after if s.group is self and s.group_due == number + 1 and not s.is_quiet
+            ]
         looks = []
         for state in dict.fromkeys(due):  # some are there twice
             self.settle(state)
@@ -183,7 +184,7 @@ class DecodeGroup:
         Returns:
             Parts of those that have left since it was scheduled, whose tokens were not taken.
         """
-        self._tokens.append(tokens)
+        self._tokens.put(tokens)
         self._num_taken += 1
         return self._left.popleft()
 

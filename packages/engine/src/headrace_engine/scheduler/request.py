@@ -108,7 +108,9 @@ class SchedulerRequest:
     num_drafts: int = 0
     """Guesses that steps in flight may check."""
     group: DecodeGroup | None = None
-    """The group that it is a member of, which keeps the next three."""
+    """The group that it is a member of, which keeps the next four."""
+    group_column: int = 0
+    """Where its tokens are kept."""
     group_scheduled: int = 0
     """Steps of the group up to which its own counters count what is scheduled."""
     group_taken: int = 0
