@@ -123,7 +123,7 @@ class DecodeGroup:
 
         Returns:
             Those before, and those behind whom all members take part in the step (:meth:`schedule`); each
-            member among them goes on (:meth:`keep`) or leaves. None: the step need not have room for all
+            member among them goes on (:meth:`keep`). None: the step need not have room for all
             members, as there are too many, or as prompts before some of them take of it.
         """
         running = self._running
@@ -147,8 +147,8 @@ class DecodeGroup:
         return looks, alone[border:]
 
     def _take_due(self) -> list[SchedulerRequest]:
-        """Members that the step which is being filled must look at, in no order, and those that leave as their
-        last token comes."""
+        """Members that the step which is being filled must look at, in no order; those leave whose last token
+        it samples."""
         number = self._num_scheduled
         due = [s for s in self._due.pop(number, ()) if s.group is self and s.group_due == number]
         if number == self._num_taken:  # nobody has a placeholder: some are quiet for one step less
