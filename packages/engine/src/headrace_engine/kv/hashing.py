@@ -15,7 +15,8 @@ collides on purpose-made input, which would show one user's cache to another.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,15 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[s
         token_ids: the block's tokens, each in 0..``MAX_TOKEN_ID``.
         extra_keys: what else the block's content depends on (hash of a media item, say).
     """
-    tokens = struct.pack(f"<{len(token_ids) + 1}I", len(token_ids), *token_ids)
+    tokens = _packing(len(token_ids))(len(token_ids), *token_ids)
     keys = _encode_keys(extra_keys) if extra_keys else _NO_KEYS
     return sha256(parent + tokens + keys).digest()
+
+
+@cache
+def _packing(num_tokens: int) -> Callable[..., bytes]:
+    """Packs that number and so many tokens."""
+    return struct.Struct(f"<{num_tokens + 1}I").pack
 
 
 class BlockHashes:

@@ -69,9 +69,11 @@ class DecodeGroup:
     def keep(self, state: SchedulerRequest) -> None:
         """A member that was looked at goes on: it is looked at again when it ceases to be quiet, and before
         its last token is sampled."""
-        until = min(max(state.quiet_until, state.quiet_until_known), state.max_num_tokens - 2)
-        steps = min(max(until - state.num_computed_tokens, 1), MAX_UNREAD_STEPS)
-        state.group_due = due = self._num_scheduled + steps
+        until, last = state.quiet_until_known, state.max_num_tokens - 2
+        steps = (until if until < last else last) - state.num_computed_tokens
+        steps = 1 if steps < 1 else steps
+        due = self._num_scheduled + (steps if steps < MAX_UNREAD_STEPS else MAX_UNREAD_STEPS)
+        state.group_due = due
         if due in self._due:
             self._due[due].append(state)
         else:
