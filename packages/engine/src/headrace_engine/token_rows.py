@@ -12,7 +12,7 @@ from itertools import repeat
 import numpy as np
 
 NO_TOKEN = -1
-"""In place of a token that a request does not have."""
+"""In place of a token that a request does not have: below every token."""
 _NOBODY = 0
 """The column of requests that have none."""
 

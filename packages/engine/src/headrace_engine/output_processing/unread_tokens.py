@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from headrace_engine.token_rows import NO_TOKEN, TokenRows
+if TYPE_CHECKING:
+    from headrace_engine.token_rows import TokenRows
 
 MAX_UNREAD_STEPS = 32
 """Steps whose tokens a request takes at once at most, and so the steps that are kept."""
@@ -33,12 +34,22 @@ class UnreadTokens:
     """The tokens of the last steps, and who reads them later. Used from one thread."""
 
     def __init__(self) -> None:
-        self._rows = TokenRows(MAX_UNREAD_STEPS)
+        self._made: TokenRows | None = None
         self._timestamps: deque[float] = deque(maxlen=MAX_UNREAD_STEPS)
         self._readers: dict[str, TokenReader] = {}
         """By core request."""
         self._due: dict[int, list[tuple[str, TokenReader]]] = {}
         """By number of steps: who must have read then; some are gone."""
+
+    @property
+    def _rows(self) -> TokenRows:
+        if self._made is None:
+            from headrace_engine.token_rows import (
+                TokenRows,
+            )  # and numpy, which most processes do without
+
+            self._made = TokenRows(MAX_UNREAD_STEPS)
+        return self._made
 
     def add(self, core_id: str, reader: TokenReader) -> None:
         """Keep a core request's tokens from the next step on."""
@@ -85,13 +96,12 @@ class UnreadTokens:
         found = self._rows.read(reader.unread_column, num_steps - reader.unread_since)
         reader.unread_since = num_steps
         num_after = 0
-        while found and found[-1] == NO_TOKEN:
+        while found and found[-1] < 0:  # no part in the last steps
             found.pop()
             num_after += 1
         if found:
-            if NO_TOKEN in found:
-                found = [token for token in found if token != NO_TOKEN]
-            reader.take_unread(found, self._timestamps[-1 - num_after])
+            came = found if min(found) >= 0 else [token for token in found if token >= 0]
+            reader.take_unread(came, self._timestamps[-1 - num_after])
 
     def _plan(self, core_id: str, reader: TokenReader) -> None:
         due = self._rows.num_steps + MAX_UNREAD_STEPS
