@@ -11,8 +11,15 @@ from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput, CoreOutputs
+from headrace_engine.output_processing import unread_tokens
 from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.output_processor import OutputProcessor
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a few requests are kept, too."""
+    monkeypatch.setattr(unread_tokens, "FEWEST_REQUESTS", 1)
 
 
 class Letters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,6 +27,13 @@ from headrace_testing.engine.schedulers import CheckingWorker, batched, expected
 
 VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 7, 40, 4
 PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few() -> Iterator[None]:
+    """A few requests are enough for a group."""
+    with mock.patch.object(decode_group, "FEWEST_RUNNING", 1):
+        yield
 
 
 class Watchful(PagedKVCacheManager):
@@ -303,6 +310,33 @@ def run_members(twin: Twin, steps: int = 8) -> list[Any]:
     states = list(twin.scheduler._tracker.requests.values())
     assert twin.scheduler._tracker.decoding.size == len(states)
     return states
+
+
+def test_a_few_requests_are_looked_at_one_by_one() -> None:
+    with mock.patch.object(decode_group, "FEWEST_RUNNING", 5):
+        twin = quiet_twin(4)
+        twin.schedule()
+        for _ in range(9):
+            twin.schedule()
+            twin.land()
+        assert twin.scheduler._tracker.decoding.size == 0
+        move(twin, "add", (PROMPT, 20, (), 0, 0), 4)
+        for _ in range(6):
+            twin.schedule()
+            twin.land()
+        assert twin.scheduler._tracker.decoding.size == 5
+
+
+def test_requests_that_leave_the_group_end_in_the_order_in_which_they_run() -> None:
+    """Some results are objects, the others' tokens stop their requests in the same step: blocks are freed in
+    the order of the requests."""
+    straight = expected_tokens(PROMPT, 30, VOCAB_SIZE)
+    stop = next(one for one in straight[8:] if one not in straight[:8])
+    world = {
+        "num_blocks": 60, "groups": ("full",), "budget": 40, "max_num_seqs": 8, "policy": "fcfs",
+        "caching": False, "overlapped": True, "objects": 2, "slow": 0,
+    }  # fmt: skip
+    compare(world, [("add", (PROMPT, 24, (stop,), 0, 0))] * 6)
 
 
 def test_members_of_the_group_are_not_touched_by_a_step() -> None:

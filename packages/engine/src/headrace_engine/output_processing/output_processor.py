@@ -13,6 +13,7 @@ from headrace_core.reliability import failpoints
 from headrace_core.text import Tokenizer
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.output_processing import unread_tokens
 from headrace_engine.output_processing.detokenizer import own_bytes, token_texts
 from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.pooled import PooledState
@@ -190,7 +191,8 @@ class OutputProcessor:
             if state.is_plain and version in state.weights_versions.all:
                 state.add_plain(token_id, timestamp)
                 if state.tells_end_only:
-                    state.read_later(self._unread, core_id)
+                    if len(self._by_core_id) >= unread_tokens.FEWEST_REQUESTS:
+                        state.read_later(self._unread, core_id)
                     continue
             else:
                 aborts += self._take_token(state, core_id, token_id, step)

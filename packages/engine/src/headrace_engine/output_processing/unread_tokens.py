@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from headrace_engine.token_rows import TokenRows
 
+FEWEST_REQUESTS = 256
+"""Requests from which on tokens are kept: those of fewer are handed on one by one in less time."""
 MAX_UNREAD_STEPS = 32
 """Steps whose tokens a request takes at once at most, and so the steps that are kept."""
 

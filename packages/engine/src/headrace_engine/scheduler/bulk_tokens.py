@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
+from headrace_engine.scheduler import decode_group
 from headrace_engine.scheduler.request import InFlight, StepInFlight
 from headrace_engine.scheduler.request_tracker import RequestTracker
 
@@ -38,16 +39,17 @@ class BulkTokens:
         Returns:
             The other requests' parts of the step; their tokens are among ``result.requests`` now.
         """
-        group = self._group
-        group.is_open = told is not None and bool(result.tokens)
-        if not group.is_open and group.size:
+        group, ends = self._group, self._tracker.stop_token_ids
+        is_alike = told is not None and bool(result.tokens)
+        group.is_open = is_alike and len(self._tracker.running) >= decode_group.FEWEST_RUNNING
+        if not is_alike and group.size:
             group.dissolve()
         told = {} if told is None else told
         entries, before = landed.entries, len(told)
         if landed.is_grouped:
             entries = self._take_group(landed, step, result, told)
         if result.tokens:
-            entries = self._take_each(entries, result, told)
+            entries = self._take_each(entries, result, told, ends if is_alike else ALL_TOKENS)
         self._tracker.counters.generation_tokens += len(told) - before
         return entries
 
@@ -85,12 +87,16 @@ class BulkTokens:
         return found
 
     def _take_each(
-        self, entries: list[InFlight], result: StepResult, told: dict[str, int]
+        self,
+        entries: list[InFlight],
+        result: StepResult,
+        told: dict[str, int],
+        ends: Container[int],
     ) -> list[InFlight]:
+        """Take tokens one by one, but those that may end a request (``ends``); returns the other parts."""
         others = list[InFlight]()
         find, requests, fair = result.tokens.get, result.requests, self._tracker.fair
         late = result.late  # whose output with an earlier token is told after those of ``told``
-        ends: Container[int] = self._tracker.stop_token_ids if self._group.is_open else ALL_TOKENS
         for entry in entries:
             state = entry[0]
             token = find(state.request_id)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from headrace_engine.scheduler.request_tracker import RunningRequests
     from headrace_engine.token_rows import TokenRows
 
+FEWEST_RUNNING = 256
+"""Running requests from which on they join: fewer are looked at one by one in less time."""
 MAX_UNREAD_STEPS = 32
 """Steps after which a member takes its tokens at the latest."""
 KEPT_STEPS = MAX_UNREAD_STEPS + 8
@@ -44,7 +46,7 @@ class DecodeGroup:
         self.size = 0
         """Members."""
         self.is_open = False
-        """True if requests may join: the last step's tokens came by number."""
+        """True if requests may join: many run, and the last step's tokens came by number."""
         self._num_scheduled = 0
         self._num_taken = 0
         """Of the scheduled steps, those whose tokens were taken."""
