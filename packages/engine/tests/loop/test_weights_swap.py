@@ -90,9 +90,7 @@ async def swapping() -> AsyncIterator[Swapping]:
 
 async def test_who_runs_ends_first_and_who_comes_waits(swapping: Swapping) -> None:
     turnstile, told = swapping.turnstile, swapping.executor.worker.calls
-    running = swapping.ask(
-        "runs", 300
-    )  # more than steps pass before the test hears that "early" ended
+    running = swapping.ask("runs", 300)  # more than steps pass before the test hears that "early" ended
     await turnstile.go_on_until_running(swapping.engine, 1)
     swap = swapping.swap(weights_version="new")
     await swapping.begun()
