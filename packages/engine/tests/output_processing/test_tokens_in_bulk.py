@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput, CoreOutputs
+from headrace_engine.output_processing import unread_tokens
+from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.output_processor import OutputProcessor
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a few requests are kept, too."""
+    monkeypatch.setattr(unread_tokens, "FEWEST_REQUESTS", 1)
 
 
 class Letters:
@@ -88,3 +99,44 @@ def test_a_request_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
     output = good.take()
     assert output is not None
     assert output.outputs[0].token_ids == [1, 2]
+
+
+def feed(processor: OutputProcessor, number: int, tokens: dict[str, int], *, bulk: bool) -> None:
+    """A step's tokens; weights change once."""
+    step = CoreOutputs([], 2.0 + number, None, "0" if number < 50 else "1")
+    if bulk:
+        step.tokens = tokens
+    else:
+        step.outputs = [CoreOutput(name, [token]) for name, token in tokens.items()]
+    processor.process(step)
+
+
+def long_run(*, bulk: bool) -> list[object]:
+    """Requests that hand nothing out before their ends, which come in any step, by the core or from outside,
+    and without a part in some steps."""
+    final = RequestOutputKind.FINAL_ONLY
+    processor, draw, seen = OutputProcessor(Letters()), random.Random(3), []  # type: ignore[arg-type]
+    states = [processor.add(prepared(f"{i}", output_kind=final)) for i in range(40)]
+    firsts = [CoreOutput(f"{i}-0", [1]) for i in range(40)]
+    processor.process(CoreOutputs(firsts, 1.0, None, "0"))
+    for number in range(120):
+        here = [state for state in states if not state.finished and draw.random() < 0.95]
+        tokens = {f"{state.request.request_id}-0": 1 + draw.randrange(5) for state in here}
+        ended = draw.choice(here) if here and draw.random() < 0.3 else None
+        if ended is not None:
+            name = f"{ended.request.request_id}-0"
+            last = CoreOutput(name, [tokens.pop(name)], finish_reason="length")
+            processor.process(CoreOutputs([last], 2.0 + number, None, "0" if number < 50 else "1"))
+            seen.append(ended.take())
+        feed(processor, number, tokens, bulk=bulk)
+        asked = draw.choice(states)
+        if isinstance(asked, StreamState):
+            seen.append(dataclasses.replace(asked.metrics))
+        if number == 70:
+            processor.end(["7"], "abort")
+    processor.end([state.request.request_id for state in states], "abort")
+    return [*seen, *(state.take() for state in states)]
+
+
+def test_tokens_that_are_read_late_are_outputs() -> None:
+    assert long_run(bulk=True) == long_run(bulk=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,8 @@ from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.config import SchedulerConfig
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduler import decode_group
+from headrace_engine.scheduler.request import SchedulerRequest
 from headrace_engine.scheduler.scheduler import Scheduler
 from headrace_testing.engine.kv_managers import cache_config
 from headrace_testing.engine.schedulers import CheckingWorker, batched, expected_tokens
@@ -24,11 +29,18 @@ VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 7, 40, 4
 PROMPT = [1, 2, 3]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few() -> Iterator[None]:
+    """A few requests are enough for a group."""
+    with mock.patch.object(decode_group, "FEWEST_RUNNING", 1):
+        yield
+
+
 class Watchful(PagedKVCacheManager):
     """Says of no request that nothing happens to it: all are looked at in each step."""
 
-    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
-        return 0
+    def quiet_until(self, request_id: str) -> tuple[int, int]:
+        return 0, 0
 
 
 class Twin:
@@ -36,8 +48,10 @@ class Twin:
 
     def __init__(self, world: dict[str, Any], *, batches: bool) -> None:
         self.batches = batches
+        self.objects, self.slow = world["objects"], world["slow"]
         budget = max(world["budget"], world["max_num_seqs"])
-        cache = cache_config(world["num_blocks"] + 1, *world["groups"], block_size=BLOCK_SIZE)
+        size = world.get("block_size", BLOCK_SIZE)
+        cache = cache_config(world["num_blocks"] + 1, *world["groups"], block_size=size)
         manager = PagedKVCacheManager if batches else Watchful
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -69,14 +83,24 @@ class Twin:
         if error is not None and result.requests:
             name = list(result.requests)[error % len(result.requests)]
             result.requests[name] = RequestStepResult(error="broken")
+        for name in self._some(result.requests, step.step_id // 3, self.slow):
+            result.requests[name].is_slow = bool(result.requests[name].token_ids)
         if not self.batches:
             return self.scheduler.update(step, result)
         told: dict[str, int] = {}
-        outputs = self.scheduler.update(step, batched(result), told)
+        result = batched(result)
+        for name in self._some(result.tokens, step.step_id, self.objects):
+            result.requests[name] = RequestStepResult([result.tokens.pop(name)])
+        outputs = self.scheduler.update(step, result, told)
         self.num_told += len(told)
         order = list(step.num_scheduled_tokens)
         outputs += [CoreOutput(name, [token]) for name, token in told.items()]
         return sorted(outputs, key=lambda output: order.index(output.request_id))
+
+    @staticmethod
+    def _some(names: Iterable[str], turn: int, every: int) -> list[str]:
+        """One of ``every`` requests, others at each turn; none: of 0."""
+        return [name for name in names if every and (int(name[1:]) + turn) % every == 0]
 
     def fail(self) -> list[CoreOutput]:
         step = self.in_flight.popleft()
@@ -103,6 +127,9 @@ worlds = st.fixed_dictionaries(
         "policy": st.sampled_from(["fcfs", "priority", "fair"]),
         "caching": st.booleans(),
         "overlapped": st.booleans(),
+        "objects": st.sampled_from([0, 0, 2, 5]),
+        "slow": st.sampled_from([0, 0, 0, 4]),
+        "unread": st.sampled_from([2, 3, 32]),
     }
 )
 requests = st.tuples(
@@ -171,6 +198,12 @@ def move(twin: Twin, name: str, drawn: Any, number: int) -> list[Any]:
 @settings(max_examples=40, deadline=None)
 @given(world=worlds, moves=st.lists(moves, min_size=4, max_size=30))
 def test_bulk_is_one_by_one(world: dict[str, Any], moves: list[tuple[str, Any]]) -> None:
+    with mock.patch.object(decode_group, "MAX_UNREAD_STEPS", world["unread"]):
+        compare(world, moves)
+
+
+def compare(world: dict[str, Any], moves: list[tuple[str, Any]]) -> None:
+    """Make the same moves in bulk and one by one, and compare steps, outputs and all state."""
     twins = [Twin(world, batches=batches) for batches in (False, True)]
     end = [("run", 200)]
     for number, (name, drawn) in enumerate([*moves, ("resume", 0), *end]):
@@ -184,6 +217,11 @@ def test_bulk_is_one_by_one(world: dict[str, Any], moves: list[tuple[str, Any]])
             for twin in twins
         ]
         assert states[0] == states[1]
+        pools = [
+            [(pool.num_cached, pool.free_blocks()) for pool in twin.scheduler._kv.pools]
+            for twin in twins
+        ]
+        assert pools[0] == pools[1]
         counts = [twin.scheduler.stats().generation_tokens for twin in twins]
         assert counts[0] == counts[1]
 
@@ -191,7 +229,7 @@ def test_bulk_is_one_by_one(world: dict[str, Any], moves: list[tuple[str, Any]])
 def quiet_twin(num_requests: int = 4, max_tokens: int = 20, **changes: Any) -> Twin:
     world = {
         "num_blocks": 60, "groups": ("full",), "budget": 40, "max_num_seqs": 8, "policy": "fcfs",
-        "caching": True, "overlapped": True, **changes,
+        "caching": True, "overlapped": True, "objects": 0, "slow": 0, **changes,
     }  # fmt: skip
     twin = Twin(world, batches=True)
     for number in range(num_requests):
@@ -261,3 +299,111 @@ def test_a_stop_token_ends_a_quiet_request(min_tokens: int) -> None:
     end = straight.index(stop, max(0, min_tokens - 1)) + 1
     assert [token for one in outputs for token in one.new_token_ids] == straight[:end]
     assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", stop)
+
+
+def run_members(twin: Twin, steps: int = 8) -> list[Any]:
+    """All requests are members of the group after these steps, one step in flight: their states."""
+    twin.schedule()
+    for _ in range(steps):
+        twin.schedule()
+        twin.land()
+    states = list(twin.scheduler._tracker.requests.values())
+    assert twin.scheduler._tracker.decoding.size == len(states)
+    return states
+
+
+def test_a_few_requests_are_looked_at_one_by_one() -> None:
+    with mock.patch.object(decode_group, "FEWEST_RUNNING", 5):
+        twin = quiet_twin(4)
+        twin.schedule()
+        for _ in range(9):
+            twin.schedule()
+            twin.land()
+        assert twin.scheduler._tracker.decoding.size == 0
+        move(twin, "add", (PROMPT, 20, (), 0, 0), 4)
+        for _ in range(6):
+            twin.schedule()
+            twin.land()
+        assert twin.scheduler._tracker.decoding.size == 5
+
+
+def test_requests_that_leave_the_group_end_in_the_order_in_which_they_run() -> None:
+    """Some results are objects, the others' tokens stop their requests in the same step: blocks are freed in
+    the order of the requests."""
+    straight = expected_tokens(PROMPT, 30, VOCAB_SIZE)
+    stop = next(one for one in straight[8:] if one not in straight[:8])
+    world = {
+        "num_blocks": 60, "groups": ("full",), "budget": 40, "max_num_seqs": 8, "policy": "fcfs",
+        "caching": False, "overlapped": True, "objects": 2, "slow": 0,
+    }  # fmt: skip
+    compare(world, [("add", (PROMPT, 24, (stop,), 0, 0))] * 6)
+
+
+def test_members_of_the_group_are_not_touched_by_a_step() -> None:
+    twin = quiet_twin(4, 36, block_size=32)
+    states = run_members(twin)
+    before = [(s.num_computed_tokens, len(s.all_token_ids)) for s in states]
+    for _ in range(5):
+        twin.schedule()
+        twin.land()
+    assert [(s.own_computed, len(s.own_token_ids)) for s in states] == before
+    assert [s.num_computed_tokens for s in states] == [before[0][0] + 5] * 4
+    assert [len(s.all_token_ids) for s in states] == [before[0][1] + 5] * 4
+
+
+@pytest.mark.parametrize("how", ["abort", "suspend"])
+def test_nothing_is_told_of_a_member_that_is_gone(how: str) -> None:
+    twin = quiet_twin(3)
+    run_members(twin)
+    getattr(twin.scheduler, how)(["r1"])
+    told = [one.request_id for one in twin.land() if one.new_token_ids]
+    assert told == (["r0", "r2"] if how == "abort" else ["r0", "r1", "r2"])
+    assert twin.scheduler._tracker.decoding.size == 2
+
+
+def test_a_member_without_a_result_ends() -> None:
+    twin = quiet_twin(3)
+    run_members(twin)
+    step = twin.in_flight.popleft()
+    result = batched(twin.worker.execute(step))
+    del result.tokens["r1"]
+    told: dict[str, int] = {}
+    (output,) = twin.scheduler.update(step, result, told)
+    assert (output.request_id, output.finish_reason) == ("r1", "error")
+    assert "no result" in str(output.error)
+    assert list(told) == ["r0", "r2"]
+
+
+def test_tokens_of_requests_that_are_not_in_the_step_are_told_of_nobody() -> None:
+    twin = quiet_twin(3)
+    run_members(twin)
+    step = twin.in_flight.popleft()
+    result = batched(twin.worker.execute(step))
+    result.tokens["stranger"] = 1
+    told: dict[str, int] = {}
+    assert twin.scheduler.update(step, result, told) == []
+    assert list(told) == ["r0", "r1", "r2"]
+
+
+def test_a_prompt_before_members_is_scheduled_before_them() -> None:
+    """It may take what the step has room for, so that the group waits its turn behind it."""
+    twin = quiet_twin(3, budget=8, policy="priority")
+    run_members(twin)
+    move(twin, "add", (list(range(1, 20)), 4, (), 0, -1), 9)
+    first, second = (twin.schedule()[1], twin.schedule())
+    assert (first, second) == (["r0", "r1", "r2", "r9"], None)
+    twin.land()
+    assert twin.schedule()[1] == ["r9"], "the rest of its prompt fills the step"
+
+
+def test_ended_requests_are_not_kept_for_the_group() -> None:
+    twin = quiet_twin(0)
+    names = ["r7001", "r7002"]
+    for number in (7001, 7002):
+        move(twin, "add", (PROMPT, 20, (), 0, 0), number)
+    run_members(twin)
+    twin.scheduler.abort(names)
+    twin.land()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is SchedulerRequest]
+    assert not [one for one in kept if one.request_id in names]

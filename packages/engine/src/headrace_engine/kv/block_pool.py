@@ -74,15 +74,19 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Reference ``count`` blocks from the free list's head; the caller checked ``num_free``."""
         taken: list[int] = []
+        following = self._next
         for _ in range(count):
-            block_id = self._next[0]
-            self._unlink(block_id)
+            block_id = following[0]
+            following[0] = after = following[block_id]
+            self._prev[after] = 0
             digest = self._digests[block_id]
-            if digest is not None and self.given_up is not None:
-                self.given_up.append((block_id, self._group_of[block_id], digest))
-            self._forget(block_id)
+            if digest is not None:
+                if self.given_up is not None:
+                    self.given_up.append((block_id, self._group_of[block_id], digest))
+                self._forget(block_id)
             self.ref_counts[block_id] = 1
             taken.append(block_id)
+        self.num_free -= count
         return taken
 
     def acquire(self, block_ids: Iterable[int]) -> None:

@@ -137,14 +137,10 @@ class KVCacheManager(ABC):
         state which it leaves can serve other requests; 0 = anywhere. Never needed for correctness."""
         return 0
 
-    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
-        """Number of a request's tokens up to which :meth:`allocate` gives it nothing and changes nothing;
-        0 = not known.
-
-        Args:
-            last_is_known: False: as long as the last of the tokens that are asked for is not known yet.
-        """
-        return 0
+    def quiet_until(self, request_id: str) -> tuple[int, int]:
+        """Number of a request's tokens up to which :meth:`allocate` gives it nothing and changes nothing, and
+        the same as long as the last of the tokens that are asked for is not known yet; 0 = not known."""
+        return 0, 0
 
     @abstractmethod
     def block_ids(self, request_id: str) -> BlockIds:

@@ -15,7 +15,8 @@ collides on purpose-made input, which would show one user's cache to another.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _DOMAIN = b"headrace-kv-1"
 _U32 = struct.Struct("<I")
+_NO_KEYS = _U32.pack(0)
 
 MAX_TOKEN_ID = 2**32 - 1
 """Largest token id that the encoding can hold."""
@@ -48,8 +50,15 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[s
         token_ids: the block's tokens, each in 0..``MAX_TOKEN_ID``.
         extra_keys: what else the block's content depends on (hash of a media item, say).
     """
-    tokens = struct.pack(f"<{len(token_ids) + 1}I", len(token_ids), *token_ids)
-    return sha256(parent + tokens + _encode_keys(extra_keys)).digest()
+    tokens = _packing(len(token_ids))(len(token_ids), *token_ids)
+    keys = _encode_keys(extra_keys) if extra_keys else _NO_KEYS
+    return sha256(parent + tokens + keys).digest()
+
+
+@cache
+def _packing(num_tokens: int) -> Callable[..., bytes]:
+    """Packs that number and so many tokens."""
+    return struct.Struct(f"<{num_tokens + 1}I").pack
 
 
 class BlockHashes:
@@ -83,10 +92,15 @@ class BlockHashes:
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Digests of all full blocks of ``token_ids``, which must continue the earlier ones."""
         size, digests = self._block_size, self.digests
+        count = len(token_ids) // size
+        if count == len(digests):
+            return digests
         parent = digests[-1] if digests else self._root
-        for index in range(len(digests), len(token_ids) // size):
-            start, end = index * size, (index + 1) * size
-            parent = block_digest(parent, token_ids[start:end], self._keys(start, end))
+        has_keys = self._embeds is not None or bool(self._media)
+        for start in range(len(digests) * size, count * size, size):
+            end = start + size
+            keys = self._keys(start, end) if has_keys else ()
+            parent = block_digest(parent, token_ids[start:end], keys)
             digests.append(parent)
         return digests
 

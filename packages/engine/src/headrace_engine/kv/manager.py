@@ -150,20 +150,20 @@ class PagedKVCacheManager(KVCacheManager):
             raise ValueError(f"num_new_tokens = {num_new_tokens}: must be at least 1")
         entry = self._entries.get(sequence.request_id)
         if entry is not None:
+            total = sequence.num_computed_tokens + num_new_tokens
             # Nearly every decoding step: its block is there, and will not be full after it.
-            if (
-                sequence.num_computed_tokens + num_new_tokens <= entry.no_allocation_until
-                and match is None
-            ):
+            if total <= entry.no_allocation_until and match is None:
                 return self._nothing
             if match is None and self._is_plain:
-                return self._grow_plain(entry, sequence.num_computed_tokens + num_new_tokens)
+                return self._grow_plain(entry, total)
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
         entry = RequestBlocks(sequence, len(self._policies))
         if match is None:
             gained = self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
+        elif self._is_plain and not match.num_tokens:
+            gained = self._grow_plain(entry, sequence.num_computed_tokens + num_new_tokens)
         else:
             computed = sequence.num_computed_tokens + match.num_tokens
             gained = self._grow(entry, computed, num_new_tokens, match.block_ids)
@@ -253,10 +253,10 @@ class PagedKVCacheManager(KVCacheManager):
         last = (len(sequence.all_token_ids) - 1) // self.block_size * self.block_size
         return next((end for end in (branch, last) if end > num_computed_tokens), 0)
 
-    def quiet_until(self, request_id: str, *, last_is_known: bool = True) -> int:
+    def quiet_until(self, request_id: str) -> tuple[int, int]:
         until = self._entries[request_id].no_allocation_until
         # The token that fills a block makes it findable only once that token is known.
-        return until + (self.enable_prefix_caching and not last_is_known and until > 0)
+        return until, until + (self.enable_prefix_caching and until > 0)
 
     def block_ids(self, request_id: str) -> BlockIds:
         return tuple(list(table) for table in self._entries[request_id].tables)
@@ -350,18 +350,36 @@ class PagedKVCacheManager(KVCacheManager):
     def _grow_plain(self, entry: RequestBlocks, total: int) -> BlockIds | None:
         """:meth:`_grow` to ``total`` tokens where there is one group, whose tables only grow: thousands of
         decoding requests come here every few steps."""
-        (table,) = entry.tables
-        missing = -(-total // self.block_size) - len(table)
+        (table,), (pool,), size = entry.tables, self._pools, self.block_size
         gained = self._nothing
-        if missing > 0:
-            (pool,) = self._pools
+        if total > len(table) * size:
+            missing = -(-total // size) - len(table)
             if pool.num_free < missing:
                 return None
             gained = (pool.take(missing),)
             table += gained[0]
-        self._register(entry, total)
-        entry.no_allocation_until = self._no_allocation_until(entry)
+        entry.no_allocation_until = len(table) * size
+        if self.enable_prefix_caching:
+            token_ids = entry.sequence.all_token_ids
+            known = min(total, len(token_ids)) // size
+            if known > entry.num_registered:
+                self._register_plain(entry, known, token_ids)
+            entry.no_allocation_until = min(len(table), known + 1) * size - 1
         return gained
+
+    def _register_plain(
+        self, entry: RequestBlocks, num_known: int, token_ids: Sequence[int]
+    ) -> None:
+        """:meth:`_register` for the first ``num_known`` blocks where there is one group."""
+        first, entry.num_registered = entry.num_registered, num_known
+        if entry.is_private:
+            return
+        hashes = self._hashes.get(entry.sequence.request_id)
+        digests = self._digests(entry.sequence) if hashes is None else hashes.extend(token_ids)
+        (table,), (pool,) = entry.tables, self._pools
+        for index in range(first, num_known):
+            if pool.register(table[index], 0, digests[index]):
+                self._tell_registered(entry, 0, index, self.filling)
 
     def _wanted(
         self, entry: RequestBlocks, computed: int, missing: int, matched: BlockIds | None
@@ -491,20 +509,24 @@ class PagedKVCacheManager(KVCacheManager):
         """
         if not self.enable_prefix_caching or entry.is_private:
             return
-        known = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
-        digests, table = self._digests(entry.sequence), entry.tables[group]
+        sequence, table, pool = entry.sequence, entry.tables[group], self._pool_of[group]
+        known = min(num_written, len(sequence.all_token_ids)) // self.block_size
+        digests = self._digests(sequence)
         for index in range(indices.start, min(indices.stop, known)):
-            if table[index] == NULL_BLOCK:
+            block_id = table[index]
+            if block_id == NULL_BLOCK or not pool.register(block_id, group, digests[index]):
                 continue
-            is_new = self._pool_of[group].register(table[index], group, digests[index])
-            if not is_new:
-                continue
-            if self._events is not None:
-                self._tell_stored(entry, index)
-            if self.notes_blocks:
-                (self.filled if noted is None else noted).append(
-                    CachedBlock(group, table[index], digests[index])
-                )
+            self._tell_registered(entry, group, index, self.filled if noted is None else noted)
+
+    def _tell_registered(
+        self, entry: RequestBlocks, group: int, index: int, noted: list[CachedBlock]
+    ) -> None:
+        """A block has become findable: tell, and note it, if somebody asks."""
+        if self._events is not None:
+            self._tell_stored(entry, index)
+        if self.notes_blocks:
+            digest = self._digests(entry.sequence)[index]
+            noted.append(CachedBlock(group, entry.tables[group][index], digest))
 
     def _keeps_state(self, entry: RequestBlocks, computed: int) -> bool:
         """True if the state after ``computed`` tokens is there, and worth being found again."""

@@ -36,6 +36,7 @@ from headrace_engine.output_processing.logprobs import (
     split,
 )
 from headrace_engine.output_processing.stop import StopFinder
+from headrace_engine.output_processing.unread_tokens import UnreadTokens
 from headrace_engine.output_processing.versions_seen import VersionsSeen
 
 TOKEN_BYTES = 64
@@ -90,9 +91,9 @@ class CompletionState:
         return num_tokens * TOKEN_BYTES + self._num_entries * ENTRY_BYTES
 
     @property
-    def plain_tokens(self) -> list[int] | None:
-        """The tokens, if those that come need only be appended; None: each is looked at."""
-        return None if self._seeks_stops else self.token_ids
+    def is_plain(self) -> bool:
+        """True if tokens that come need only be appended; False: each is looked at."""
+        return not self._seeks_stops
 
     @property
     def ended(self) -> bool:
@@ -338,11 +339,15 @@ class StreamState:
             and params.prompt_logprobs is None
         )
         self._prompt_logprobs: Logprobs | None = None
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._unread: UnreadTokens | None = None
+        """Keeps tokens that have come and that nobody has asked for yet; None: there are none."""
+        self.unread_since = self.unread_column = 0
+        """See :class:`headrace_engine.output_processing.unread_tokens.TokenReader`."""
         self.weights_versions = VersionsSeen()
-        self.plain_tokens = None if self._only is None else self._only.plain_tokens
-        """The tokens so far, of a request with one completion of which nobody asks more than these
-        before it is handed out: further ones are appended. None once it has ended, too."""
+        self.is_plain = self._only is not None and self._only.is_plain
+        """True of a request with one completion of which nobody asks more than its tokens before it is handed
+        out: further ones are appended. False once it has ended, too."""
         self._num_cached_tokens = 0
         self._kv_transfer_params: dict[str, Any] | None = None
         self._num_preemptions: dict[str, int] = {}
@@ -352,6 +357,12 @@ class StreamState:
         """Called once, when the next output has been taken."""
         self.num_waiting = len(self._list)
         """Completions that run, and of which the core has said nothing yet."""
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times and counts, of all tokens so far."""
+        self.read_unread()
+        return self._metrics
 
     @property
     def finished(self) -> bool:
@@ -377,6 +388,7 @@ class StreamState:
         completion = self._only or self._completions[output.request_id]
         if completion.finish_reason is not None:
             return False
+        self.read_unread(last=output.finish_reason is not None)
         if not completion.started:
             self._start(completion, output)
         metrics = self.metrics
@@ -390,7 +402,7 @@ class StreamState:
                 metrics.num_draft_tokens += output.num_drafted
                 metrics.num_accepted_tokens += len(output.new_token_ids) - 1
         if output.finish_reason is not None:
-            self.plain_tokens = None
+            self.is_plain = False
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
         if output.num_preemptions:
@@ -411,6 +423,7 @@ class StreamState:
         completion = self._only or self._completions[core_id]
         if completion.finish_reason is not None:
             return False
+        self.read_unread()
         metrics = self.metrics
         metrics.last_token_ts = timestamp
         metrics.num_generation_tokens += 1
@@ -418,18 +431,53 @@ class StreamState:
             self.weights_versions.see(weights_version)
         return completion.add_token(token_id)
 
+    def add_plain(self, token_id: int, timestamp: float) -> None:
+        """:meth:`add_token` while the request :attr:`is_plain`, by weights that it has seen."""
+        self._list[0].token_ids.append(token_id)
+        metrics = self._metrics
+        metrics.last_token_ts = timestamp
+        metrics.num_generation_tokens += 1
+
+    def read_later(self, unread: UnreadTokens, core_id: str) -> None:
+        """Have further tokens kept until they are asked for, while the request :attr:`is_plain`."""
+        self._unread = unread
+        unread.add(core_id, self)
+
+    def read_unread(self, *, last: bool = False) -> None:
+        """Take the tokens that are kept, if some are.
+
+        Args:
+            last: none are kept from now on.
+        """
+        unread = self._unread
+        if unread is None:
+            return
+        core_id = self.request.core_requests[0].request_id
+        if last:
+            self._unread = None
+            unread.remove(core_id)
+        else:
+            unread.read(core_id)
+
+    def take_unread(self, token_ids: list[int], last_timestamp: float) -> None:
+        """See :class:`headrace_engine.output_processing.unread_tokens.TokenReader`."""
+        self._list[0].token_ids += token_ids
+        self._metrics.last_token_ts = last_timestamp
+        self._metrics.num_generation_tokens += len(token_ids)
+
     def add_step(self, times: StepTimes) -> None:
         """A step took so long, of which any completion was part; before its outputs."""
         if not self.finished:
-            metrics = self.metrics
+            metrics = self._metrics
             metrics.step_times = metrics.step_times.plus(times) if metrics.step_times else times
 
     def end(self, finish_reason: str) -> None:
         """End every completion that still runs."""
+        self.read_unread(last=True)
         for completion in self._list:
             completion.end(finish_reason)
         self.num_waiting = 0
-        self.plain_tokens = None
+        self.is_plain = False
 
     @property
     def ready(self) -> bool:
@@ -459,6 +507,7 @@ class StreamState:
         """Everything since the last call, as the output kind asks; None if that is too little."""
         if not self.ready:
             return None
+        self.read_unread()
         self._tell_taken()
         self._taken_finished = self.finished
         if self._kind is RequestOutputKind.DELTA:

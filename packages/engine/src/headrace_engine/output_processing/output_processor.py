@@ -13,9 +13,11 @@ from headrace_core.reliability import failpoints
 from headrace_core.text import Tokenizer
 from headrace_engine.input_processing.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
+from headrace_engine.output_processing import unread_tokens
 from headrace_engine.output_processing.detokenizer import own_bytes, token_texts
 from headrace_engine.output_processing.output import StreamState
 from headrace_engine.output_processing.pooled import PooledState
+from headrace_engine.output_processing.unread_tokens import UnreadTokens
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ class OutputProcessor:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._rate = StartRate(clock)
+        self._unread = UnreadTokens()
+        self._version = ""
+        """Of the weights that computed the tokens in there."""
 
     @property
     def states(self) -> list[FollowedRequest]:
@@ -123,6 +128,8 @@ class OutputProcessor:
         if self._by_id.get(state.request.request_id) is not state:
             return []
         del self._by_id[state.request.request_id]
+        if isinstance(state, StreamState):
+            state.read_unread(last=True)
         self._count_waiting(state, -state.num_waiting)
         for core in state.request.core_requests:
             self._by_core_id.pop(core.request_id, None)
@@ -172,18 +179,20 @@ class OutputProcessor:
         """Take in the tokens of requests that merely go on; returns what to abort."""
         find, timestamp, version = self._by_core_id.get, step.timestamp, step.weights_version
         aborts: list[str] = []
-        for core_id, token_id in step.tokens.items():
-            state = find(core_id)
+        if version != self._version:  # each notes the new one
+            self._unread.remove_all()
+            self._version = version
+        tokens = step.tokens
+        for core_id in self._unread.put_aside(tokens, timestamp):
+            token_id, state = tokens[core_id], find(core_id)
             if state is None:
                 continue
             assert type(state) is StreamState
-            token_ids = state.plain_tokens
-            if token_ids is not None and version in state.weights_versions.all:
-                token_ids.append(token_id)
-                metrics = state.metrics
-                metrics.last_token_ts = timestamp
-                metrics.num_generation_tokens += 1
+            if state.is_plain and version in state.weights_versions.all:
+                state.add_plain(token_id, timestamp)
                 if state.tells_end_only:
+                    if len(self._by_core_id) >= unread_tokens.FEWEST_REQUESTS:
+                        state.read_later(self._unread, core_id)
                     continue
             else:
                 aborts += self._take_token(state, core_id, token_id, step)

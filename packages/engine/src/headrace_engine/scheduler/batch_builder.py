@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace_core.errors import RequestError
 from headrace_core.reliability import failpoints
@@ -12,6 +12,7 @@ from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_plan import BatchPlan, StepLimits
+from headrace_engine.scheduler.decode_group import DecodeGroup
 from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.prompt_pace import PromptPace
@@ -64,7 +65,7 @@ class BatchBuilder:
         """The next step; without entries if nothing can run now."""
         self._tracker.waiting.refresh()
         plan = self._limits.plan(self._tracker)
-        while not plan.entries and (state := self._next_quarantined()) is not None:
+        while not plan.num_requests and (state := self._next_quarantined()) is not None:
             if self._transfer is not None and self._transfer.is_loading:
                 return plan  # it may need the blocks that are held until then
             try:
@@ -73,11 +74,11 @@ class BatchBuilder:
                 self._schedule_quarantined(state, plan)
             except Exception as error:
                 self._refuse(state, error)
-        if plan.entries:
+        if plan.num_requests:
             return plan
         plan.may_wait = True
         self._fill(plan)
-        if plan.waits and not plan.entries:  # nobody gains by the waiting
+        if plan.waits and not plan.num_requests:  # nobody gains by the waiting
             self._media.ahead.drop_wanted()
             plan = self._limits.plan(self._tracker)
             self._fill(plan)
@@ -102,7 +103,7 @@ class BatchBuilder:
         # After a preemption the pool is exhausted: admitting now would only thrash.
         if self._adapters is not None and not plan.num_preempted:
             self._open_slots(self._adapters)
-        if self._pace is not None and (plan.entries or plan.delays_tokens):
+        if self._pace is not None and (plan.num_requests or plan.delays_tokens):
             plan.most_prompt_tokens = self._pace.most_prompt_tokens(plan.size - plan.budget)
         for state in self._tracker.waiting.in_order(begun):
             if not plan.num_preempted:
@@ -120,17 +121,55 @@ class BatchBuilder:
             Those that have begun their prompts and are still to be added, where prompts come last.
         """
         begun: list[SchedulerRequest] = []
-        index, running = 0, self._tracker.running
+        running, group = self._tracker.running, self._tracker.decoding
+        parts = None
+        if self._are_alike and (group.size or group.is_open):
+            parts = group.parts(min(plan.budget, plan.max_requests), self._prompts_last)
+        if parts is None:
+            if group.size:
+                group.dissolve()
+            self._walk(list(running), plan, begun)
+        else:
+            before, behind = parts
+            self._walk(before, plan, begun)
+            plan.add_group(group.schedule())
+            self._walk(behind, plan, begun)
+            if plan.num_grouped:
+                plan.num_scheduled_tokens = running.counts(plan.num_scheduled_tokens)
+        plan.num_in_order = len(plan.entries)
+        return begun
+
+    @property
+    def _are_alike(self) -> bool:
+        """True if requests that decode differ by their tokens only."""
+        return self._drafts is None and self._limits.steps_beside == 1 and failpoints.PLAN is None
+
+    def _walk(
+        self, states: Sequence[SchedulerRequest], plan: BatchPlan, begun: list[SchedulerRequest]
+    ) -> None:
+        """Look at running requests, in order, and add them. Members of the group are part of the step anyway:
+        they are given blocks.
+
+        Args:
+            begun: gains those that have begun their prompts, where prompts come last.
+        """
+        index = 0
         allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
         waits_for_tokens = self._limits.steps_beside > 1
-        are_alike = self._drafts is None and not waits_for_tokens and failpoints.PLAN is None
-        while index < len(running) and plan.budget > 0 and len(plan.entries) < plan.max_requests:
-            state = running[index]
-            if are_alike and state.is_quiet:
-                index = plan.add_quiet(running, index)
-                continue
+        are_alike = self._are_alike
+        while index < len(states) and plan.budget > 0 and plan.num_requests < plan.max_requests:
+            state = states[index]
             index += 1
-            num_tokens = len(state.all_token_ids) + state.num_placeholders
+            if state.status is not RequestStatus.RUNNING:
+                continue  # one before it needed its blocks
+            if state.group is not None:
+                if not self._give_block(state.group, state, plan):
+                    break
+                continue
+            if are_alike and state.is_quiet:
+                index = plan.add_quiet(states, index - 1)
+                continue
+            num_tokens = state.num_tokens
             if num_tokens >= state.max_num_tokens:
                 continue  # the steps in flight bring it to its end
             if (state.is_slow or waits_for_tokens) and state.num_placeholders:
@@ -149,7 +188,8 @@ class BatchBuilder:
             num_drafts = 0
             try:
                 if decodes and self._drafts is not None:
-                    num_drafts = self._drafts.room(state, plan.budget, plan.size, len(running))
+                    num_running = len(self._tracker.running)
+                    num_drafts = self._drafts.room(state, plan.budget, plan.size, num_running)
                 gained = allocate(state, num_tokens + num_drafts)
                 if gained is None and num_drafts:
                     num_drafts = 0
@@ -157,7 +197,6 @@ class BatchBuilder:
                 if gained is None:
                     gained = self._preempt_for(state, num_tokens, plan)
             except Exception as error:
-                index -= 1
                 self._refuse(state, error)
                 continue
             if gained is None:
@@ -170,13 +209,31 @@ class BatchBuilder:
                 self._add(state, num_tokens, plan, held_back=num_tokens < most)
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
-        return begun
+
+    def _give_block(self, group: DecodeGroup, state: SchedulerRequest, plan: BatchPlan) -> bool:
+        """Make room for a member's next token; it is part of the step anyway. False: it was preempted, as
+        there is none."""
+        try:
+            gained = self._kv.allocate(state, 1)
+            if gained is None:
+                gained = self._preempt_for(state, 1, plan)
+        except Exception as error:
+            self._refuse(state, error)
+            return True
+        if gained is None:
+            return False
+        self._keep_quiet(state)
+        group.keep(state)
+        if any(gained):
+            plan.new_block_ids[state.request_id] = gained
+        return True
 
     def _keep_quiet(self, state: SchedulerRequest) -> None:
         """Look at a decoding request again only when something will happen to it."""
-        quiet_until, last = self._kv.quiet_until, state.max_num_tokens - 1
-        state.quiet_until = min(quiet_until(state.request_id), last)
-        state.quiet_until_known = min(quiet_until(state.request_id, last_is_known=False), last)
+        until, until_known = self._kv.quiet_until(state.request_id)
+        last = state.max_num_tokens - 1
+        state.quiet_until = until if until < last else last
+        state.quiet_until_known = until_known if until_known < last else last
 
     def _add(
         self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False
@@ -226,7 +283,7 @@ class BatchBuilder:
         """Add a further part of a prompt that has begun, if there is room for it behind others."""
         if state.status is not RequestStatus.RUNNING:
             return  # one before it needed its blocks
-        if plan.prompt_budget <= 0 or len(plan.entries) >= plan.max_requests:
+        if plan.prompt_budget <= 0 or plan.num_requests >= plan.max_requests:
             return
         computed = state.num_computed_tokens
         most = min(self._limits.share(state.num_tokens - computed, plan), plan.prompt_budget)
@@ -255,15 +312,14 @@ class BatchBuilder:
             None if they are not enough: it keeps its own and waits for others to end, or is preempted itself
             if nobody runs.
         """
-        running = self._tracker.running
-        for victim in reversed(running[running.index(state) + 1 :]):
+        for victim in reversed(self._tracker.running.behind(state)):
             if victim.request_id in plan.num_scheduled_tokens:
                 continue
             self._preempt(victim, plan)
             gained = self._kv.allocate(state, num_tokens)
             if gained is not None:
                 return gained
-        if not plan.entries:
+        if not plan.num_requests:
             self._preempt(state, plan)
         return None
 
@@ -282,7 +338,7 @@ class BatchBuilder:
             and plan.prompt_budget > 0
             and plan.num_prompt_tokens < self._limits.enough_prompt
             and len(self._tracker.running) < self._limits.max_seqs
-            and len(plan.entries) < plan.max_requests
+            and plan.num_requests < plan.max_requests
             and len(passed_over) < self._limits.max_seqs
         ):
             state = waiting.peek()

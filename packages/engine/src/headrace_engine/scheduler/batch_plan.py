@@ -46,10 +46,20 @@ class BatchPlan:
         self.waits = False
         """One was."""
         self.entries: list[InFlight] = []
+        """Parts of requests, but for those of the group."""
+        self.num_in_order = 0
+        """The first so many entries are in the order in which requests run."""
+        self.num_grouped = 0
+        """Requests that have one token as members of the group."""
         self.num_scheduled_tokens: dict[str, int] = {}
         self.num_drafts: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the step."""
+        return len(self.entries) + self.num_grouped
 
     @property
     def prompt_budget(self) -> int:
@@ -69,7 +79,7 @@ class BatchPlan:
         *,
         held_back: bool = False,
     ) -> None:
-        """Count ``num_tokens`` of a request as computed by this step.
+        """Count ``num_tokens`` of a request, which is in no group, as computed by this step.
 
         Args:
             held_back: the step could hold more of it, but is to end there.
@@ -77,11 +87,11 @@ class BatchPlan:
         self.budget -= num_tokens
         self.num_prompt_tokens += num_tokens
         self.num_scheduled_tokens[state.request_id] = num_tokens
-        state.num_computed_tokens += num_tokens
-        state.num_steps_in_flight += 1
-        remaining = len(state.all_token_ids) + state.num_placeholders - state.num_computed_tokens
+        state.own_computed += num_tokens
+        state.own_in_flight += 1
+        remaining = len(state.own_token_ids) + state.own_placeholders - state.own_computed
         if remaining == 0:
-            state.num_placeholders += 1
+            state.own_placeholders += 1
         else:
             self.num_partial += not held_back
             self.num_long_partial += 0 < long_threshold < remaining
@@ -95,9 +105,9 @@ class BatchPlan:
         """
         self.budget -= 1
         self.num_scheduled_tokens[state.request_id] = 1
-        state.num_computed_tokens += 1
-        state.num_steps_in_flight += 1
-        state.num_placeholders += 1
+        state.own_computed += 1
+        state.own_in_flight += 1
+        state.own_placeholders += 1
         entry = state.decoding_entry
         if entry is None or entry[1] != state.epoch or entry[3] != num_drafts:
             entry = state.decoding_entry = InFlight(state, state.epoch, True, num_drafts)
@@ -105,9 +115,14 @@ class BatchPlan:
         if num_drafts:
             self.budget -= num_drafts
             self.num_drafts[state.request_id] = num_drafts
-            state.num_computed_tokens += num_drafts
-            state.num_placeholders += num_drafts
+            state.own_computed += num_drafts
+            state.own_placeholders += num_drafts
             state.num_drafts += num_drafts
+
+    def add_group(self, num_members: int) -> None:
+        """:meth:`add_decode` for all members of the group, which counts for them; there is room for each."""
+        self.num_grouped = num_members
+        self.budget -= num_members
 
     def add_quiet(self, states: Sequence[SchedulerRequest], start: int) -> int:
         """:meth:`add_decode` for requests one after another, as long as the step has room and nothing else
@@ -120,21 +135,21 @@ class BatchPlan:
         Returns:
             Index of the first that is not added.
         """
-        room = min(self.budget, self.max_requests - len(self.entries))
+        room = min(self.budget, self.max_requests - self.num_requests)
         end = min(start + room, len(states))
         scheduled, add_entry = self.num_scheduled_tokens, self.entries.append
-        # The one loop over all that run: thousands, of which a step touches a few otherwise.
         for index in range(start, end):
             state = states[index]
-            computed = state.num_computed_tokens
-            if computed >= state.quiet_until and not (
-                computed < state.quiet_until_known and state.num_placeholders
+            computed = state.own_computed
+            if state.group is not None or (
+                computed >= state.quiet_until
+                and not (computed < state.quiet_until_known and state.own_placeholders)
             ):
                 end = index
                 break
-            state.num_computed_tokens = computed + 1
-            state.num_steps_in_flight += 1
-            state.num_placeholders += 1
+            state.own_computed = computed + 1
+            state.own_in_flight += 1
+            state.own_placeholders += 1
             scheduled[state.request_id] = 1
             add_entry(state.decoding_entry)  # type: ignore[arg-type]  # add_decode has made it
         self.budget -= end - start
@@ -146,9 +161,9 @@ class BatchPlan:
         self.budget -= num_tokens
         self.num_prompt_tokens += num_tokens
         self.num_scheduled_tokens[state.request_id] += num_tokens
-        state.num_computed_tokens += num_tokens
-        if state.num_computed_tokens == state.num_tokens:
-            state.num_placeholders += 1
+        state.own_computed += num_tokens
+        if state.own_computed == state.num_tokens:
+            state.own_placeholders += 1
             self.entries[index] = InFlight(state, epoch, True)
         if not any(gained):
             return
@@ -268,5 +283,6 @@ class StepLimits:
     def _is_contended(self, tracker: RequestTracker) -> bool:
         if self._config.max_num_partial_prefills == 1 or not self.long_threshold:
             return False
-        prefilling = sum(s.num_tokens - s.num_computed_tokens > 1 for s in tracker.running)
+        alone = tracker.running.outside  # others decode
+        prefilling = sum(s.num_tokens - s.num_computed_tokens > 1 for s in alone)
         return prefilling + len(tracker.waiting) > 1

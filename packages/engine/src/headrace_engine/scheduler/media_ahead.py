@@ -27,7 +27,7 @@ class MediaAhead:
     max_vectors: that the worker keeps, of all items, or one item's; 0: nothing is embedded ahead.
     """
 
-    def __init__(self, running: list[SchedulerRequest], max_vectors: int) -> None:
+    def __init__(self, running: Iterable[SchedulerRequest], max_vectors: int) -> None:
         self._running, self._max_vectors = running, max_vectors
         self._wanted: dict[str, MediaInput] = {}
         self._asked: dict[str, int] = {}

@@ -70,7 +70,7 @@ class PromptPace:
                 plan.size - plan.budget - num_prompt,
                 num_prompt,
                 self._clock(),
-                is_typical=bool(plan.entries) and not encodes,
+                is_typical=plan.num_requests > 0 and not encodes,
             )
         )
 

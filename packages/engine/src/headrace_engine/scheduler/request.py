@@ -5,13 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.multimodal import MediaInput
 from headrace_core.request import CoreRequest, PromptEmbeds
 from headrace_core.step import TokenLogprobs
 from headrace_engine.lora.store import KnownAdapter
 from headrace_engine.scheduler.adapter_slots import Place
+
+if TYPE_CHECKING:
+    from headrace_engine.scheduler.decode_group import DecodeGroup
 
 
 class RequestStatus(enum.Enum):
@@ -40,6 +44,30 @@ class InFlight(NamedTuple):
     """Guesses that the step may check besides: it yields at most so many more tokens."""
 
 
+by_order = attrgetter("sort_key")
+"""A request's place in the policy's order."""
+
+
+class StepInFlight(NamedTuple):
+    """A step whose result is not known yet."""
+
+    step_id: int
+    entries: list[InFlight]
+    """Parts of requests that are in no group."""
+    num_in_order: int
+    """The first so many entries are in the order in which requests run."""
+    is_grouped: bool
+    """True if the group has a part in it."""
+
+    def with_left(self, left: list[InFlight]) -> list[InFlight]:
+        """All entries, with those of requests that have left the group, in the step's order."""
+        if not left:
+            return self.entries
+        first = [*self.entries[: self.num_in_order], *left]
+        first.sort(key=lambda entry: entry.state.sort_key)
+        return first + self.entries[self.num_in_order :]
+
+
 @dataclass(slots=True, eq=False)
 class SchedulerRequest:
     """One request's tokens and counters; a :class:`~headrace_engine.kv.contract.CachedSequence`.
@@ -55,12 +83,16 @@ class SchedulerRequest:
 
     A request can be scheduled for the tokens from ``num_computed_tokens`` to
     :attr:`num_tokens`; a step that reaches the end of them samples one more.
+
+    While it is a member of a :class:`~headrace_engine.scheduler.decode_group.DecodeGroup` its counters and
+    tokens are brought up to date when they are read. Fields that begin with ``own`` are not; they serve code
+    that knows that it is in none, and sums.
     """
 
     request: CoreRequest
     request_id: str
-    all_token_ids: list[int]
-    """Prompt and known output tokens."""
+    own_token_ids: list[int]
+    """:attr:`all_token_ids`, but for what is not settled of a member of a group."""
     num_prompt_tokens: int
     cache_salt: str | None
     sequence_number: int
@@ -69,11 +101,24 @@ class SchedulerRequest:
     """Place in the policy's order; the last of the running requests is preempted first."""
     max_num_tokens: int
     """Length at which it ends whatever is sampled: its ``max_tokens``, or the context's."""
-    num_computed_tokens: int = 0
-    num_placeholders: int = 0
+    own_computed: int = 0
+    """:attr:`num_computed_tokens`, likewise."""
+    own_placeholders: int = 0
+    own_in_flight: int = 0
     num_drafts: int = 0
     """Guesses that steps in flight may check."""
-    num_steps_in_flight: int = 0
+    group: DecodeGroup | None = None
+    """The group that it is a member of, which keeps the next four."""
+    group_column: int = 0
+    """Where its tokens are kept."""
+    group_scheduled: int = 0
+    """Steps of the group up to which its own counters count what is scheduled."""
+    group_taken: int = 0
+    """Steps of the group up to which they count what came of it; before that of which it was no member."""
+    group_due: int = -1
+    """The step of the group that looks at it."""
+    goes_by_number: bool = False
+    """True if the last that came of it was a token of :attr:`StepResult.tokens`."""
     quiet_until: int = 0
     """While fewer tokens than this are computed, it goes on by one token a step, and gains no block and
     reaches no limit by that; 0: it is looked at in each step."""
@@ -125,7 +170,7 @@ class SchedulerRequest:
         return cls(
             request=request,
             request_id=request.request_id,
-            all_token_ids=list(request.prompt_token_ids),
+            own_token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             cache_salt=request.cache_salt,
             sequence_number=sequence_number,
@@ -136,9 +181,55 @@ class SchedulerRequest:
         )
 
     @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and known output tokens."""
+        if self.group is not None:
+            self.group.settle(self)
+        return self.own_token_ids
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that are cached when the steps in flight end."""
+        if self.group is not None:
+            self.group.settle(self)
+        return self.own_computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, number: int) -> None:
+        if self.group is not None:
+            self.group.settle(self)
+        self.own_computed = number
+
+    @property
+    def num_placeholders(self) -> int:
+        """Tokens that steps in flight sample."""
+        if self.group is not None:
+            self.group.settle(self)
+        return self.own_placeholders
+
+    @num_placeholders.setter
+    def num_placeholders(self, number: int) -> None:
+        if self.group is not None:
+            self.group.settle(self)
+        self.own_placeholders = number
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps in flight that it has a part in."""
+        if self.group is not None:
+            self.group.settle(self)
+        return self.own_in_flight
+
+    @num_steps_in_flight.setter
+    def num_steps_in_flight(self, number: int) -> None:
+        if self.group is not None:
+            self.group.settle(self)
+        self.own_in_flight = number
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and placeholders."""
-        return len(self.all_token_ids) + self.num_placeholders
+        return len(self.all_token_ids) + self.own_placeholders
 
     @property
     def num_settled_tokens(self) -> int:
@@ -200,11 +291,28 @@ class SchedulerRequest:
         """True if nothing happens to it in the next step; see :attr:`quiet_until`."""
         computed = self.num_computed_tokens
         return computed < self.quiet_until or (
-            computed < self.quiet_until_known and self.num_placeholders > 0
+            computed < self.quiet_until_known and self.own_placeholders > 0
         )
+
+    @property
+    def may_join(self) -> bool:
+        """True if nothing happens to it in the next few steps, and of its tokens nothing else is told."""
+        return (
+            self.goes_by_number
+            and self.told_epoch == self.epoch
+            and self.is_quiet
+            and not self.ends_next
+        )
+
+    @property
+    def ends_next(self) -> bool:
+        """True if the token that the next step samples is its last."""
+        return self.num_computed_tokens >= self.max_num_tokens - 2
 
     def disturb(self) -> None:
         """It does not go on as before: it is looked at, and told of, once more."""
+        if self.group is not None:
+            self.group.leave(self)
         self.quiet_until = self.quiet_until_known = 0
         self.told_epoch = -1
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from headrace_core.request import CoreRequest
 from headrace_engine.config import SchedulerConfig
@@ -19,8 +19,9 @@ from headrace_engine.kv.contract import KVCacheManager
 from headrace_engine.kv_transfer.scheduler import KVTransfer
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import Place, SlotPlanner
+from headrace_engine.scheduler.decode_group import DecodeGroup
 from headrace_engine.scheduler.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
-from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest
+from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest, by_order
 from headrace_engine.scheduler.shortest_first import ShortestFirstQueue
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_STEPS = 4096
 """Steps whose sizes are kept for a snapshot that nobody takes."""
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
-
-
-_sort_key = attrgetter("sort_key")
+FEW = 256
+"""Requests that are taken out one by one; of more, all are looked through once."""
 
 
 @dataclass(slots=True)
@@ -99,6 +99,103 @@ class AdmissionRate:
         return min(max(interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
 
 
+class RunningRequests:
+    """Running requests by :attr:`SchedulerRequest.sort_key`: whoever is last is preempted first.
+
+    Beside the requests it keeps what a step of thousands is made from without looking at them: their ids, and
+    those of them that are not in the group that decodes.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[SchedulerRequest] = []
+        self.outside: dict[SchedulerRequest, None] = {}
+        """Those that are in no :class:`~headrace_engine.scheduler.decode_group.DecodeGroup`; in no order."""
+        self._one_each: dict[str, int] = {}
+        """One token for each id, in the policy's order unless it is stale."""
+        self._is_stale = False
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[SchedulerRequest]:
+        return iter(self._states)
+
+    def __reversed__(self) -> Iterator[SchedulerRequest]:
+        return reversed(self._states)
+
+    def __contains__(self, state: SchedulerRequest) -> bool:
+        return state in self._states
+
+    def add(self, state: SchedulerRequest) -> None:
+        """Put a request into its place."""
+        states = self._states
+        if states and states[-1].sort_key > state.sort_key:
+            bisect.insort(states, state, key=by_order)
+            self._is_stale = True
+        else:
+            states.append(state)
+        self._one_each[state.request_id] = 1
+        self.outside[state] = None
+
+    def remove(self, state: SchedulerRequest) -> None:
+        """Take a request out.
+
+        Raises:
+            ValueError: it does not run.
+        """
+        index = bisect.bisect_left(self._states, state.sort_key, key=by_order)
+        if self._states[index : index + 1] != [state]:
+            raise ValueError(f"{state.request_id!r} does not run")
+        del self._states[index]
+        self._forget(state)
+
+    def pop(self) -> SchedulerRequest:
+        """Take the last one out. IndexError if nobody runs."""
+        state = self._states.pop()
+        self._forget(state)
+        return state
+
+    def drop(self, ended: Sequence[SchedulerRequest]) -> None:
+        """Take out requests that have ended; those that are not here are passed over."""
+        if len(ended) > FEW:
+            self._states = [s for s in self._states if s.status is not RequestStatus.FINISHED]
+            for state in ended:
+                self._forget(state)
+            return
+        for state in ended:
+            with suppress(ValueError):
+                self.remove(state)
+
+    def behind(self, state: SchedulerRequest) -> list[SchedulerRequest]:
+        """Those after a request, in order."""
+        return self._states[bisect.bisect_right(self._states, state.sort_key, key=by_order) :]
+
+    def counts(self, outside: Mapping[str, int]) -> dict[str, int]:
+        """Tokens of a step, by id in the policy's order, in which all that are not :attr:`outside` have one.
+
+        Args:
+            outside: tokens of others, by id; those that are not among them have no part in the step.
+        """
+        if self._is_stale:
+            self._one_each = dict.fromkeys([state.request_id for state in self._states], 1)
+            self._is_stale = False
+        found = self._one_each.copy()
+        for state in self.outside:
+            count = outside.get(state.request_id, 0)
+            if count:
+                found[state.request_id] = count
+            else:
+                del found[state.request_id]
+        return found
+
+    def _forget(self, state: SchedulerRequest) -> None:
+        if state.group is not None:
+            state.group.leave(state)
+        if state in self.outside:
+            del self.outside[state]
+            del self._one_each[state.request_id]
+
+
 class RequestTracker:
     """The requests of one scheduler.
 
@@ -122,8 +219,8 @@ class RequestTracker:
     ) -> None:
         self.requests: dict[str, SchedulerRequest] = {}
         """By id: all that have not ended."""
-        self.running: list[SchedulerRequest] = []
-        """In the policy's order: whoever is last is preempted first."""
+        self.running = RunningRequests()
+        self.decoding = DecodeGroup(self.running)
         self.fair = FairQueue(config.fair_weights) if config.policy == "fair" else None
         self.waiting: WaitingQueue = FCFSQueue()
         if self.fair is not None:
@@ -147,6 +244,8 @@ class RequestTracker:
         self._max_model_len = max_model_len
         self._clock = clock
         self._num_added = 0
+        self._ended: list[SchedulerRequest] = []
+        """Those that ran, until they are dropped."""
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request that has been checked."""
@@ -204,7 +303,7 @@ class RequestTracker:
         self._move(state, Place.RUNNING)
         self._leave_queue(state)
         state.held_by_worker = True
-        bisect.insort(self.running, state, key=_sort_key)
+        self.running.add(state)
 
     def preempt(self, state: SchedulerRequest) -> None:
         """Take a request, already out of the running list, back to the queue."""
@@ -250,7 +349,9 @@ class RequestTracker:
         """Free what a request holds; the caller takes it out of the running list."""
         if state.status is RequestStatus.SUSPENDED:
             self.num_suspended -= 1
-        elif state.status is not RequestStatus.RUNNING and state.place is not Place.ASIDE:
+        elif state.status is RequestStatus.RUNNING:
+            self._ended.append(state)
+        elif state.place is not Place.ASIDE:
             state.status = RequestStatus.FINISHED
             self.waiting.discard()
         state.status = RequestStatus.FINISHED
@@ -280,9 +381,8 @@ class RequestTracker:
 
     def drop_finished(self) -> None:
         """Take what has ended out of the running list."""
-        ended = RequestStatus.FINISHED
-        # In place: others hold the list.
-        self.running[:] = [state for state in self.running if state.status is not ended]
+        ended, self._ended = self._ended, []
+        self.running.drop(ended)
 
     @property
     def has_late(self) -> bool:

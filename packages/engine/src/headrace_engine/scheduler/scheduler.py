@@ -36,7 +36,7 @@ import bisect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import ConfigError, PromptTooLong, QueueFull, RequestError
@@ -51,16 +51,15 @@ from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduler.adapter_slots import SlotPlanner
 from headrace_engine.scheduler.batch_builder import BatchBuilder
 from headrace_engine.scheduler.batch_plan import StepLimits
+from headrace_engine.scheduler.bulk_tokens import BulkTokens
 from headrace_engine.scheduler.draft_limits import DraftLimits
 from headrace_engine.scheduler.media_ahead import MediaAhead
 from headrace_engine.scheduler.media_limits import MediaLimits
 from headrace_engine.scheduler.prompt_pace import PromptPace
-from headrace_engine.scheduler.request import InFlight, RequestStatus, SchedulerRequest
+from headrace_engine.scheduler.request import RequestStatus, SchedulerRequest, StepInFlight
 from headrace_engine.scheduler.request_tracker import RequestTracker, output_of
 
 logger = logging.getLogger(__name__)
-
-ALL_TOKENS = range(1 << 62)
 
 
 class Scheduler:
@@ -129,7 +128,8 @@ class Scheduler:
             self._pace,
         )
         self._counters, self._fair = self._tracker.counters, self._tracker.fair
-        self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
+        self._tokens = BulkTokens(self._tracker)
+        self._in_flight: deque[StepInFlight] = deque()
         self._next_step_id = 0
 
     # -- requests ------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Scheduler:
             return None
         plan = self._builder.fill()
         moves = self._transfer is not None and self._transfer.has_moves
-        if not (plan.entries or moves) and (self._in_flight or not self._tracker.has_late):
+        if not (plan.num_requests or moves) and (self._in_flight or not self._tracker.has_late):
             return None
         # The step of a quarantined request must show what is wrong with it, however long that takes.
         allows_late = not self._builder.quarantined
@@ -246,10 +246,12 @@ class Scheduler:
         if self._transfer is not None:
             step.connector_metadata = self._transfer.metadata(step.step_id)
         self._next_step_id += 1
-        self._in_flight.append((step.step_id, plan.entries))
+        self._in_flight.append(
+            StepInFlight(step.step_id, plan.entries, plan.num_in_order, plan.num_grouped > 0)
+        )
         if self._pace is not None:
             self._pace.scheduled(plan)
-        if plan.entries:
+        if plan.num_requests:
             self._counters.count_step(plan.size - plan.budget)
         return step
 
@@ -277,9 +279,12 @@ class Scheduler:
         outputs = self._take_late(result.late) if result.late else []
         if self._transfer is not None:
             outputs += self._take_blocks(self._transfer, step.step_id, result.failed_loads)
-        entries = self._land(step)
-        if result.tokens:
-            entries = self._take_tokens(entries, result, told)
+        landed = self._land(step)
+        entries = landed.entries
+        if result.tokens or landed.is_grouped:
+            if failpoints.PLAN is not None or self._builder.quarantined:
+                told = None
+            entries = self._tokens.take(landed, step, result, told)
         find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples, num_drafts in entries:
             if state.epoch != epoch or state.status is ended:
@@ -309,7 +314,10 @@ class Scheduler:
         every cached block is forgotten and every other running request starts again; what they
         have in flight is dropped (nobody has seen those tokens).
         """
-        entries = self._land(step, failed=True)
+        group = self._tracker.decoding
+        group.dissolve()
+        landed = self._land(step, failed=True)
+        entries = landed.with_left(group.take({}) if landed.is_grouped else [])
         concerned = [s for s, epoch, *_ in entries if s.epoch == epoch and not s.finished]
         outputs = []
         if len(entries) == 1:
@@ -419,15 +427,15 @@ class Scheduler:
 
     # -- taking a result -----------------------------------------------------------------------
 
-    def _land(self, step: ScheduledStep, *, failed: bool = False) -> list[InFlight]:
-        if not self._in_flight or self._in_flight[0][0] != step.step_id:
-            expected = self._in_flight[0][0] if self._in_flight else None
+    def _land(self, step: ScheduledStep, *, failed: bool = False) -> StepInFlight:
+        if not self._in_flight or self._in_flight[0].step_id != step.step_id:
+            expected = self._in_flight[0].step_id if self._in_flight else None
             raise RuntimeError(f"step {step.step_id} has ended, but {expected} is the oldest")
         if self._adapters is not None:
             self._adapters.step_ended()
         if self._pace is not None:
             self._pace.ended(failed=failed)
-        return self._in_flight.popleft()[1]
+        return self._in_flight.popleft()
 
     def _take_blocks(
         self, transfer: KVTransfer, step_id: int, failed: list[bytes]
@@ -444,46 +452,6 @@ class Scheduler:
             )
             for state, count in ended
         ]
-
-    def _take_tokens(
-        self, entries: list[InFlight], result: StepResult, told: dict[str, int] | None
-    ) -> list[InFlight]:
-        """Take the tokens of requests that merely go on.
-
-        Returns:
-            The other requests' parts of the step; their tokens are among ``result.requests`` now.
-        """
-        is_alike = told is not None and failpoints.PLAN is None and not self._builder.quarantined
-        others, told = list[InFlight](), {} if told is None else told
-        find, requests, fair = result.tokens.get, result.requests, self._fair
-        late = result.late  # whose output with an earlier token is told after those of ``told``
-        before = len(told)
-        ends: Container[int] = self._tracker.stop_token_ids if is_alike else ALL_TOKENS
-        # The other loop over all that run; see :meth:`BatchPlan.add_quiet`.
-        for entry in entries:
-            state = entry[0]
-            token = find(state.request_id)
-            token_ids = state.all_token_ids
-            if token is None:
-                others.append(entry)
-            elif (
-                state.told_epoch == entry[1]
-                and token not in ends
-                and len(token_ids) + 1 < state.max_num_tokens
-                and not entry[3]
-                and not (late and state.request_id in late)
-            ):
-                state.num_steps_in_flight -= 1
-                state.num_placeholders -= 1
-                token_ids.append(token)
-                told[state.request_id] = token
-                if fair is not None:
-                    fair.charge(state.request.owner, 1)
-            else:
-                requests[state.request_id] = RequestStepResult([token])
-                others.append(entry)
-        self._counters.generation_tokens += len(told) - before
-        return others
 
     def _take_late(self, late: Mapping[str, RequestStepResult]) -> list[CoreOutput]:
         """Take tokens that earlier steps left open."""
@@ -546,6 +514,7 @@ class Scheduler:
             state.prompt_logprobs += result.prompt_logprobs
         if not samples:
             return None
+        state.goes_by_number = False
         state.is_slow = result.is_slow
         if result.is_slow:
             state.disturb()
@@ -642,7 +611,7 @@ def _append(state: SchedulerRequest, result: RequestStepResult) -> str | None:
     it is taken off the result."""
     token_ids = result.token_ids
     if len(token_ids) == 1:
-        state.all_token_ids += token_ids
+        state.all_token_ids.extend(token_ids)
         return state.token_finish_reason
     for index, token_id in enumerate(token_ids):
         state.all_token_ids.append(token_id)

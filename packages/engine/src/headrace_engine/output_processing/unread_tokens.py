@@ -1,0 +1,110 @@
+"""Tokens of requests that hand nothing out before their end, kept by step until somebody reads them.
+
+With thousands of such requests a step is one mapping that is put aside; each request takes its tokens out of
+many steps at once, when it ends, when it is asked for something, or after :data:`MAX_UNREAD_STEPS`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from headrace_engine.token_rows import TokenRows
+
+FEWEST_REQUESTS = 256
+"""Requests from which on tokens are kept: those of fewer are handed on one by one in less time."""
+MAX_UNREAD_STEPS = 32
+"""Steps whose tokens a request takes at once at most, and so the steps that are kept."""
+
+
+class TokenReader(Protocol):
+    """A request that takes its tokens late."""
+
+    unread_since: int
+    """Number of steps that were put aside before those that it has not read."""
+    unread_column: int
+    """Where its tokens are kept."""
+
+    def take_unread(self, token_ids: list[int], last_timestamp: float) -> None:
+        """Take tokens; the last one came at that time."""
+        ...
+
+
+class UnreadTokens:
+    """The tokens of the last steps, and who reads them later. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._made: TokenRows | None = None
+        self._timestamps: deque[float] = deque(maxlen=MAX_UNREAD_STEPS)
+        self._readers: dict[str, TokenReader] = {}
+        """By core request."""
+        self._due: dict[int, list[tuple[str, TokenReader]]] = {}
+        """By number of steps: who must have read then; some are gone."""
+
+    @property
+    def _rows(self) -> TokenRows:
+        if self._made is None:
+            from headrace_engine.token_rows import (
+                TokenRows,
+            )  # and numpy, which most processes do without
+
+            self._made = TokenRows(MAX_UNREAD_STEPS)
+        return self._made
+
+    def add(self, core_id: str, reader: TokenReader) -> None:
+        """Keep a core request's tokens from the next step on."""
+        self._readers[core_id] = reader
+        reader.unread_since = self._rows.num_steps
+        reader.unread_column = self._rows.add(core_id)
+        self._plan(core_id, reader)
+
+    def remove(self, core_id: str) -> None:
+        """Have a core request's reader read, and keep its tokens no longer. Unknown ids are ignored."""
+        if core_id in self._readers:
+            self.read(core_id)
+            del self._readers[core_id]
+            self._rows.remove(core_id)
+            if not self._readers:
+                self._due.clear()
+
+    def remove_all(self) -> None:
+        """:meth:`remove` all."""
+        for core_id in list(self._readers):
+            self.remove(core_id)
+
+    def put_aside(self, tokens: Mapping[str, int], timestamp: float) -> Iterable[str]:
+        """Keep a step's tokens.
+
+        Returns:
+            Core requests among them that nobody reads later, in the step's order.
+        """
+        if not self._readers:
+            return tokens
+        read_now = self._rows.put(tokens)
+        self._timestamps.append(timestamp)
+        for core_id, reader in self._due.pop(self._rows.num_steps, ()):
+            if self._readers.get(core_id) is reader:
+                self.read(core_id)
+                self._plan(core_id, reader)
+        return read_now
+
+    def read(self, core_id: str) -> None:
+        """Have a core request's reader read. Unknown ids are ignored."""
+        reader, num_steps = self._readers.get(core_id), self._rows.num_steps
+        if reader is None or reader.unread_since == num_steps:
+            return
+        found = self._rows.read(reader.unread_column, num_steps - reader.unread_since)
+        reader.unread_since = num_steps
+        num_after = 0
+        while found and found[-1] < 0:  # no part in the last steps
+            found.pop()
+            num_after += 1
+        if found:
+            came = found if min(found) >= 0 else [token for token in found if token >= 0]
+            reader.take_unread(came, self._timestamps[-1 - num_after])
+
+    def _plan(self, core_id: str, reader: TokenReader) -> None:
+        due = self._rows.num_steps + MAX_UNREAD_STEPS
+        self._due.setdefault(due, []).append((core_id, reader))
