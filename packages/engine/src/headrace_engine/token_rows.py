@@ -6,10 +6,8 @@ same, but each look-up waits for memory several times, and thousands are read in
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-
-import numpy as np
 
 NO_TOKEN = -1
 """In place of a token that a request does not have: below every token."""
@@ -30,11 +28,14 @@ class TokenRows:
         self._num_kept = num_kept
         self._column_of: dict[str, int] = {}
         self._free: list[int] = []
-        self._tokens = np.full((num_kept, 1), NO_TOKEN, np.int32)
-        """``[num_kept, columns]``; a step's row is its number modulo the first."""
+        self._rows = [_blank(1) for _ in range(num_kept)]
+        """``[num_kept][columns]`` int32; a step's row is its number modulo the first."""
         self._names: list[str] = []
-        """Requests of the last step, if their columns are still the same, else nothing; and these columns."""
-        self._columns = np.zeros(0, np.intp)
+        """Requests of the last step, if their columns are still the same, else nothing."""
+        self._columns: list[int] = []
+        """Of these; as many as there are of them."""
+        self._others: list[str] = []
+        """Those of them that were not added."""
 
     def __len__(self) -> int:
         return len(self._column_of)
@@ -63,28 +64,33 @@ class TokenRows:
         """
         names = list(tokens)
         if not names or names != self._names:
-            found = map(self._column_of.get, names, repeat(_NOBODY))
-            self._names, self._columns = names, np.fromiter(found, np.intp, len(names))
-        columns, row = self._columns, self._tokens[self.num_steps % self._num_kept]
-        row[:] = NO_TOKEN
-        row[columns] = np.fromiter(tokens.values(), np.int32, len(names))
+            column_of = self._column_of
+            self._names = names
+            self._columns = [column_of.get(name, _NOBODY) for name in names]
+            self._others = [name for name in names if name not in column_of]
+        index = self.num_steps % self._num_kept
+        row = self._rows[index] = _blank(len(self._rows[index]))
+        for column, token in zip(self._columns, tokens.values()):
+            row[column] = token
         self.num_steps += 1
-        return [names[index] for index in np.flatnonzero(columns == _NOBODY)]
+        return list(self._others)
 
     def read(self, column: int, count: int) -> list[int]:
         """A column's tokens of the last ``count`` steps, oldest first; :data:`NO_TOKEN` where it had none."""
-        own = self._tokens[:, column]
         end = self.num_steps % self._num_kept
         start = end - count
         if start >= 0:
-            found: list[int] = own[start:end].tolist()
-            return found
-        return [*own[start:].tolist(), *own[:end].tolist()]
+            return [row[column] for row in self._rows[start:end]]
+        return [row[column] for row in (*self._rows[start:], *self._rows[:end])]
 
     def _grow(self) -> None:
         """Make room for as many columns again."""
-        size = self._tokens.shape[1]
+        size = len(self._rows[0])
         more = max(64, size)
-        new = np.full((self._num_kept, more), NO_TOKEN, np.int32)
-        self._tokens = np.concatenate([self._tokens, new], axis=1)
+        for row in self._rows:
+            row.extend(_blank(more))
         self._free += range(size + more - 1, size - 1, -1)
+
+
+def _blank(num_columns: int) -> array[int]:
+    return array("i", (NO_TOKEN,)) * num_columns

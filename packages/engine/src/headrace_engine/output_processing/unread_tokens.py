@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from headrace_engine.token_rows import TokenRows
+from headrace_engine.token_rows import TokenRows
 
 FEWEST_REQUESTS = 256
 """Requests from which on tokens are kept: those of fewer are handed on one by one in less time."""
@@ -36,22 +35,12 @@ class UnreadTokens:
     """The tokens of the last steps, and who reads them later. Used from one thread."""
 
     def __init__(self) -> None:
-        self._made: TokenRows | None = None
+        self._rows = TokenRows(MAX_UNREAD_STEPS)
         self._timestamps: deque[float] = deque(maxlen=MAX_UNREAD_STEPS)
         self._readers: dict[str, TokenReader] = {}
         """By core request."""
         self._due: dict[int, list[tuple[str, TokenReader]]] = {}
         """By number of steps: who must have read then; some are gone."""
-
-    @property
-    def _rows(self) -> TokenRows:
-        if self._made is None:
-            from headrace_engine.token_rows import (
-                TokenRows,
-            )  # and numpy, which most processes do without
-
-            self._made = TokenRows(MAX_UNREAD_STEPS)
-        return self._made
 
     def add(self, core_id: str, reader: TokenReader) -> None:
         """Keep a core request's tokens from the next step on."""

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
+from headrace_engine.token_rows import TokenRows
 
 if TYPE_CHECKING:
     from headrace_engine.scheduler.request_tracker import RunningRequests
-    from headrace_engine.token_rows import TokenRows
 
 FEWEST_RUNNING = 256
 """Running requests from which on they join: fewer are looked at one by one in less time."""
@@ -50,22 +50,12 @@ class DecodeGroup:
         self._num_scheduled = 0
         self._num_taken = 0
         """Of the scheduled steps, those whose tokens were taken."""
-        self._rows: TokenRows | None = None
+        self._tokens = TokenRows(KEPT_STEPS)
         """Members' tokens of the last steps that were taken."""
         self._left: deque[list[InFlight]] = deque()
         """By step in flight: parts of members that have left since it was scheduled."""
         self._due: dict[int, list[SchedulerRequest]] = {}
         """By step: members that it must look at; some have left, or are due at another step by now."""
-
-    @property
-    def _tokens(self) -> TokenRows:
-        if self._rows is None:
-            from headrace_engine.token_rows import (
-                TokenRows,
-            )  # and numpy, which most engines do without
-
-            self._rows = TokenRows(KEPT_STEPS)
-        return self._rows
 
     # -- members -------------------------------------------------------------------------------
 
@@ -122,8 +112,7 @@ class DecodeGroup:
             state.group_taken += taken
             state.own_placeholders -= taken
             state.own_in_flight -= taken
-            assert self._rows is not None
-            state.own_token_ids += self._rows.read(state.group_column, taken)
+            state.own_token_ids += self._tokens.read(state.group_column, taken)
 
     # -- steps ---------------------------------------------------------------------------------
 

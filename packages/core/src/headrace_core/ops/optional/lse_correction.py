@@ -1,5 +1,4 @@
-"""``lse_correction``: attention to some of the keys, weighed for a sum with attention to the others (decode
-context parallelism)."""
+"""``lse_correction``: attention to some keys, weighed for a sum with others (decode context parallelism)."""
 
 from __future__ import annotations
 
@@ -13,11 +12,8 @@ if TYPE_CHECKING:
 
 class LSECorrectionOp(Protocol):
     def __call__(self, out: Tensor, lses: Tensor, rank: int) -> Tensor:
-        """A rank's share of attention to the keys of all ranks, by rank whose heads they are: shares of all
-        ranks add up to the whole.
-
-        ``out * exp(lses[rank]) / sum over n of exp(lses[n])``, in float32. Source: Milakov & Gimelshein 2018,
-        arXiv:1805.02867.
+        """A rank's share of attention to all keys, ``out * exp(lses[rank]) / sum over n of exp(lses[n])`` in
+        float32 (Milakov & Gimelshein 2018, arXiv:1805.02867), by rank whose heads they are; shares add up.
 
         Args:
             out: [T, H, D], this rank's attention to its own keys, N ranks' heads in order.
