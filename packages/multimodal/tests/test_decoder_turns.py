@@ -41,7 +41,8 @@ def nobody_waits_on() -> Iterator[None]:
     yield
     while MADE:
         decoders = MADE.pop()
-        decoders.advance(2 * FOREVER)
+        while not all(future.done() for future in decoders.begun):
+            decoders.advance(2 * FOREVER)  # a thread may only now begin to wait
         decoders.pool.shutdown()
 
 
@@ -56,6 +57,7 @@ class Decoders:
             clock=lambda: self.now,
         )
         self.pool = ThreadPoolExecutor(32)
+        self.begun: list[Future[Any]] = []
         MADE.append(self)
 
     def begin(self, job: DecodeJob) -> Future[Any]:
@@ -68,6 +70,7 @@ class Decoders:
 
         before = self.turns.num_waiting + self.turns.num_running
         future = self.pool.submit(wait)
+        self.begun.append(future)
         while self.turns.num_waiting + self.turns.num_running == before and not future.done():
             pass
         return future

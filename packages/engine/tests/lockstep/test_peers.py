@@ -66,6 +66,9 @@ def test_nonsense_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
 def test_all_hear_what_each_says_of_a_call() -> None:
     relay = EngineRelay(3)
     peers = engines(relay, 3)
+    peers[0].meet(Opened())
+    for one in peers[1:]:
+        one.meet(None)  # the relay knows it by then
     for one in peers[:2]:
         assert one.say(f"word of {one.engine} ü") == 0
     assert peers[0].words(0) is None
