@@ -11,7 +11,7 @@ from contextlib import suppress
 from contextvars import copy_context
 
 _BESIDE_NICENESS = 10
-"""Of threads that work beside steps; 0 is that of steps, 19 the most."""
+"""Niceness of threads that work beside steps; 0 is that of steps, 19 the most."""
 
 
 def in_this_context(run: Callable[[], None]) -> Callable[[], None]:

@@ -33,9 +33,9 @@ class TokenRows:
         self._names: list[str] = []
         """Requests of the last step, if their columns are still the same, else nothing."""
         self._columns: list[int] = []
-        """Of these; as many as there are of them."""
+        """A column for each of these names."""
         self._others: list[str] = []
-        """Those of them that were not added."""
+        """The names that were not added."""
 
     def __len__(self) -> int:
         return len(self._column_of)

@@ -15,7 +15,7 @@ from headrace_core.errors import EngineDead, EngineError, RequestError
 from headrace_engine.clients.wire import RemoteError, as_data, as_exception
 
 MOST_CHARACTERS, MOST_OF_CALL = 500, 200
-"""Of a cause and of a call, as other engines are told of them."""
+"""Characters of a cause, and of a call, as other engines are told of them."""
 _DETAILS = ("field", "param")
 """Attributes of a cause that they are told, too."""
 
@@ -94,7 +94,7 @@ def _told(error: BaseException) -> RemoteError:
 
 
 def _of_engine(engine: int, error: RemoteError) -> BaseException:
-    """What another engine raised, as this one raises it."""
+    """The error of another engine, as this one raises it."""
     told = f"engine {engine}: {error.message}"
     found = as_exception(msgspec.structs.replace(error, message=told))
     if isinstance(found, EngineDead):  # a class that is none of ours

@@ -19,7 +19,7 @@ from headrace_engine.threads import in_this_context
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 8192
-"""Of a message: a word on a call has the longest (:mod:`headrace_engine.lockstep.joint_calls`)."""
+"""Bytes of a message; the longest are words on a call (:mod:`headrace_engine.lockstep.joint_calls`)."""
 MEET = b"meet "
 """Beginning of the message that says where ranks meet: engines that come later get it, too."""
 

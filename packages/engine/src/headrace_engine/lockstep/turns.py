@@ -1,4 +1,4 @@
-"""What the loop of an engine that shares experts does for the others: empty passes while they run some, and
+"""An engine that shares experts, and what its loop does for the others: empty passes while they run some, and
 calls that all obey together."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class LockstepTurns:
-    """What an engine's loop does when it has nothing to run, and when all engines are to do the same."""
+    """An engine's part in passes and calls of all engines, for its loop."""
 
     def __init__(self, peers: PeerEngines, executor: Executor) -> None:
         self._peers, self._executor = peers, executor

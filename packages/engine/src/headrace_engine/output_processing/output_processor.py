@@ -63,7 +63,7 @@ class OutputProcessor:
         self._rate = StartRate(clock)
         self._unread = UnreadTokens()
         self._version = ""
-        """Of the weights that computed the tokens in there."""
+        """Version of the weights that computed the unread tokens."""
 
     @property
     def states(self) -> list[FollowedRequest]:

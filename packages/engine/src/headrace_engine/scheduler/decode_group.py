@@ -49,7 +49,7 @@ class DecodeGroup:
         """True if requests may join: many run, and the last step's tokens came by number."""
         self._num_scheduled = 0
         self._num_taken = 0
-        """Of the scheduled steps, those whose tokens were taken."""
+        """Scheduled steps whose tokens were taken."""
         self._tokens = TokenRows(KEPT_STEPS)
         """Members' tokens of the last steps that were taken."""
         self._left: deque[list[InFlight]] = deque()

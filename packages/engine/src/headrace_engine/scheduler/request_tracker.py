@@ -109,7 +109,7 @@ class RunningRequests:
     def __init__(self) -> None:
         self._states: list[SchedulerRequest] = []
         self.outside: dict[SchedulerRequest, None] = {}
-        """Those that are in no :class:`~headrace_engine.scheduler.decode_group.DecodeGroup`; in no order."""
+        """Requests in no :class:`~headrace_engine.scheduler.decode_group.DecodeGroup`, in any order."""
         self._one_each: dict[str, int] = {}
         """One token for each id, in the policy's order unless it is stale."""
         self._is_stale = False
@@ -167,7 +167,7 @@ class RunningRequests:
                 self.remove(state)
 
     def behind(self, state: SchedulerRequest) -> list[SchedulerRequest]:
-        """Those after a request, in order."""
+        """The requests after one, in order."""
         return self._states[bisect.bisect_right(self._states, state.sort_key, key=by_order) :]
 
     def counts(self, outside: Mapping[str, int]) -> dict[str, int]:

@@ -195,7 +195,7 @@ class ModelsBeside:
         return ModelProbe(model, self._sampler, self._limits, self._device)
 
     def own_part_of_trial(self, length: int, like: KVCacheConfig) -> PartOfProbe:
-        """What a rank other than 0 has of a trial; see :class:`ProbeCache`."""
+        """The part of a trial on a rank other than 0; see :class:`ProbeCache`."""
         model = self.candidate.model
         cache = ProbeCache(model, self._device, length, like)
         runner = cache.make_runner(model, self._sampler, self._limits, self._device)
@@ -270,7 +270,7 @@ class ModelsBeside:
 
 
 class PartOfProbe(NamedTuple):
-    """What a rank other than 0 has of a trial: it runs the passes that rank 0 leads."""
+    """The part of a trial on a rank other than 0, which runs the passes that rank 0 leads."""
 
     cache: ProbeCache
     runner: ModelRunner

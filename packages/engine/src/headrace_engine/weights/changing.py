@@ -43,9 +43,9 @@ class ChangingWorker(RereadingWorker):
         weights, drafts, limits = settings.weights, settings.drafts, settings.limits
         self._new_weights = weights.holder or WeightHolder()
         self._before: dict[str, Any] | None = None
-        """Of the model whose place another one has taken, until that is kept."""
+        """State of the model whose place another one has taken, until that is kept."""
         self._slots: AdapterSlots | None = None
-        """Of the adapters of the model that has taken that place."""
+        """Adapter slots of the model that has taken that place."""
         self._beside: ModelsBeside | None = None
         if weights.build_beside is not None:
             raw = Sampler(settings.ops.sample, settings.ops.top_logprobs)

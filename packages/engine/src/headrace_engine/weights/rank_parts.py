@@ -19,7 +19,7 @@ from headrace_core.errors import WeightsError
 from headrace_engine.weights.update_set import Part
 
 ALIGNMENT = 256
-"""Of each tensor's first byte."""
+"""Bytes of which each tensor's place is a multiple."""
 
 
 @contextmanager

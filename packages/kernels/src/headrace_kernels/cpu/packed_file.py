@@ -28,7 +28,7 @@ from headrace_kernels.mapped.shared_file import SharedFile
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the file's form. That of the weights is the native library's, and part of the file's name."""
+"""Version of the file's form. That of the weights is the native library's, and part of the file's name."""
 ALIGNMENT = 4096
 WEIGHTS, SEAL, PART = ".weights", ".json", ".part"
 MAX_SEAL_BYTES = 4 << 20
@@ -216,7 +216,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def _native() -> Iterator[object]:
-    """Whatever decides on the layout of a packed weight."""
+    """Facts that decide on the layout of a packed weight."""
     yield library.isa()
     found = library.path()
     if found is not None:

@@ -30,7 +30,7 @@ _POPULATE_READ = 22
 _MOVE_HERE = 3
 """``MREMAP_MAYMOVE | MREMAP_FIXED``."""
 _LEAST_SHARE = 0.9
-"""Of a mapping, in large pages, so that it counts as being in those."""
+"""Share of a mapping in large pages, from which on it counts as being in those."""
 
 
 class SharedFile(mmap.mmap):
