@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -564,10 +565,13 @@ class ServingWorker:
         self._adapters = self._draft_proposer = None
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
-        self._model = self._runner = self._cache = self._head = None
+        self._model = self._draft = self._runner = self._cache = self._head = None
         self._mover, self._parts = None, ()
         self._buffers = []
         self._memory.forget()
+        # A runner and its parts refer to one another. Gigabytes of weights cannot wait until Python looks for
+        # such circles, which it does by the number of objects: the next engine would find no room.
+        gc.collect()
 
     def _make_populators(self, config: KVCacheConfig) -> Iterator[CachePopulator]:
         """One for each pool, with its share of what is to be resident ahead of use."""
