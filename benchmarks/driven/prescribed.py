@@ -84,6 +84,7 @@ class LlamaCpp:
         self._llama = module.Llama(
             model_path=settings["model"], n_ctx=4096, n_threads=settings["num_threads"],
             n_threads_batch=settings["num_threads"], flash_attn=True, verbose=False, draft_model=draft,
+            logits_all=draft is not None,  # without it the bindings keep rows for one batch only, and fail
         )  # fmt: skip
         self._guessed = 0
 
