@@ -1,4 +1,4 @@
-"""An engine that was closed has let go of its weights, at once: the next one in the process needs their room."""
+"""A closed engine has let go of its weights at once: the next one in the process needs their room."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 import weakref
 from collections.abc import Iterator
 
-import headrace_demo
 import pytest
 
+import headrace_demo
 from headrace import LLM, SamplingParams
 from headrace_models.layers.base import Layer
 
@@ -26,7 +26,11 @@ def no_collector() -> Iterator[None]:
 def test_a_closed_engine_keeps_no_model(guesses: str | None, no_collector: None) -> None:
     settings = {}
     if guesses is not None:
-        config = {"method": guesses, "model": str(headrace_demo.model_path()), "num_speculative_tokens": 2}
+        config = {
+            "method": guesses,
+            "model": str(headrace_demo.model_path()),
+            "num_speculative_tokens": 2,
+        }
         settings = {"speculative_config": config}
     others = {id(model) for model in models()}
     with LLM(max_model_len=128, num_threads=1, kv_cache_memory_bytes=32 << 20, **settings) as llm:
