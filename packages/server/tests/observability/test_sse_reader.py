@@ -18,7 +18,7 @@ EVENTS = [
     {"error": {"message": "m"}},
 ]
 STREAM = (
-    b": keep-alive\n\n"
+    b": keep-alive\n\n\n\n"
     + b"".join(b"data: " + json.dumps(e, ensure_ascii=False).encode() + b"\n\n" for e in EVENTS)
     + b"data: [DONE]\n\n"
 )

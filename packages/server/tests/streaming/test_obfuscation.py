@@ -46,6 +46,8 @@ def test_deltas_are_padded() -> None:
     assert data["obfuscation"]
 
 
-@pytest.mark.parametrize("other", [b"", b": keep-alive\n\n", b"data: [DONE]\n\n", b"data: {}\n\n"])
+@pytest.mark.parametrize(
+    "other", [b"", b"\n\n", b": keep-alive\n\n", b"data: [DONE]\n\n", b"data: {}\n\n"]
+)
 def test_what_is_no_object_stays(other: bytes) -> None:
     assert pad(other) == other

@@ -35,14 +35,19 @@ from headrace_server.streaming.offload import PIECE, OffLoop, cost_of, pieces
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_AFTER = 15.0
-"""Seconds without an event after which a comment line is sent."""
+"""Seconds without an event after which blank lines are sent."""
 WRITE_TIMEOUT = 300.0
 """Seconds that a client may go without taking a byte while the socket is full."""
 LOOKS = 12
 """Looks at a client's progress in that time."""
 
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"
+_BLANK = b"\n\n"
+"""Keeps a quiet stream alive: the end of an event that has no fields, which readers pass over (HTML, 9.2.6).
+
+Not a comment: there are clients (``vllm bench serve``) that strip each piece that they receive and join the
+pieces, so that the events after a comment would be part of it.
+"""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -76,7 +81,7 @@ class StreamForm:
     """After the last event; b"" if the last event says itself that it is the last."""
     error: Callable[[Exception, str], bytes] = _error_event
     """The events for an error (and the request's id, for the log)."""
-    keep_alive: bytes = _COMMENT
+    keep_alive: bytes = _BLANK
     """Sent in quiet times."""
 
 
@@ -391,7 +396,7 @@ class EventStream(Response):
 
 
 class _Writer:
-    """The sending half of a connection, with keep-alive comments in quiet times."""
+    """The sending half of a connection, with blank lines in quiet times."""
 
     def __init__(
         self, send: Send, direct: DirectWrite | None, untaken: NumUntaken | None, form: StreamForm
@@ -432,7 +437,7 @@ class _Writer:
         await self.write(said + self._form.done, more=False)
 
     async def keep_alive(self) -> None:
-        """Send a comment whenever nothing was sent for a while; ends only by cancellation."""
+        """Send blank lines whenever nothing was sent for a while; ends only by cancellation."""
         while True:
             await asyncio.sleep(max(0.01, self._last + KEEP_ALIVE_AFTER - self._clock()))
             if self._clock() - self._last >= KEEP_ALIVE_AFTER and self.started and not self._busy:
