@@ -212,7 +212,8 @@ def test_offline_outputs_are_those_of_one_engine(tmp_path):
         (("--device", "sim", "-dp", "65"), "must be in 1..64"),
         (("--device", "sim", "-dp", "2", "--mm-processor-cache-type", "shm"), "mm_processor_cache_type"),
         (("--data-parallel-external-lb",), "data_parallel_external_lb: not built yet"),
-        (("--data-parallel-rank", "1"), "data_parallel_rank: not built yet"),
+        (("--data-parallel-rank", "1"),
+         "data_parallel_rank: not built yet: engines of one server on several hosts (start a server on each"),
     ],
 )  # fmt: skip
 def test_refusals(argv, text):
