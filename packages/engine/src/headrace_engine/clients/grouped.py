@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,11 @@ class GroupedClient(ReplicatedClient):
             return super().call_workers(method, args)
 
     def shutdown(self) -> None:
+        if (
+            sys.is_finalizing()
+        ):  # engines are ended one by one then, and each would wait for the others
+            for replica in self._group.replicas:
+                replica.client.kill()
         super().shutdown()
         self._relay.close()
 
