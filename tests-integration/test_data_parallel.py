@@ -203,6 +203,24 @@ def test_offline_outputs_are_those_of_one_engine(tmp_path):
     assert "the same" in done.stdout
 
 
+UNCLOSED = """
+from headrace import LLM, SamplingParams
+
+llm = LLM(device="sim", data_parallel_size=2)
+print(len(llm.generate(["a", "b"], SamplingParams(max_tokens=4), use_tqdm=False)), "answers")
+"""
+
+
+def test_a_script_that_closes_nothing_ends(tmp_path):
+    """Its engines end when the interpreter does, which starts no threads any more."""
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )  # fmt: skip
+    assert (done.returncode, "2 answers" in done.stdout) == (0, True), done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -212,7 +230,8 @@ def test_offline_outputs_are_those_of_one_engine(tmp_path):
         (("--device", "sim", "-dp", "65"), "must be in 1..64"),
         (("--device", "sim", "-dp", "2", "--mm-processor-cache-type", "shm"), "mm_processor_cache_type"),
         (("--data-parallel-external-lb",), "data_parallel_external_lb: not built yet"),
-        (("--data-parallel-rank", "1"), "data_parallel_rank: not built yet"),
+        (("--data-parallel-rank", "1"),
+         "data_parallel_rank: not built yet: engines of one server on several hosts (start a server on each"),
     ],
 )  # fmt: skip
 def test_refusals(argv, text):

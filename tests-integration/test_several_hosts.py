@@ -292,6 +292,7 @@ def test_a_server_ends_with_a_stage_of_another_host(folders: dict[str, Path]) ->
         ({"tensor_parallel_size": 1}, r"nnodes = 2: must be a divisor of the number of ranks, 1"),
         ({"data_parallel_size": 2}, r"data_parallel_size = 2: must be 1 with nnodes = 2.*headrace route"),
         ({"master_port": 0}, r"master_port = 0: must be in 1..65535"),
+        ({"master_addr": "127.0.0.1:29501"}, r"master_addr = '127.0.0.1:29501': .*the port is master_port"),
     ],
 )  # fmt: skip
 def test_what_does_not_work_is_refused_by_name(

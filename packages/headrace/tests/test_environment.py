@@ -119,7 +119,10 @@ def test_cpu_variables_fill_what_no_setting_says(
         ({environment.KV_SPACE: "inf"}, "must be GiB"),
         ({environment.KV_SPACE: "nan"}, "must be GiB"),
         ({environment.KV_SPACE: "1e9"}, "= '1e9': must be GiB, at most the "),
-        ({environment.THREADS_BIND: "0-1|2-3"}, "several ranks"),
+        (
+            {environment.THREADS_BIND: "0-1|2-3"},
+            "one list of all cores, which the ranks divide in order",
+        ),
         ({environment.THREADS_BIND: "x"}, "must be auto, nobind, all"),
     ],
 )

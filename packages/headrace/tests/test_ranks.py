@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from headrace.assembly.parallel.ranks import Ranks, group_names
+from headrace.assembly.parallel.context_parallel import check_context_parallel
+from headrace.assembly.parallel.ranks import Ranks, group_names, open_rendezvous
 from headrace.assembly.transfer.kv import check_ranks_transfer, kv_connector
 from headrace_core.errors import ConfigError
+from headrace_core.platform import CpuPlatform
 from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig
 from headrace_engine.cores import CpuThreads
 from headrace_engine.multiproc.config import ParallelConfig
@@ -30,6 +32,22 @@ def test_fewer_cores_than_ranks_are_refused(rank: int) -> None:
 
 def test_fewer_threads_than_ranks_need_no_cores() -> None:
     assert Ranks(RankPlace(2, 3)).threads(CpuThreads(1)) == CpuThreads(1)
+
+
+def test_tokens_in_turn_divide_the_default_block() -> None:
+    """Before ranks start: one of them would refuse it, which ends the engine as a fault of its own."""
+    turns = ParallelConfig(
+        tensor_parallel_size=2, decode_context_parallel_size=2, cp_kv_cache_interleave_size=3
+    )
+    with pytest.raises(ConfigError, match=r"size = 3: must divide cache.block_size = 16"):
+        check_context_parallel(EngineConfig(parallel=turns), CpuPlatform())
+
+
+def test_ranks_meet_at_an_address_of_this_host() -> None:
+    with pytest.raises(
+        ConfigError, match=r"parallel.master_addr = '192.0.2.1': cannot be listened on"
+    ):
+        open_rendezvous("192.0.2.1")  # of documentation (RFC 5737)
 
 
 def names(tensor: int, stages: int, context: int = 1) -> tuple[str, ...]:

@@ -209,6 +209,19 @@ def test_memory_and_disk_must_hold_a_block(tmp_path: Path) -> None:
         made.check_block(512)
 
 
+def test_a_second_engine_in_a_folder_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = {"cpu_bytes_to_use": 512, "disk_path": str(tmp_path), "disk_bytes_to_use": 600}
+    with closing(OffloadConnector(settings(**tiers))):
+        assert not caplog.records
+        with closing(OffloadConnector(settings(**tiers))):
+            [record] = caplog.records
+    assert f"disk_path = {str(tmp_path)!r}: another engine uses this folder" in record.getMessage()
+    with closing(OffloadConnector(settings(**tiers))):  # both have let it go
+        assert len(caplog.records) == 1
+
+
 def test_sizes_are_of_all_ranks_in_what_is_refused(tmp_path: Path) -> None:
     tiers = {"cpu_bytes_to_use": 1025, "disk_path": str(tmp_path), "disk_bytes_to_use": 1200}
     ranks = {"rank": 1, "num_ranks": 2}

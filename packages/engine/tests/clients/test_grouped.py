@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model
 from headrace_core.config import LoadConfig
 from headrace_core.errors import CapacityError, EngineDead, HeadraceError
 from headrace_core.sampling.params import SamplingParams
-from headrace_engine.clients.grouped import GroupedClient
+from headrace_engine.clients.grouped import GroupedClient, _ended_first
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.config import EngineConfig
 from headrace_engine.engine import Engine
@@ -88,6 +89,30 @@ async def test_the_end_of_one_is_the_end_of_all() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "blamed"),
+    [
+        (["exit status 0"], 0),
+        (["exit status 0", "exit status 0"], 0),
+        (["killed by signal 9"], 1),
+        (["exit status 0", "exit status 1"], 2),
+    ],
+    ids=str,
+)
+def test_an_engine_that_left_by_itself_is_not_the_cause(others: list[str], blamed: int) -> None:
+    """A rank was killed: both of two engines miss it, and leave."""
+    replicas: list[Any] = [
+        SimpleNamespace(index=index, client=SimpleNamespace(how_ended=how))
+        for index, how in enumerate([None, *others])
+    ]
+    error = EngineDead("rank 1 (process 7) ended: killed by signal 9")
+    error.__cause__ = EngineDead("the same")
+    group: Any = SimpleNamespace(replicas=replicas)
+    first, told = _ended_first(group, replicas[0], error)
+    assert first is replicas[blamed]
+    assert told is error or others[blamed - 1] in str(told)
 
 
 def test_one_that_cannot_start_ends_the_others() -> None:

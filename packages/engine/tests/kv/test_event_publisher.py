@@ -206,6 +206,10 @@ def test_addresses_of_ranks() -> None:
     assert endpoint_of("inproc://x", 1) == "inproc://x_dp1"
     with pytest.raises(ValueError, match="tcp://"):
         endpoint_of("udp://x", 0)
+    assert endpoint_of("tcp://127.0.0.1:65534", 1) == "tcp://127.0.0.1:65535"
+    for port, rank in ((99999, 0), (65535, 1), (0, 0)):
+        with pytest.raises(ValueError, match=rf"its port must be in 1\.\.{65535 - rank}"):
+            endpoint_of(f"tcp://127.0.0.1:{port}", rank)
 
 
 def test_off_by_default_and_refused_by_name() -> None:

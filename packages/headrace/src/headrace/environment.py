@@ -159,8 +159,8 @@ def _with_cores(device: DeviceConfig, text: str) -> DeviceConfig:
     accepted = "auto, nobind, all (the same), or a list of cores such as '0-3,8'"
     if "|" in text:
         raise ConfigError(
-            f"{THREADS_BIND} = {text!r}: lists of several ranks: running on several devices is not "
-            f"built yet; must be {accepted}",
+            f"{THREADS_BIND} = {text!r}: a list for each rank; write one list of all cores, which the ranks "
+            f"divide in order: must be {accepted}",
             field=THREADS_BIND,
         )
     try:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 UNBUILT: Mapping[str, tuple[str, ...]] = {
-    "LoRA adapters": (
+    "some settings of LoRA adapters (--enable-lora needs none of them)": (
         "lora_extra_vocab_size", "lora_config", "lora_target_modules",
     ),
     "speculative decoding by flags of its own (write --speculative-config)": (
         "speculative_model", "num_speculative_tokens",
     ),
-    "running on several devices": (
+    "engines of one server on several hosts (start a server on each, and headrace route in front)": (
         "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
-        "data_parallel_hybrid_lb", "data_parallel_external_lb", "max_parallel_loading_workers",
-        "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb",
+    ),
+    "choosing how ranks add up by a flag of its own (write --communicator)": (
+        "disable_custom_all_reduce",
+    ),
+    "workers of another class (write --worker-extension-cls for methods of your own)": ("worker_cls",),
+    "settings of how ranks are started": (
+        "max_parallel_loading_workers", "ray_workers_use_nsight",
     ),
     "offloading of the KV cache by flags of its own (write --kv-transfer-config)": (
         "kv_offloading_size", "kv_offloading_backend",

@@ -359,6 +359,10 @@ async def test_asleep(connect: Any, level: int, state: str) -> None:
     assert (await client.get("http://localhost/is_sleeping")).json() == {"is_sleeping": True}
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/readyz")).json()["reasons"][0].startswith("asleep: ")
+    assert (await client.post("http://localhost/pause")).status_code == 200
+    both = (await client.get("/readyz")).json()["reasons"]
+    assert [reason.partition(":")[0] for reason in both] == ["paused", "asleep"]
+    assert (await client.post("http://localhost/resume")).status_code == 200
     metrics = (await client.get("http://localhost/metrics")).text
     assert f'sleep_state="{state}"}} 1.0' in metrics
     assert 'sleep_state="awake"} 0.0' in metrics

@@ -9,6 +9,7 @@ the first two.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import struct
 import tempfile
@@ -39,7 +40,18 @@ class BlockFolder:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """Of a bounded folder: bytes of its files, in the order of use."""
         self.num_bytes = 0
+        self._held: int | None = None
+        """Descriptor of a bounded folder, which holds a lock on it until it is closed."""
+        self.is_alone = True
+        """False: another bounded folder was open at this root, so that the files of both have no bound."""
         if max_bytes is not None:
+            self._held = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.is_alone = False
+            except OSError:  # a file system without locks of folders
+                pass
             self._look()
 
     def contains(self, key: bytes) -> bool:
@@ -105,6 +117,12 @@ class BlockFolder:
         self._drop(key)
         with contextlib.suppress(OSError):
             self._path(key).unlink()
+
+    def close(self) -> None:
+        """Let another one have the folder. Idempotent."""
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -10,7 +11,15 @@ from typing import Any
 from headrace_core.kv import KVConnector
 from headrace_distributed.kv_connectors.background_writer import BackgroundWriter
 from headrace_distributed.kv_connectors.block_folder import HEADER_BYTES, BlockFolder
-from headrace_distributed.kv_connectors.extra import extra_of, folder_of, number_of_bytes, wrong
+from headrace_distributed.kv_connectors.extra import (
+    EXTRA,
+    extra_of,
+    folder_of,
+    number_of_bytes,
+    wrong,
+)
+
+logger = logging.getLogger(__name__)
 
 MEMORY, DISK, DISK_BYTES = "cpu_bytes_to_use", "disk_path", "disk_bytes_to_use"
 
@@ -49,6 +58,12 @@ class OffloadConnector(KVConnector):
             own.mkdir(exist_ok=True, mode=0o700)
             self._folder = BlockFolder(own, None if disk_bytes is None else disk_bytes // num_ranks)
             self._writer = BackgroundWriter(self._folder)
+            if not self._folder.is_alone:
+                logger.warning(
+                    "%s.%s = %r: another engine uses this folder, too: each of both counts its own files "
+                    "only, so that they take more than %s; give each engine a folder of its own",
+                    EXTRA, DISK, extra[DISK], DISK_BYTES,
+                )  # fmt: skip
 
     def contains(self, key: bytes) -> bool:
         with self._lock:
@@ -98,6 +113,8 @@ class OffloadConnector(KVConnector):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def _keep(self, key: bytes, content: bytes) -> None:
         """Put a block into memory, and others out of it."""

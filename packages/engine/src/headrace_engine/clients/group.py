@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -131,6 +132,10 @@ class ReplicaGroup:
                     replica.client.kill()
             for thread in threads:
                 thread.join(POLL_SECONDS)
+        if sys.is_finalizing():  # nobody has closed the engine, and a thread would never begin
+            for replica in replicas:
+                replica.client.shutdown()
+            return
         ends = [self.thread(lambda one: one.client.shutdown(), one) for one in replicas]
         for thread in ends:
             thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any
 from headrace_core.errors import EngineDead
 from headrace_engine.clients.base import OutputSink
 from headrace_engine.clients.group import ReplicaGroup
-from headrace_engine.clients.process import ProcessClient
+from headrace_engine.clients.process import ProcessClient, describe_status
 from headrace_engine.clients.replica import Replica
 from headrace_engine.clients.replicas import ReplicatedClient
 from headrace_engine.lockstep.peers import EnginePlace
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 CAUSE_SECONDS = 1.0
 """Longest wait for the process that ended first, when an engine says that another one is gone."""
 POLL_SECONDS = 0.02
+LEFT = describe_status(0)
+"""End of a process that left by itself."""
 
 
 class GroupedClient(ReplicatedClient):
@@ -79,6 +82,11 @@ class GroupedClient(ReplicatedClient):
             return super().call_workers(method, args)
 
     def shutdown(self) -> None:
+        if (
+            sys.is_finalizing()
+        ):  # engines are ended one by one then, and each would wait for the others
+            for replica in self._group.replicas:
+                replica.client.kill()
         super().shutdown()
         self._relay.close()
 
@@ -128,14 +136,17 @@ def _ended_first(
     group: ReplicaGroup, replica: Replica, error: BaseException
 ) -> tuple[Replica, BaseException]:
     """The engine whose end was the cause of the others': one may say that it misses another one before that
-    one's end is known here."""
+    one's end is known here. One that left by itself has said why, as this one did, and later."""
     if error.__cause__ is None:  # the process itself was seen to end
         return replica, error
+    others = [other for other in group.replicas if other is not replica]
     deadline = time.monotonic() + CAUSE_SECONDS
     while time.monotonic() < deadline:
-        for other in group.replicas:
-            how = other.client.how_ended if other is not replica else None
-            if how is not None:
+        ends = [(other, other.client.how_ended) for other in others]
+        for other, how in ends:
+            if how is not None and how != LEFT:
                 return other, EngineDead(f"the engine process ended ({how})")
+        if all(how == LEFT for _, how in ends):
+            break
         time.sleep(POLL_SECONDS)
     return replica, error

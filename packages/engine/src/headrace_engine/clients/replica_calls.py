@@ -98,7 +98,8 @@ class ReplicaCalls:
         if method in UPDATE_CALLS and len(group.replicas) > 1:
             raise UnsupportedFeature(
                 f"{method}: not with data_parallel_size = {len(group.replicas)}: new weights would have to "
-                "reach each engine's ranks; reload_weights and swap_weights work, from files",
+                "reach each engine's ranks; reload_weights works, from files, and swap_weights unless "
+                "engines share experts",
                 param="method",
             )
         with group.lock:

@@ -30,6 +30,7 @@ END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """Number of the message that ends a replay."""
 LAST_SECONDS = 1.0
 """Longest wait for what is queued to be sent, at the end."""
+MOST_PORT = 65535
 _WILDCARDS, _LOOPBACK = ("*", "0.0.0.0", "[::]"), ("127.0.0.1", "localhost", "[::1]")
 _LOOK_MS = 100
 """Milliseconds between looks whether the end has come."""
@@ -74,7 +75,10 @@ def endpoint_of(endpoint: str, rank: int) -> str:
             return endpoint
         if not port.isdigit():
             raise ValueError("it must end with a port")
-        return f"{host}:{int(port) + rank}"
+        number = int(port) + rank
+        if not 1 <= number <= MOST_PORT:  # ZeroMQ takes some of them modulo 65536
+            raise ValueError(f"its port must be in 1..{MOST_PORT - rank}, or *")
+        return f"{host}:{number}"
     if endpoint.startswith("inproc://"):
         return f"{endpoint}_dp{rank}" if rank else endpoint
     if endpoint.startswith("ipc://") and not rank:

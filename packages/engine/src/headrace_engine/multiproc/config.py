@@ -228,6 +228,8 @@ class ParallelConfig:
         )
         if count == 1:
             return
+        require(self.master_addr.count(":") != 1, "parallel.master_addr", self.master_addr,
+               "a host's name or address alone: the port is master_port")  # fmt: skip
         require(self.data_parallel_size == 1, "parallel.data_parallel_size", self.data_parallel_size,
                f"1 with nnodes = {count}: start a server on each group of hosts, and `headrace route` in "
                "front of them")  # fmt: skip

@@ -15,7 +15,10 @@ from headrace_engine.weights.plain_tensors import plain
 
 ANSWER_SECONDS = 120.0
 """Longest wait for the engine, which may be checking a part."""
-_ENDED = "the stream ended: is the token right, and the stream open?"
+_ENDED = (
+    "the stream ended: is the token right, and the stream open? A part that was refused ended its "
+    "connection: make another WeightSender"
+)
 
 
 class WeightSender:

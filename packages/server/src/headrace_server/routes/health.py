@@ -157,14 +157,16 @@ async def reasons_not_ready(state: ServerState) -> list[str]:
         reasons.append("engine dead: the engine has stopped")
     elif not await is_healthy(state.engine):
         reasons.append("engine stuck: no progress within the heartbeat limit")
-    elif await state.engine.is_paused():
-        reasons.append("paused: POST /resume starts the waiting requests")
     elif (ended := await _ended_engines(state.engine)).are_all:
         reasons += ended.reasons
-    elif (stats := await fresh_stats(state.engine)) is not None and stats.sleep_level:
-        reasons.append(
-            "asleep: requests are refused until POST /wake_up, and reload_weights after level 2"
-        )
+    else:
+        if await state.engine.is_paused():
+            reasons.append("paused: POST /resume starts the waiting requests")
+        # Engines are paused before they sleep, so both are told.
+        if (stats := await fresh_stats(state.engine)) is not None and stats.sleep_level:
+            reasons.append(
+                "asleep: requests are refused until POST /wake_up, and reload_weights after level 2"
+            )
     return reasons
 
 

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from headrace_core.attention import AttentionBackend, AttentionNeed
     from headrace_core.model import CausalLM
     from headrace_core.ops import OpTable
+    from headrace_core.platform import Platform
     from headrace_engine.config import EngineConfig
 
 FIELD = "parallel.decode_context_parallel_size"
 
 
-def check_context_parallel(config: EngineConfig) -> None:
+def check_context_parallel(config: EngineConfig, platform: Platform) -> None:
     """Refuse settings that do not go with decode context parallelism.
 
     Raises:
@@ -30,8 +31,9 @@ def check_context_parallel(config: EngineConfig) -> None:
     ranks = config.parallel.decode_context_parallel_size
     if ranks == 1:
         return
-    interleave, block_size = config.parallel.cp_kv_cache_interleave_size, config.cache.block_size
-    if block_size is not None and block_size % interleave:
+    interleave = config.parallel.cp_kv_cache_interleave_size
+    block_size = config.cache.block_size or platform.default_block_size
+    if block_size % interleave:
         raise ConfigError(
             f"parallel.cp_kv_cache_interleave_size = {interleave}: must divide cache.block_size = "
             f"{block_size}",

@@ -399,7 +399,7 @@ def check_ranks(config: EngineConfig, info: ModelInfo, platform: Platform) -> No
                 f"{field} = {value!r:.200}: must be left out while {parallel.describe_ranks()}: {why}",
                 field=field,
             )
-    check_context_parallel(config)
+    check_context_parallel(config, platform)
     check_prefill_context(config, info)
     check_ranks_transfer(config)
     partition = os.environ.get(PARTITION)
@@ -421,10 +421,21 @@ def _single_rank_settings(config: EngineConfig) -> tuple[tuple[str, object, str]
 
 
 def open_rendezvous(host: str = "127.0.0.1") -> Rendezvous:
-    """A place where the ranks meet, at an address of this host."""
+    """A place where the ranks meet, at an address of this host.
+
+    Raises:
+        ConfigError: it is not an address of this host.
+    """
     from headrace_distributed.rendezvous import RendezvousServer
 
-    return RendezvousServer(host)
+    try:
+        return RendezvousServer(host)
+    except OSError as error:
+        raise ConfigError(
+            f"parallel.master_addr = {host!r}: cannot be listened on: {error.strerror}; must be an address "
+            "of this host, which has node_rank 0",
+            field="parallel.master_addr",
+        ) from error
 
 
 def build_follower(config: EngineConfig, place: RankPlace) -> FollowingWorker:
