@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from headrace.assembly.templates import PYTHON, TemplateSettings, warn_of_broken
 
 ALWAYS_FORBIDDEN = (
     "transformers", "huggingface_hub", "scipy", "pandas", "matplotlib", "PIL", "triton",
     "torch._dynamo", "torch._inductor", "ray", "zmq",
 )  # fmt: skip
 """Nothing of this is needed to serve a local text model on a CPU."""
+NOT_IN_SCRIPTS = (
+    "jinja2", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "headrace.tokenizer",
+)  # fmt: skip
+"""Nothing of this is needed before a script's first chat, or before it asks for its tokenizer or metrics."""
 
 
 def run(code: str) -> str:
@@ -56,7 +64,7 @@ def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
         "    print(*timeline.seconds, sep=',')\n"
         "    print(*(f'{p.part_of}: {p.name}' for p in timeline.phases if p.part_of), sep=',')\n"
         "    print(timeline.accounted)\n"
-        f"print(*(set({ALWAYS_FORBIDDEN!r}) & set(sys.modules)))\n"
+        f"print(*({{*{ALWAYS_FORBIDDEN!r}, *{NOT_IN_SCRIPTS!r}}} & set(sys.modules)))\n"
     )
     phases, pieces, accounted, heavy = out.splitlines()[-4:]
     assert phases.split(",") == [
@@ -72,3 +80,12 @@ def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
     } <= set(pieces.split(","))
     assert float(accounted) > 0.98
     assert not heavy
+
+
+@pytest.mark.parametrize(("settings", "warns"), [(TemplateSettings(), True), (PYTHON, False)])
+def test_a_broken_template_is_told_at_the_start_of_a_server_and_at_a_scripts_first_chat(
+    settings: TemplateSettings, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = SimpleNamespace(chat_template="{{ nothing.of.this }}", special_tokens={})
+    warn_of_broken(cast(Any, tokenizer), settings)
+    assert ("chat template fails" in caplog.text) == warns

@@ -13,6 +13,7 @@ import pytest
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
+from headrace_engine.input_processing.chat import sandbox
 from headrace_engine.input_processing.chat import template as template_module
 from headrace_engine.input_processing.chat.content import normalize_messages
 from headrace_engine.input_processing.chat.content_format import detect_content_format
@@ -163,7 +164,7 @@ def test_request_templates_need_trust_and_run_elsewhere(monkeypatch: pytest.Monk
     def here(*_: object) -> str:
         raise AssertionError("rendered in this process")
 
-    monkeypatch.setattr(template_module, "render_template", here)
+    monkeypatch.setattr(sandbox, "render_template", here)
     assert trusting.render(prompt).text == "hi!"
     trusting.close()
 
@@ -182,7 +183,7 @@ def test_a_trusted_caller_s_template_renders_like_the_operator_s(
 def test_large_inputs_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "WORKER_ABOVE", 1000)
     made = renderer()
-    monkeypatch.setattr(template_module, "render_template", lambda *_: "here")
+    monkeypatch.setattr(sandbox, "render_template", lambda *_: "here")
     assert made.render(ChatPrompt([USER])).text == "here"
     big = {"role": "user", "content": "é" * 2000}
     assert "é" * 2000 in made.render(ChatPrompt([big])).text

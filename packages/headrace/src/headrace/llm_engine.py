@@ -18,7 +18,6 @@ from headrace.offline.controls import EngineControls
 from headrace.offline.model_facts import ModelFacts
 from headrace.offline.own_names import own_names
 from headrace.offline.pooling import as_tensor
-from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import EngineError, RequestError
 from headrace_core.lora import LoRARequest
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -28,6 +27,7 @@ from headrace_core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace.assembly import FrontEnd
+    from headrace.tokenizer import ModelTokenizer
     from headrace_engine.offline import OfflineEngine
 
 
@@ -218,6 +218,8 @@ def model_tokenizer(front: FrontEnd) -> ModelTokenizer:
     Raises:
         RuntimeError: none was loaded.
     """
+    from headrace.tokenizer import ModelTokenizer  # its thirteen modules are of no use to a start
+
     if front.input_processor.tokenizer is None:
         raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
     allowed = front.config.model.allow_control_tokens_in_messages

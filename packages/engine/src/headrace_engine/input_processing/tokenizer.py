@@ -299,6 +299,12 @@ def _shares(lengths: Sequence[int], limit: int) -> list[int]:
     return [limit - half, half] if first > second else [half, limit - half]
 
 
+def prepare_thread() -> None:
+    """Have the library set up what it keeps for the calling thread. To be told of the thread's end, it asks
+    the system's linker, and waits as long as that links another library."""
+    tokenizers.models.BPE()
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder.
 

@@ -372,11 +372,12 @@ class ServingWorker:
         capture, dummy = self._settings.capture, self._dummy_steps()
         is_cpu = self._device.type == "cpu"
         many = min(seqs, WARM_UP_SEQS) if is_cpu else seqs
-        # Each step reads all weights, a tenth of a second for a billion bytes. Where steps are recorded, one
-        # with all kinds of rows makes whatever a model makes when it first runs.
+        # Each step reads all weights, a tenth of a second for a billion bytes, and samples of the vocabulary
+        # for each request. Where steps are recorded, one of a request that decodes and of a prompt makes
+        # whatever a model makes when it first runs.
         is_brief = is_cpu and capture is not None and capture.largest > 0
         if is_brief:
-            dummy.run(min(many + 1, tokens), many)
+            dummy.run(min(3, tokens), min(2, seqs))
         else:
             self._run_each_kind(dummy, many)
         self._record()

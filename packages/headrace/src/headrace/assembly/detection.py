@@ -37,7 +37,8 @@ def detect() -> Platform:
 
     Torch is imported (a second) only if it was built for GPUs.
     """
-    if _torch_is_for_cpus():
+    folder = torch_folder()
+    if folder is not None and is_for_cpus(folder):
         return CpuPlatform()
     try:
         import torch
@@ -46,11 +47,18 @@ def detect() -> Platform:
     return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()
 
 
-def _torch_is_for_cpus() -> bool:
-    """True if the installed torch has its CPU library and none for GPUs, by its files."""
+def torch_folder() -> Path | None:
+    """Folder of the installed torch, which is not imported; None: there is none."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    names = [path.name for path in (Path(spec.origin).parent / "lib").glob("*torch_*")]
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def is_for_cpus(folder: Path) -> bool:
+    """True if a torch has its CPU library and none for GPUs, by its files.
+
+    Args:
+        folder: of torch.
+    """
+    names = [path.name for path in (folder / "lib").glob("*torch_*")]
     has_cpu = any("torch_cpu" in name for name in names)
     return has_cpu and not any("torch_cuda" in name or "torch_hip" in name for name in names)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from headrace.assembly.ahead.reading import start_reading
+from headrace.assembly.ahead.torch_library import linking_torch
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core
 from headrace.assembly.engines import check_one_engine, replicated_client
 from headrace.assembly.hosts.launched import (
@@ -154,18 +155,44 @@ def front_end(
     if client is None:
         check_shared_items(config)
     ahead: WeightsAhead | None = None
+    computes_here = not config.engine_process and client is None
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
         if client is None:
             warn_of_revision(resolved)
-        if not config.engine_process and client is None:
+        if computes_here:
             ahead = start_reading(resolved)
-    with timeline.phase("import front end"):
-        try:
-            from headrace_engine.input_processing.input_processor import InputProcessor
-            from headrace_engine.structured.backend_loading import check_backend
-        except ImportError as error:
-            raise missing(error) from error
+    with contextlib.ExitStack() as stack:
+        with timeline.phase("import front end"):
+            try:
+                import headrace_engine.input_processing.input_processor
+                import headrace_engine.structured.backend_loading  # noqa: F401 - timed here
+                from headrace_engine.input_processing.tokenizer import prepare_thread
+            except ImportError as error:
+                raise missing(error) from error
+            if computes_here:
+                # Who needs the linker waits for the thread: for extension modules, which are imported by now.
+                prepare_thread()
+                stack.enter_context(linking_torch(resolved.platform))
+        return _front_end(config, resolved, templates, timeline, client, ahead)
+
+
+def _front_end(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    templates: TemplateSettings | None,
+    timeline: StartupTimeline,
+    client: CoreClient | None,
+    ahead: WeightsAhead | None,
+) -> FrontEnd:
+    """The front end of a checkpoint that is resolved; arguments as :func:`front_end`'s.
+
+    Args:
+        ahead: weights that are read ahead for the core in this process.
+    """
+    from headrace_engine.input_processing.input_processor import InputProcessor
+    from headrace_engine.structured.backend_loading import check_backend
+
     templates = with_own(templates or TemplateSettings(), resolved.info.pooling)
     platform = resolved.platform
     with timeline.phase("read tokenizer"):

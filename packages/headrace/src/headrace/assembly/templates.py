@@ -1,7 +1,7 @@
 """Settings for rendering chats: the operator's template, and who else may bring one.
 
-A template is tried before weights are read: a chat that is as simple as can be shows what would fail
-with every request.
+A server's template is tried before weights are read: a chat that is as simple as can be shows what would
+fail with every request.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ class TemplateSettings(NamedTuple):
     content_format: str = "auto"
     prompt_templates: PromptTemplates = "refused"
     """Treatment of templates that come with prompts."""
+    tried_at_start: bool = True
+    """The checkpoint's own template renders a chat before the start is over; else a first chat shows that it
+    fails."""
 
 
-PYTHON = TemplateSettings(prompt_templates="trusted")
-"""Settings of ``LLM`` and ``AsyncLLM``, whose caller is the operator."""
+PYTHON = TemplateSettings(prompt_templates="trusted", tried_at_start=False)
+"""Settings of ``LLM`` and ``AsyncLLM``, whose caller is the operator, and hears what fails."""
 
 
 def templates_of(settings: ServerSettings) -> TemplateSettings:
@@ -89,6 +92,8 @@ def warn_of_broken(tokenizer: Tokenizer | None, templates: TemplateSettings) -> 
     all the same."""
     own = tokenizer.chat_template if tokenizer is not None else None
     if tokenizer is None or own is None or templates.chat_template is not None:
+        return
+    if not templates.tried_at_start:
         return
     reason = failure_of(own, templates.content_format, tokenizer.special_tokens)
     if reason is not None:

@@ -1,7 +1,8 @@
 """Rendering in a process that can be killed, for templates or inputs that could take long.
 
 Parent's half: :class:`RenderWorker`; child's half: :func:`main`. The process is a
-:class:`~headrace_core.reliability.sandbox_process.SandboxProcess`.
+:class:`~headrace_core.reliability.sandbox_process.SandboxProcess`. The parent imports jinja2 when a template
+is rendered, not before.
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import jinja2
-
 from headrace_core.reliability.sandbox_process import (
     ProcessEnded,
     SandboxProcess,
     TookTooLong,
     serve_json,
 )
-from headrace_engine.input_processing.chat.content_format import detect_content_format
-from headrace_engine.input_processing.chat.sandbox import OutputTooLong, render_template
 
 RENDER_SECONDS = 1.0
 """Wall-clock limit of one rendering."""
@@ -66,6 +63,8 @@ class RenderWorker:
         return self._asked({"source": source})
 
     def _asked(self, job: Mapping[str, Any]) -> str:
+        from headrace_engine.input_processing.chat.sandbox import OutputTooLong
+
         try:
             line = json.dumps(job).encode()
         except (TypeError, ValueError, RecursionError):
@@ -92,6 +91,8 @@ class RenderWorker:
 
 def describe_error(error: BaseException) -> str:
     """A template's error in words, without what Python would add of its own."""
+    import jinja2
+
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"line {error.lineno}: {error.message}"
     if isinstance(error, jinja2.TemplateError):
@@ -104,10 +105,16 @@ def describe_error(error: BaseException) -> str:
 def main() -> None:
     """The child: answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # Before a message comes, whose time counts.
+    import headrace_engine.input_processing.chat.content_format  # noqa: F401
+
     serve_json(_answer)
 
 
 def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
+    from headrace_engine.input_processing.chat.content_format import detect_content_format
+    from headrace_engine.input_processing.chat.sandbox import OutputTooLong, render_template
+
     try:
         if "variables" not in job:
             return {"text": detect_content_format(job["source"])}

@@ -1,4 +1,8 @@
-"""Chats to prompts: which template, with which variables, rendered where."""
+"""Chats to prompts: which template, with which variables, rendered where.
+
+jinja2 is imported with the first chat (:mod:`~headrace_engine.input_processing.chat.sandbox`): a start does
+without.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from headrace_engine.input_processing.chat.content import (
     PairSides,
     normalize_messages,
 )
-from headrace_engine.input_processing.chat.content_format import detect_content_format
 from headrace_engine.input_processing.chat.render_worker import (
     RenderFailed,
     RenderTimeout,
@@ -22,12 +25,6 @@ from headrace_engine.input_processing.chat.render_worker import (
     describe_error,
 )
 from headrace_engine.input_processing.chat.roles import left_out, own_roles, without_contents
-from headrace_engine.input_processing.chat.sandbox import (
-    GENERATION_BEGIN,
-    GENERATION_END,
-    OutputTooLong,
-    render_template,
-)
 from headrace_engine.input_processing.control_tokens import MessageGuard, RenderedPrompt
 from headrace_engine.input_processing.media import ChatMedia
 
@@ -60,11 +57,9 @@ RESERVED = frozenset(
         "cycler",
         "joiner",
         "lipsum",
-        GENERATION_BEGIN,
-        GENERATION_END,
     }
 )
-"""Names that ``chat_template_kwargs`` may not set."""
+"""Names that ``chat_template_kwargs`` may not set, beside those of generation marks."""
 
 PromptTemplates = Literal["refused", "isolated", "trusted"]
 """Treatment of a template that comes with a prompt: an error; a client's, rendered in a process that is
@@ -141,9 +136,7 @@ class ChatRenderer:
         prompt, guard = self._protect(prompt, source, isolated)
         content_format = self._format(prompt, source, in_worker=isolated)
         messages = normalize_messages(prompt.messages, content_format, media)
-        variables = self._variables(prompt, messages)
-        if generation_marks is not None:
-            variables[GENERATION_BEGIN], variables[GENERATION_END] = generation_marks
+        variables = self._variables(prompt, messages, generation_marks)
         template = "chat_template" if prompt.chat_template is not None else ""
         text = self._render(source, variables, isolated, "messages", template)
         without = without_contents(messages, roles) if roles else None
@@ -161,6 +154,8 @@ class ChatRenderer:
         Args:
             media: gets what the sides bring besides text, in the order in which the prompt has it.
         """
+        from headrace_engine.input_processing.chat.content_format import detect_content_format
+
         chat, guard = self._protect(ChatPrompt(sides.messages()), template, isolated=False)
         content_format = detect_content_format(template)
         step = -1 if self._begins_with_document(template, content_format) else 1
@@ -210,6 +205,9 @@ class ChatRenderer:
     def _turn_tokens(self, guard: MessageGuard, source: str) -> frozenset[str]:
         """Control tokens that a template puts around a user's turn, and the end token: none of them
         is inside an assistant's turn."""
+        from headrace_engine.input_processing.chat.content_format import detect_content_format
+        from headrace_engine.input_processing.chat.sandbox import render_template
+
         variables = {
             **self._special_tokens,
             "messages": normalize_messages([_HELLO], detect_content_format(source)),
@@ -249,6 +247,8 @@ class ChatRenderer:
         return self._default, False
 
     def _format(self, prompt: ChatPrompt, source: str, in_worker: bool) -> str:
+        from headrace_engine.input_processing.chat.content_format import detect_content_format
+
         wanted = prompt.content_format if prompt.content_format != "auto" else self._content_format
         if wanted not in CONTENT_FORMATS:
             raise RequestError(
@@ -266,15 +266,22 @@ class ChatRenderer:
                 f"chat_template: cannot be read: {error}", param="chat_template"
             ) from None
 
-    def _variables(self, prompt: ChatPrompt, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def _variables(
+        self,
+        prompt: ChatPrompt,
+        messages: list[dict[str, Any]],
+        generation_marks: tuple[str, str] | None,
+    ) -> dict[str, Any]:
+        from headrace_engine.input_processing.chat.sandbox import GENERATION_BEGIN, GENERATION_END
+
         if prompt.continue_final_message and prompt.add_generation_prompt:
             raise RequestError(
                 "continue_final_message = True: needs add_generation_prompt = False",
                 param="continue_final_message",
             )
-        shadowed = sorted(
-            (RESERVED | self._special_tokens.keys()) & prompt.chat_template_kwargs.keys()
-        )
+        marks = (GENERATION_BEGIN, GENERATION_END)
+        reserved = RESERVED.union(self._special_tokens, marks)
+        shadowed = sorted(reserved & prompt.chat_template_kwargs.keys())
         if shadowed:
             raise RequestError(
                 f"chat_template_kwargs.{shadowed[0]}: this name is the renderer's own",
@@ -287,6 +294,7 @@ class ChatRenderer:
             "tools": list(prompt.tools) if prompt.tools else None,
             "documents": list(prompt.documents) if prompt.documents else None,
             "add_generation_prompt": prompt.add_generation_prompt,
+            **(dict(zip(marks, generation_marks, strict=True)) if generation_marks else {}),
         }
 
     def _writes(self, text: str, source: str, variables: Mapping[str, Any], isolated: bool) -> bool:
@@ -311,6 +319,8 @@ class ChatRenderer:
             param: the field that is too long, if the text is.
             template_param: the field that the template came in; "": it is the operator's or the model's.
         """
+        from headrace_engine.input_processing.chat.sandbox import OutputTooLong, render_template
+
         size, most = _size(variables), self._max_chars()
         # A template may leave out what it is given, an earlier turn's reasoning say, but not most.
         if size > _MOST_LEFT_OUT * most:

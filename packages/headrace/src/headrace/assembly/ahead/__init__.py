@@ -1,1 +1,1 @@
-"""What a start does with weights before torch is imported."""
+"""Work of a start before torch is imported: weights are read and packed, torch's library is linked."""
