@@ -10,6 +10,7 @@ import logging
 import selectors
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -51,6 +52,9 @@ class EngineRelay:
 
     def close(self) -> None:
         """End the thread, and remove the folder. Idempotent."""
+        if sys.is_finalizing():  # nobody has closed the engines, and the thread runs no more
+            self._close()
+            return
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
         self._thread.join()
