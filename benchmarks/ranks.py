@@ -1,7 +1,7 @@
 """Ranks beside one process: decoding, and how soon a rank knows of a pass.
 
     python benchmarks/ranks.py decode MODEL [--batch 1 8] [--rounds 5] [--communicators shm gloo]
-    python benchmarks/ranks.py passes [--batch 1 8 64 256] [--work-ms 5] [--ahead-us 300]
+    python benchmarks/ranks.py passes [--batch 1 8 64 256] [--work-ms 5] [--ahead-us 200]
                                        [--read-mb 0] [--parts]
 
 ``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
@@ -9,6 +9,7 @@ generate in turns: prompts are in the prefix cache, so it is decoding that is ti
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
 other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits:
 asleep, or awake as rank 0 has said a while ahead that a pass is about to come, as it does when a step begins.
+The batch is made right before its pass.
 Each pass is of a step further: a token more of each request, and a block more of every sixteenth.
 With ``--read-mb`` each rank reads so much memory in a pass, as a model reads weights: what ran before it is
 no longer in the processor's caches then. With ``--parts`` a second table says where the time goes.
@@ -237,13 +238,13 @@ def timed_passes(
         is_expected: the other rank is told ahead.
     """
     asked: list[int] = []
-    batches = [decode_batch(num_seqs, step) for step in range(args.passes + WARMING)]
     rank.take_notes()
-    for batch in batches:
+    for step in range(args.passes + WARMING):
         busy(args.work_ms / 1000)
         if is_expected:
             rank.leader.expect()
             busy(args.ahead_us / 1e6)
+        batch = decode_batch(num_seqs, step)  # as the engine does, right before its pass
         asked.append(time.perf_counter_ns())
         rank.model.forward(batch)
     return {"asked": asked, **rank.take_notes()}
@@ -358,7 +359,7 @@ def main() -> None:
     two.add_argument("--passes", type=int, default=500)
     two.add_argument("--work-ms", type=float, default=5.0, help="of rank 0 between two passes")
     two.add_argument(
-        "--ahead-us", type=float, default=300.0, help="from saying that a pass comes to the pass"
+        "--ahead-us", type=float, default=200.0, help="from saying that a pass comes to its batch"
     )
     two.add_argument("--read-mb", type=int, default=0, help="that a rank reads in each pass")
     two.add_argument("--parts", action="store_true", help="say where the time goes, too")
