@@ -32,7 +32,7 @@ from headrace_engine.multiproc.pass_frames import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-REHEARSED_BYTES = 64 << 10
+REHEARSED_BYTES = 96 << 10
 """Size of the longest pass that is rehearsed (:meth:`PassDecoder.prepare`): copies take their time, too."""
 _LAYOUTS = msgspec.msgpack.Decoder(Layout)
 

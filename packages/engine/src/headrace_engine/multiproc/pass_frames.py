@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 PASS = (1 << 64) - 1
 """In place of the length of a frame's tree: the frame is a pass."""
-LARGE_FROM = 32 << 10
-"""Bytes of a tensor from which on it is compared with the last one's, as that takes less time than copies."""
+LARGE_FROM = 64 << 10
+"""Bytes of a tensor from which on it is compared with the last one's; smaller ones are copied sooner."""
 SAME, WHOLE, SPARSE = b"\x00", b"\x01", b"\x02"
 """How a large tensor comes."""
 HEAD = struct.Struct("<II")
