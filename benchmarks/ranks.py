@@ -1,14 +1,18 @@
 """Ranks beside one process: decoding, and how soon a rank knows of a pass.
 
     python benchmarks/ranks.py decode MODEL [--batch 1 8] [--rounds 5] [--communicators shm gloo]
-    python benchmarks/ranks.py passes [--batch 1 8 64 256] [--work-ms 5] [--ahead-us 300]
+    python benchmarks/ranks.py passes [--batch 1 8 64 256] [--work-ms 5] [--ahead-us 200]
+                                       [--read-mb 0] [--parts]
 
 ``decode`` starts an engine with all threads, and one with two ranks that share them, and has them
 generate in turns: prompts are in the prefix cache, so it is decoding that is timed. ``passes`` starts a rank
 without a model and leads passes of a step's batch, as the engine does: from the call on rank 0 until the
 other rank's worker is called, and until rank 0 begins its own. Rank 0 works between passes, the other waits:
 asleep, or awake as rank 0 has said a while ahead that a pass is about to come, as it does when a step begins.
+The batch is made right before its pass.
 Each pass is of a step further: a token more of each request, and a block more of every sixteenth.
+With ``--read-mb`` each rank reads so much memory in a pass, as a model reads weights: what ran before it is
+no longer in the processor's caches then. With ``--parts`` a second table says where the time goes.
 """
 
 from __future__ import annotations
@@ -34,6 +38,48 @@ MOST_OTHERS_PCT = 3.0
 """Of the machine; a round in which others took more is not counted."""
 SETTLE_SECONDS = 0.05
 """Rest before a turn: idle threads of the one before look for work for a while."""
+READ_MB, PARTS = "HEADRACE_BENCH_READ_MB", "HEADRACE_BENCH_PARTS"
+"""Variables by which the other rank's process knows of options."""
+WARMING = 20
+"""Passes at the beginning of a run that are not counted."""
+
+
+class Noted:
+    """Notes when calls of a method begin and end, by the clock that all processes share."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        run = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            self.begun.append(time.perf_counter_ns())
+            result = run(*args)
+            self.ended.append(time.perf_counter_ns())
+            return result
+
+        setattr(owner, name, noted)
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """What has been noted since the last time."""
+        taken, self.begun, self.ended = (self.begun, self.ended), [], []
+        return taken
+
+
+class Weights:
+    """Memory that a pass reads.
+
+    Args:
+        size_mb: 0: it reads none.
+    """
+
+    def __init__(self, size_mb: int) -> None:
+        self._values = torch.ones(size_mb << 18)
+
+    def read(self) -> None:
+        """Read it all."""
+        if len(self._values):
+            self._values.sum()
 
 
 class Stamps:
@@ -41,14 +87,22 @@ class Stamps:
 
     def __init__(self) -> None:
         self._ns: list[int] = []
+        self._weights = Weights(int(os.environ[READ_MB]))
+        self._decoding: Noted | None = None
+        if os.environ[PARTS]:
+            from headrace_engine.multiproc.pass_decoder import PassDecoder
+
+            self._decoding = Noted(PassDecoder, "decode")
 
     def run_pass(self, method: str, args: Sequence[Any]) -> None:
         self._ns.append(time.perf_counter_ns())
+        self._weights.read()
 
     def report(self) -> dict[str, list[int]]:
-        """Of the system's monotonic clock, which all processes share."""
-        noted, self._ns = self._ns, []
-        return {"ns": noted}
+        """By what happened."""
+        called, self._ns = self._ns, []
+        begun, ended = ([], []) if self._decoding is None else self._decoding.take()
+        return {"called": called, "decoding": begun, "decoded": ended}
 
     def close(self) -> None:
         """Nothing to close."""
@@ -56,17 +110,20 @@ class Stamps:
 
 def follower(config: object, place: object) -> Stamps:
     """The worker of a rank's process."""
+    torch.set_num_threads(1)
     return Stamps()
 
 
 class Model:
     """Rank 0's, whose pass notes when it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights) -> None:
         self.begun: list[int] = []
+        self._weights = weights
 
     def forward(self, batch: ForwardBatch) -> None:
         self.begun.append(time.perf_counter_ns())
+        self._weights.read()
 
 
 def decode_batch(num_seqs: int, step: int, context: int = 1024) -> ForwardBatch:
@@ -88,34 +145,78 @@ def busy(seconds: float) -> None:
         pass
 
 
+class LedRank:
+    """Rank 0 of two, and the process of the other one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from headrace_engine.config import EngineConfig
+        from headrace_engine.multiproc.leader import PassLeader
+        from headrace_engine.multiproc.pass_frames import PassEncoder
+        from headrace_engine.multiproc.places import RankedWorkers
+        from headrace_engine.multiproc.rank_processes import RankProcesses
+
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        os.environ[READ_MB], os.environ[PARTS] = str(args.read_mb), "1" if args.parts else ""
+        ranked = RankedWorkers(lambda *_: None, "ranks:follower", EngineConfig(), 2)  # type: ignore[arg-type]
+        self.others = RankProcesses(ranked, {}, lambda error: print(error))
+        self.others.wait_started()
+        self.encoding = Noted(PassEncoder, "encode") if args.parts else None
+        self.leader = PassLeader(
+            self.others.run_pass, lambda error: error, self.others.call, self.others.expect_pass
+        )
+        self.model = Model(Weights(args.read_mb))
+        self.leader.lead(self.model)
+
+    def take_notes(self) -> dict[str, list[int]]:
+        """When what happened in each pass since the last time, by what."""
+        notes: dict[str, list[int]] = self.others.call("report", ())[0].result()
+        notes["begun"], self.model.begun = self.model.begun, []
+        if self.encoding is not None:
+            notes["encoding"], notes["encoded"] = self.encoding.take()
+        return notes
+
+
 def passes(args: argparse.Namespace) -> None:
     """Print the times of passes, by the size of the batch."""
-    from headrace_engine.config import EngineConfig
-    from headrace_engine.multiproc.leader import PassLeader
-    from headrace_engine.multiproc.places import RankedWorkers
-    from headrace_engine.multiproc.rank_processes import RankProcesses
-
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    ranked = RankedWorkers(lambda *_: None, "ranks:follower", EngineConfig(), 2)  # type: ignore[arg-type]
-    others = RankProcesses(ranked, {}, lambda error: print(error))
-    others.wait_started()
-    model = Model()
-    leader = PassLeader(others.run_pass, lambda error: error, others.call, others.expect_pass)
-    leader.lead(model)
+    torch.set_num_threads(1)
+    rank = LedRank(args)
     print(
         "| requests | bytes of a pass | known to the other rank, asleep, us: p10 | p50 | p90 "
         "| awake: p10 | p50 | p90 | rank 0 begins, awake, us: p50 |"
     )
     print("|" + "---|" * 9)
+    parts = []
     for num_seqs in args.batch:
         size, times = pass_bytes(num_seqs), []
         for is_expected in (False, True):
-            known, begun = timed_passes(args, model, leader, others, num_seqs, is_expected)
+            notes = timed_passes(args, rank, num_seqs, is_expected)
+            known = sorted(between(notes, "asked", "called"))
             times += [known[len(known) * share // 100] for share in (10, 50, 90)]
-        times.append(statistics.median(begun))
+        times.append(statistics.median(between(notes, "asked", "begun")))
         print(f"| {num_seqs} | {size} | " + " | ".join(f"{us:.0f}" for us in times) + " |")
-    others.stop()
+        if args.parts:
+            parts.append((num_seqs, [statistics.median(between(notes, *pair)) for pair in PAIRS]))
+    if args.parts:
+        print("\n| requests, awake; us, p50 | call to encoding | encoding | to the other rank's "
+              "buffer | decoding | its call | encoded to rank 0's own pass |")  # fmt: skip
+        print("|" + "---|" * 7)
+    for num_seqs, each in parts:
+        print(f"| {num_seqs} | " + " | ".join(f"{us:.1f}" for us in each) + " |")
+    rank.others.stop()
+
+
+PAIRS = (
+    ("asked", "encoding"), ("encoding", "encoded"), ("encoded", "decoding"), ("decoding", "decoded"),
+    ("decoded", "called"), ("encoded", "begun"),
+)  # fmt: skip
+"""Parts of a pass's way, by what happens at their ends."""
+
+
+def between(notes: dict[str, list[int]], first: str, second: str) -> list[float]:
+    """Microseconds between two things that happen in each pass."""
+    pairs = zip(notes[first], notes[second], strict=True)
+    return [(b - a) / 1000 for a, b in list(pairs)[WARMING:]]
 
 
 def pass_bytes(num_seqs: int) -> int:
@@ -129,29 +230,24 @@ def pass_bytes(num_seqs: int) -> int:
 
 
 def timed_passes(
-    args: argparse.Namespace, model: Any, leader: Any, others: Any, num_seqs: int, is_expected: bool
-) -> tuple[list[float], list[float]]:
-    """Microseconds until a pass is known to the other rank, and until rank 0 begins its own; sorted.
+    args: argparse.Namespace, rank: LedRank, num_seqs: int, is_expected: bool
+) -> dict[str, list[int]]:
+    """When what happened in each pass, by what.
 
     Args:
         is_expected: the other rank is told ahead.
     """
-    called: list[int] = []
-    batches = [decode_batch(num_seqs, step) for step in range(args.passes + 20)]
-    model.begun.clear()
-    for batch in batches:
+    asked: list[int] = []
+    rank.take_notes()
+    for step in range(args.passes + WARMING):
         busy(args.work_ms / 1000)
         if is_expected:
-            leader.expect()
+            rank.leader.expect()
             busy(args.ahead_us / 1e6)
-        called.append(time.perf_counter_ns())
-        model.forward(batch)
-    stamps = others.call("report", ())[0].result()["ns"]
-    known, begun = (
-        sorted((b - a) / 1000 for a, b in list(zip(called, each, strict=True))[20:])
-        for each in (stamps, model.begun)
-    )
-    return known, begun
+        batch = decode_batch(num_seqs, step)  # as the engine does, right before its pass
+        asked.append(time.perf_counter_ns())
+        rank.model.forward(batch)
+    return {"asked": asked, **rank.take_notes()}
 
 
 class Engine:
@@ -263,8 +359,10 @@ def main() -> None:
     two.add_argument("--passes", type=int, default=500)
     two.add_argument("--work-ms", type=float, default=5.0, help="of rank 0 between two passes")
     two.add_argument(
-        "--ahead-us", type=float, default=300.0, help="from saying that a pass comes to the pass"
+        "--ahead-us", type=float, default=200.0, help="from saying that a pass comes to its batch"
     )
+    two.add_argument("--read-mb", type=int, default=0, help="that a rank reads in each pass")
+    two.add_argument("--parts", action="store_true", help="say where the time goes, too")
     two.set_defaults(run=passes)
     args = parser.parse_args()
     args.run(args)

@@ -2,7 +2,7 @@
 
 A rank that sleeps must be woken for a pass, which takes longer than anything else on its way. So it looks
 for a pass without sleeping for a while when it has done one, and for longer when rank 0 has said that one is
-about to come (:data:`EXPECT`): it has time to wake up while rank 0 makes the batch.
+about to come (:data:`EXPECT`): it has time to wake up while rank 0 makes the batch, and to rehearse.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ import time
 from typing import Any
 
 from headrace_engine.multiproc.frames import unpack
-from headrace_engine.multiproc.pass_frames import PassDecoder
+from headrace_engine.multiproc.pass_decoder import PassDecoder
+from headrace_engine.multiproc.pass_frames import PASS
 
 LENGTHS = struct.Struct("<QQ")
-PASS = (1 << 64) - 1
-"""In place of the length of a frame's tree: the frame is a pass (:mod:`.pass_frames`)."""
-EXPECT = LENGTHS.pack((1 << 64) - 2, 0)
+EXPECT = LENGTHS.pack(PASS - 1, 0)
 """A frame that says only that a pass is about to come."""
 SPIN_SECONDS = 50e-6
 """How long a rank looks for the next frame before it sleeps, as the ranks' groups do."""
 EXPECT_SECONDS = 2e-3
 """Likewise, once a pass is about to come."""
 _ROOM = 1 << 17
-
-
-def pass_pieces(body: bytes) -> list[bytes | memoryview]:
-    """A frame of an encoded pass, in pieces that are to be sent one after the other."""
-    return [LENGTHS.pack(PASS, len(body)) + body]
 
 
 class Incoming:
@@ -47,7 +41,8 @@ class Incoming:
         self._buffer = memoryview(bytearray(_ROOM))
         self._begin = self._end = 0
         """Where bytes lie that have come and are not read."""
-        self._waits = SPIN_SECONDS
+        self._expects = False
+        """A pass is about to come."""
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
@@ -60,12 +55,15 @@ class Incoming:
             BadFrame: it is none.
         """
         while True:
-            tree_size, data_size = LENGTHS.unpack(self._take(LENGTHS.size))
+            if self._end - self._begin < LENGTHS.size:
+                self._fill(LENGTHS.size)
+            tree_size, data_size = LENGTHS.unpack_from(self._buffer, self._begin)
+            self._begin += LENGTHS.size
             if tree_size == PASS:
-                self._waits = SPIN_SECONDS
+                self._expects = False
                 return self._passes.decode(self._take(data_size))
             if tree_size == PASS - 1:
-                self._waits = EXPECT_SECONDS
+                self._expects = True
                 continue
             return unpack(bytes(self._take(tree_size)), self._take(data_size))
 
@@ -95,10 +93,11 @@ class Incoming:
     def _fill(self, size: int) -> None:
         """Have so many bytes in the buffer, and whatever else has come."""
         buffer, have = self._buffer, self._end - self._begin
-        buffer[:have] = buffer[self._begin : self._end]
-        self._begin, self._end = 0, have
-        if self._spins and not have:
+        if have:
+            buffer[:have] = buffer[self._begin : self._end]
+        elif self._spins:
             self._look()
+        self._begin, self._end = 0, have
         while self._end < size:
             count = self._connection.recv_into(buffer[self._end :])
             if not count:
@@ -107,7 +106,11 @@ class Incoming:
 
     def _look(self) -> None:
         """Return when there is something to read, or it is time to sleep."""
-        until = time.perf_counter() + self._waits
-        self._waits = SPIN_SECONDS
-        while not self._readable.poll(0) and time.perf_counter() < until:
+        is_readable, expects = self._readable.poll, self._expects
+        self._expects = False
+        if is_readable(0):
+            return
+        self._passes.prepare(rehearse=expects)
+        until = time.perf_counter() + (EXPECT_SECONDS if expects else SPIN_SECONDS)
+        while not is_readable(0) and time.perf_counter() < until:
             pass

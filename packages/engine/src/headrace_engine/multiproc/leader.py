@@ -6,7 +6,6 @@ on the object, so that who calls them (steps, dummy steps, encoders, recordings)
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -187,7 +186,7 @@ class PassLeader:
             raise self._failure
         self._is_running = True
         try:
-            self._send(ModelPass(*(sent or (name, tuple(_sent(arg) for arg in args)))))
+            self._send(ModelPass(*(sent or (name, args))))
             return own(*args)
         except BaseException as error:
             self._failure = self._broken(error)
@@ -208,12 +207,3 @@ def _first_row(hidden: Tensor, states: Tensor) -> int | None:
     row, column = divmod(distance, states.stride(0))
     is_within = column == 0 and 0 <= row <= states.shape[0] - hidden.shape[0]
     return row if is_within else None
-
-
-def _sent(arg: Any) -> Any:
-    """An argument as other ranks get it: a batch without attention metadata, which each prepares itself."""
-    if isinstance(arg, ForwardBatch):
-        return dataclasses.replace(arg, attention=()) if arg.attention else arg
-    if isinstance(arg, Sequence) and not isinstance(arg, str):
-        return list(arg)
-    return arg

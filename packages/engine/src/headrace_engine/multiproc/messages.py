@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from headrace_core.batch import ForwardBatch
 from headrace_engine.clients.wire import RemoteError
 
 
@@ -12,6 +15,19 @@ class ModelPass(NamedTuple):
 
     method: str
     args: tuple[Any, ...]
+
+
+def without_metadata(message: ModelPass) -> ModelPass:
+    """The pass as other ranks get it: batches without attention metadata, which each prepares itself."""
+    return ModelPass(message.method, tuple(map(_without_metadata, message.args)))
+
+
+def _without_metadata(arg: Any) -> Any:
+    if isinstance(arg, ForwardBatch):
+        return dataclasses.replace(arg, attention=()) if arg.attention else arg
+    if isinstance(arg, Sequence) and not isinstance(arg, str):
+        return list(arg)
+    return arg
 
 
 class WorkerCall(NamedTuple):

@@ -1,9 +1,20 @@
-"""Passes of steps as bytes: what a batch has in common with the one before is not sent again.
+"""Passes of steps as bytes: what a batch has in common with the one before is not said again.
 
-Both sides keep the tensors of the last batch that was sent so. A frame of a pass says which of them are as
-they were, brings those that are not, and of a large one only the elements that differ. How many tensors there
-are, and their shapes (the *layout*), is said when it changes; all tensors come with it. So nothing depends on
-what a step does: requests that join, go on, are preempted or guess are batches like others.
+A frame of a pass is
+
+    lengths   :data:`PASS` and the number of bytes that follow
+    head      bytes of the layout (0: it is the last frame's), and K
+    layout    what the pass is, beside numbers: a msgpack tree
+    ints      [K] int64
+    small     the tensors of less than :data:`LARGE_FROM` bytes, one after the other, each filled up to a
+              multiple of 64 bytes
+    large     for each of the others a byte, which says whether it is as it was, comes whole, or comes as
+              places and values of the elements that differ; and what comes
+
+While the same requests decode, the layout is the same, and nothing is large but tables of many blocks. Then
+a frame is one copy of the tensors' memory, and the other side's tensors are made before it comes: few lines
+run on either side, as they run once a step, from cold caches. Nothing depends on what a step does: requests
+that join, go on, are preempted or guess are batches like others.
 
 One sender writes passes, all receivers read all of them in order, and whichever ends, ends the engine: the
 two sides cannot come apart. Nothing is pickled, nothing evaluated.
@@ -13,38 +24,49 @@ Letters: N tensors, K ints.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace_core.batch import ForwardBatch, GroupBatch
-from headrace_engine.multiproc.frames import DTYPES, BadFrame
+from headrace_core.batch import ForwardBatch
 from headrace_engine.multiproc.messages import ModelPass
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
-    Array = npt.NDArray[Any]
-
-SPARSE_FROM = 2048
-"""Bytes of a tensor from which on elements that differ are sent alone, if they are few."""
-_SAME, _WHOLE, _SPARSE = range(3)
-_HEAD = struct.Struct("<II")
-"""Bytes of the layout (0: as before), and K."""
-_COUNT = struct.Struct("<I")
-_OF_BATCH, _OF_GROUP = 8, 5
+PASS = (1 << 64) - 1
+"""In place of the length of a frame's tree: the frame is a pass."""
+LARGE_FROM = 64 << 10
+"""Bytes of a tensor from which on it is compared with the last one's; smaller ones are copied sooner."""
+SAME, WHOLE, SPARSE = b"\x00", b"\x01", b"\x02"
+"""How a large tensor comes."""
+HEAD = struct.Struct("<II")
+COUNT = struct.Struct("<I")
+"""Number of elements that differ."""
+OF_BATCH, OF_GROUP = 8, 5
 """Tensors of a batch itself, and of each of its groups."""
-_ALIGNMENT = 64
-_NONE = -(1 << 62)
+NO_NUMBER = -(1 << 62)
 """Stands for None among the ints."""
+_ALIGNMENT = 64
+_START = struct.Struct("<QQII")
+"""Lengths and head."""
+_of_batch = attrgetter(
+    "input_ids", "positions", "cu_seqlens_q", "seq_lens", "logits_rows", "token_type_ids", "key_lens",
+    "last_keys",
+)  # fmt: skip
+_of_group = attrgetter("block_table", "slot_mapping", "seq_lens", "state_in", "state_out")
+# ctypes.string_at without its own lines, and numpy's way to memory without numpy: fewer of both are cold.
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 
 
-class _Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Everything about a pass but its ints and the contents of its tensors."""
 
     method: str
@@ -55,20 +77,9 @@ class _Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """[N]; dtype and shape. Those of the batch, of each group, and the further ones; None: not there."""
 
 
-_DECODER = msgspec.msgpack.Decoder(_Layout)
-
-
-def _tensors_of(batch: ForwardBatch) -> list[Tensor | None]:
-    found = [
-        batch.input_ids, batch.positions, batch.cu_seqlens_q, batch.seq_lens, batch.logits_rows,
-        batch.token_type_ids, batch.key_lens, batch.last_keys,
-    ]  # fmt: skip
-    for group in batch.groups:
-        found += (
-            group.block_table, group.slot_mapping, group.seq_lens, group.state_in, group.state_out,
-        )  # fmt: skip
-    found += batch.extra.values()
-    return found
+def aligned(size: int) -> int:
+    """The least multiple of 64 that is as large."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class PassEncoder:
@@ -76,224 +87,115 @@ class PassEncoder:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
-        """The last layout, as numpy says it."""
-        self._known: list[bytes] = []
-        """Contents of the last tensors."""
+        """The last layout, as torch says it, and K."""
+        self._ints = struct.Struct("")
+        self._size = 0
+        """Bytes of head, ints and small tensors."""
+        self._fill: list[bytes | None] = []
+        """[N]; what follows each of the small tensors."""
+        self._large: list[int] = []
+        """Indices of the large ones."""
+        self._known: dict[int, bytes] = {}
+        """Their last contents."""
 
     def encode(self, message: ModelPass) -> bytes | None:
-        """A pass of a batch, and perhaps of a number; None: it is another one, or holds what is not sent so
-        (vectors, numbers of a dtype that numpy has not)."""
-        batch = message.args[0] if message.args else None
-        if type(batch) is not ForwardBatch or batch.encoder_states is not None or batch.attention:
+        """The frame of a pass of a batch, and perhaps of numbers, without the batch's attention metadata.
+
+        None: it is another pass, or holds what is not sent so (vectors).
+        """
+        method, args = message
+        batch = args[0] if args else None
+        if type(batch) is not ForwardBatch or batch.encoder_states is not None:
             return None
-        ints = [batch.max_seqlen_q, batch.max_seqlen_k, *[g.max_seqlen_k for g in batch.groups]]
-        for other in message.args[1:]:
+        tensors, ints = _of_batch(batch), [batch.max_seqlen_q, batch.max_seqlen_k]
+        for group in batch.groups:
+            tensors += _of_group(group)
+            ints.append(group.max_seqlen_k)
+        if batch.extra:
+            tensors += tuple(batch.extra.values())
+        for other in args[1:]:
             if other is not None and type(other) is not int:
                 return None
-            ints.append(_NONE if other is None else other)
+            ints.append(NO_NUMBER if other is None else other)
         try:
-            arrays = [None if t is None else _array(t) for t in _tensors_of(batch)]
-        except (TypeError, AttributeError, RuntimeError):
+            shapes, contents = _contents(tensors)
+        except AttributeError:  # one is no tensor
             return None
-        shapes = [None if a is None else (a.dtype, a.shape) for a in arrays]
-        key = (message.method, len(batch.groups), tuple(batch.extra), shapes)
-        contents = [b"" if a is None else a.tobytes() for a in arrays]
-        if key == self._key:
-            layout, codes, parts = b"", *_differences(arrays, contents, self._known)
-        else:
-            layout = msgspec.msgpack.encode(_layout(*key))
-            codes, parts = bytes([_WHOLE]) * len(contents), contents
-        self._key, self._known = key, contents
-        head = _HEAD.pack(len(layout), len(ints))
-        return b"".join([head, layout, struct.pack(f"<{len(ints)}q", *ints), codes, *parts])
+        key = (method, len(batch.groups), tuple(batch.extra), shapes, len(ints))
+        layout = b"" if key == self._key else self._begin(key)
+        pieces = [b"", layout, self._ints.pack(*ints)]
+        for content, fill in zip(contents, self._fill):
+            if fill is not None:
+                pieces += (content, fill)
+        size = self._size + len(layout)
+        if self._large:
+            parts = self._large_parts(contents)
+            pieces += parts
+            size += sum(map(len, parts))
+        pieces[0] = _START.pack(PASS, size, len(layout), len(ints))
+        return b"".join(pieces)
+
+    def _begin(self, key: tuple[Any, ...]) -> bytes:
+        """From now on passes are of this layout, which is returned."""
+        self._key, self._large, self._known, self._fill = key, [], {}, []
+        method, num_groups, extra, shapes, num_ints = key
+        self._ints = struct.Struct(f"<{num_ints}q")
+        self._size = HEAD.size + self._ints.size
+        for i, one in enumerate(shapes):
+            size = 0 if one is None else math.prod(one[1]) * one[0].itemsize
+            if size >= LARGE_FROM:
+                self._large.append(i)
+            is_small = one is not None and size < LARGE_FROM
+            self._fill.append(bytes(aligned(size) - size) if is_small else None)
+            self._size += aligned(size) if is_small else 0
+        tensors = tuple(
+            None if one is None else (str(one[0]).removeprefix("torch."), tuple(one[1]))
+            for one in shapes
+        )
+        return msgspec.msgpack.encode(Layout(method, num_groups, extra, tensors))
+
+    def _large_parts(self, contents: Sequence[bytes]) -> list[bytes]:
+        """Frames' part of the large tensors."""
+        parts: list[bytes] = []
+        for i in self._large:
+            before, content = self._known.get(i), contents[i]
+            self._known[i] = content
+            if content == before:
+                parts.append(SAME)
+            else:
+                itemsize = self._key[3][i][0].itemsize
+                sparse = None if before is None else _sparse(content, before, itemsize)
+                parts += (WHOLE, content) if sparse is None else (SPARSE, *sparse)
+        return parts
 
 
-def _array(tensor: Tensor) -> Array:
-    found: Array = (tensor if tensor.device.type == "cpu" else tensor.cpu()).numpy()
-    return found
+_Shape = tuple[Any, Sequence[int]]
 
 
-def _layout(
-    method: str,
-    num_groups: int,
-    extra: tuple[str, ...],
-    shapes: Sequence[tuple[np.dtype[Any], tuple[int, ...]] | None],
-) -> _Layout:
-    tensors = tuple(None if one is None else (one[0].name, one[1]) for one in shapes)
-    return _Layout(method, num_groups, extra, tensors)
-
-
-def _differences(
-    arrays: Sequence[Array | None], contents: Sequence[bytes], known: Sequence[bytes]
-) -> tuple[bytes, list[bytes]]:
-    """[N] codes, and what is sent of the tensors."""
-    codes = bytearray(len(contents))
-    parts: list[bytes] = []
-    for i, (content, before) in enumerate(zip(contents, known)):
-        if content == before:
+def _contents(tensors: Sequence[Tensor | None]) -> tuple[list[_Shape | None], list[bytes]]:
+    """[N] each: dtype and shape, and the bytes of the elements; None and none where there is no tensor."""
+    shapes: list[_Shape | None] = []
+    contents: list[bytes] = []
+    for tensor in tensors:
+        if tensor is None:
+            shapes.append(None)
+            contents.append(b"")
             continue
-        codes[i] = _WHOLE
-        if len(content) >= SPARSE_FROM:
-            array = arrays[i]
-            assert array is not None
-            sparse = _sparse(content, before, array.dtype)
-            if sparse is not None:
-                codes[i] = _SPARSE
-                parts += sparse
-                continue
-        parts.append(content)
-    return bytes(codes), parts
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            tensor = tensor.detach().cpu().contiguous()
+        shapes.append((tensor.dtype, tensor.shape))
+        contents.append(_bytes_at(tensor.data_ptr(), tensor.nbytes))
+    return shapes, contents
 
 
-def _sparse(content: bytes, before: bytes, dtype: np.dtype[Any]) -> tuple[bytes, ...] | None:
+def _sparse(content: bytes, before: bytes, itemsize: int) -> tuple[bytes, ...] | None:
     """Number, places and values of the elements that differ; None: they are many."""
     import numpy as np
 
-    new = np.frombuffer(content, dtype)
     # Bits, not numbers, are compared: a NaN differs from itself.
-    bits = f"u{dtype.itemsize}"
-    places = (new.view(bits) != np.frombuffer(before, bits)).nonzero()[0]
-    if len(places) * (_COUNT.size + dtype.itemsize) * 2 > len(content):
+    bits = np.dtype(f"u{itemsize}")
+    new = np.frombuffer(content, bits)
+    places = (new != np.frombuffer(before, bits)).nonzero()[0]
+    if len(places) * (COUNT.size + itemsize) * 2 > len(content):
         return None
-    return _COUNT.pack(len(places)), places.astype("<u4").tobytes(), new[places].tobytes()
-
-
-class PassDecoder:
-    """Another rank's side. One thread."""
-
-    def __init__(self) -> None:
-        self._method = ""
-        self._num_groups = 0
-        self._extra: tuple[str, ...] = ()
-        self._slots: list[_Slot | None] = []
-        self._state = bytearray()
-        """Contents of the last tensors, each at a multiple of the alignment."""
-
-    def decode(self, body: bytearray) -> ModelPass:
-        """The pass of :meth:`PassEncoder.encode`. Its tensors are nobody else's.
-
-        Raises:
-            BadFrame: it is none.
-        """
-        try:
-            ints = self._read(body)
-            return self._made(ints)
-        except (
-            msgspec.MsgspecError, struct.error, ValueError, TypeError, IndexError, RuntimeError,
-        ) as error:  # fmt: skip
-            raise BadFrame(f"a pass of {len(body)} bytes has no value: {error}") from error
-
-    def _read(self, body: bytearray) -> tuple[int, ...]:
-        """Take over what a frame says; its ints."""
-        size, num_ints = _HEAD.unpack_from(body)
-        at = _HEAD.size + size
-        if size:
-            self._adopt(_DECODER.decode(memoryview(body)[_HEAD.size : at]), len(body))
-        ints = struct.unpack_from(f"<{num_ints}q", body, at)
-        at += 8 * num_ints
-        slots = self._slots
-        codes = body[at : at + len(slots)]
-        at += len(slots)
-        if len(codes) < len(slots) or (size and codes.strip(b"\x01")):
-            raise BadFrame("a pass does not say what it brings")
-        # A view cannot be resized: a part that is too short is an error.
-        state, view = memoryview(self._state), memoryview(body)
-        for slot, code in zip(slots, codes):
-            if code == _SAME or slot is None:
-                continue
-            if code == _WHOLE:
-                state[slot.start : slot.end] = view[at : at + slot.size]
-                at += slot.size
-            elif code == _SPARSE:
-                at = _put(slot, state, view, at)
-            else:
-                raise BadFrame(f"{code} is no way to bring a tensor")
-        if at != len(body):
-            raise BadFrame(f"a pass of {len(body)} bytes brings {at}")
-        return ints
-
-    def _adopt(self, layout: _Layout, most: int) -> None:
-        """Begin anew with a layout, whose tensors have so many bytes at most."""
-        named = _OF_BATCH + _OF_GROUP * layout.num_groups
-        if layout.num_groups < 0 or len(layout.tensors) != named + len(layout.extra):
-            raise BadFrame(f"a batch of {layout.num_groups} groups has other tensors")
-        slots: list[_Slot | None] = []
-        end = size = 0
-        for one in layout.tensors:
-            if one is None:
-                slots.append(None)
-                continue
-            slots.append(_Slot(*one, start=end))
-            size += slots[-1].size  # type: ignore[union-attr] # it is one
-            end = -(-(end + slots[-1].size) // _ALIGNMENT) * _ALIGNMENT  # type: ignore[union-attr]
-        if size > most:
-            raise BadFrame(f"tensors of {size} bytes in a pass of {most}")
-        self._method, self._num_groups, self._extra = layout.method, layout.num_groups, layout.extra
-        self._slots, self._state = slots, bytearray(end)
-
-    def _made(self, ints: tuple[int, ...]) -> ModelPass:
-        data = bytearray(self._state)  # a model may write into what it gets
-        found = [None if slot is None else slot.tensor(data) for slot in self._slots]
-        count = self._num_groups
-        if len(ints) < 2 + count:
-            raise BadFrame(f"{len(ints)} numbers of a batch of {count} groups")
-        groups = tuple(
-            _group(found[first : first + _OF_GROUP], ints[2 + g])
-            for g, first in enumerate(range(_OF_BATCH, _OF_BATCH + _OF_GROUP * count, _OF_GROUP))
-        )
-        further = found[_OF_BATCH + _OF_GROUP * count :]
-        ids, positions, cu_seqlens, seq_lens, rows, types, key_lens, last_keys = found[:_OF_BATCH]
-        if ids is None or positions is None or cu_seqlens is None or seq_lens is None:
-            raise BadFrame("a batch without tokens")
-        batch = ForwardBatch(
-            ids, positions, cu_seqlens, seq_lens, ints[0], ints[1], groups, (), rows, types, None,
-            key_lens, last_keys, dict(zip(self._extra, further, strict=True)),
-        )  # fmt: skip
-        others = [None if number == _NONE else number for number in ints[2 + count :]]
-        return ModelPass(self._method, (batch, *others))
-
-
-class _Slot:
-    """Where a tensor lies, and what it is."""
-
-    __slots__ = ("count", "dtype", "end", "name", "shape", "size", "start")
-
-    def __init__(self, name: str, shape: tuple[int, ...], start: int) -> None:
-        import torch
-
-        if name not in DTYPES or min(shape, default=0) < 0:
-            raise BadFrame(f"{name!r} of {shape}: must be of {', '.join(DTYPES)}")
-        self.name, self.dtype, self.shape = name, getattr(torch, name), shape
-        self.count = math.prod(shape)
-        self.start, self.size = start, self.count * self.dtype.itemsize
-        self.end = start + self.size
-
-    def tensor(self, data: bytearray) -> Tensor:
-        """The tensor, in this memory."""
-        import torch
-
-        if not self.count:
-            return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.frombuffer(data, dtype=self.dtype, count=self.count, offset=self.start)
-        return flat if len(self.shape) == 1 else flat.view(self.shape)
-
-
-def _put(slot: _Slot, state: memoryview, view: memoryview, at: int) -> int:
-    """Put single elements into a tensor; where the next part of the frame begins."""
-    import numpy as np
-
-    [count] = _COUNT.unpack_from(view, at)
-    at += _COUNT.size
-    bits = f"u{slot.dtype.itemsize}"
-    places = np.frombuffer(view, "<u4", count, at) if count else np.zeros(0, "<u4")
-    at += 4 * count
-    values = np.frombuffer(view, bits, count, at) if count else np.zeros(0, bits)
-    np.frombuffer(state, bits, slot.count, slot.start)[places] = values
-    return at + values.nbytes
-
-
-def _group(tensors: Sequence[Tensor | None], max_seqlen_k: int) -> GroupBatch:
-    table, slots, seq_lens, state_in, state_out = tensors
-    if table is None or slots is None:
-        raise BadFrame("a group without blocks")
-    return GroupBatch(table, slots, seq_lens, max_seqlen_k, state_in, state_out)
+    return COUNT.pack(len(places)), places.astype("<u4").tobytes(), new[places].tobytes()

@@ -187,6 +187,7 @@ def follow(make: Callable[[], Any], replies: Replies, receive: Callable[[], Any]
             _reply(replies, worker, message)
         else:
             raise message if isinstance(message, BaseException) else TypeError(f"{message!r:.200}")
+        message = None  # tensors are given up now, not when the next pass has come
     worker.close()
 
 

@@ -15,8 +15,16 @@ from headrace_core.errors import EngineDead
 from headrace_engine.clients.wire import as_exception
 from headrace_engine.multiproc import frames
 from headrace_engine.multiproc.handles import ChildRank, NodeRank, RankHandle, start_child
-from headrace_engine.multiproc.incoming import EXPECT, pass_pieces
-from headrace_engine.multiproc.messages import Answer, Failed, ModelPass, Raised, Stop, WorkerCall
+from headrace_engine.multiproc.incoming import EXPECT
+from headrace_engine.multiproc.messages import (
+    Answer,
+    Failed,
+    ModelPass,
+    Raised,
+    Stop,
+    WorkerCall,
+    without_metadata,
+)
 from headrace_engine.multiproc.nodes.joined import JoinedNode
 from headrace_engine.multiproc.nodes.messages import NodeEnds
 from headrace_engine.multiproc.pass_frames import PassEncoder
@@ -110,13 +118,16 @@ class RankProcesses:
     def run_pass(self, message: ModelPass) -> None:
         """Send a pass to every rank. Raises OSError."""
         with self._sending:  # in this order, too, are passes encoded
-            body = self._encoder.encode(message)
-            self._send_pieces(frames.pack(message) if body is None else pass_pieces(body))
+            frame = self._encoder.encode(message)
+            if frame is None:
+                self._send_pieces(frames.pack(without_metadata(message)))
+            else:
+                self._send_whole(frame)
 
     def expect_pass(self) -> None:
         """Tell every rank that a pass is about to come."""
         with contextlib.suppress(OSError), self._sending:  # the pass will meet that, too
-            self._send_pieces([EXPECT])
+            self._send_whole(EXPECT)
 
     def call(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
         """Call a method of every rank's worker; results by rank from 1.
@@ -185,6 +196,10 @@ class RankProcesses:
     def _send_pieces(self, pieces: Sequence[bytes | memoryview]) -> None:
         for rank in self._ranks:
             frames.send(rank.connection, pieces)
+
+    def _send_whole(self, frame: bytes) -> None:
+        for rank in self._ranks:
+            rank.connection.sendall(frame)
 
     def _leave_nobody_waiting(self, dead: EngineDead) -> None:
         """Calls beside the steps may still wait for answers, or come later."""
