@@ -71,8 +71,10 @@ def add_requests(worker: ModelWorker, batch: int, context: int, groups: int, siz
 
 
 @torch.inference_mode()
-def decode(worker: ModelWorker, batch: int, context: int, steps: int) -> tuple[float, ...]:
-    """Medians in microseconds: eager, replayed, and a replay of nothing."""
+def decode(
+    worker: ModelWorker, batch: int, context: int, steps: int
+) -> tuple[float, float, float, dict[str, float]]:
+    """Medians in microseconds: eager, replayed, and a replay of nothing; each kernel's part of a replay."""
     runner = worker._ready()
     add_requests(worker, batch, context, len(runner.backends), runner.block_size)
     scheduled = {str(number): 1 for number in range(batch)}
@@ -80,16 +82,26 @@ def decode(worker: ModelWorker, batch: int, context: int, steps: int) -> tuple[f
     graph: Any = runner.graph
     assert graph is not None, "nothing was captured"
     assert inputs.batch is not None
-    eager, replayed = [], []
+    eager, replayed, calls = [], [], []
     for _ in range(steps):
         eager.append(median_us(lambda: runner._run_eagerly(inputs, inputs.batch), 1))
         replayed.append(median_us(lambda: runner._replay(inputs, inputs.batch), 1))
+        calls.append(graph.call_times(inputs.batch))
     expected = runner._run_eagerly(inputs, inputs.batch)[1]
     assert torch.equal(runner._replay(inputs, inputs.batch), expected)
     bucket = graph._bucket_of(inputs.batch)
     graph._buckets = (bucket._replace(pointers=(bucket.pointers[0], 0, *bucket.pointers[2:])),)
     nothing = median_us(lambda: runner._replay(inputs, inputs.batch), 200)
-    return statistics.median(eager), statistics.median(replayed), nothing
+    return statistics.median(eager), statistics.median(replayed), nothing, parts_of(calls)
+
+
+def parts_of(steps: list[list[tuple[str, int]]]) -> dict[str, float]:
+    """Kernel -> microseconds of a step, as the sum of its calls' medians."""
+    parts: dict[str, float] = {}
+    for calls in zip(*steps):
+        name = calls[0][0]
+        parts[name] = parts.get(name, 0.0) + statistics.median(time for _, time in calls) / 1e3
+    return parts
 
 
 def op_calls(ops: OpTable) -> dict[str, float]:
@@ -112,12 +124,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--calls", action="store_true", help="print the time of each kernel's calls"
+    )
     options = parser.parse_args()
     print("| batch | eager, ms | replayed, ms | saved, ms | call, us |")
     print("|---|---|---|---|---|")
     for batch in options.batch:
         worker = make_worker(options.model, batch, options.context)
-        eager, replayed, nothing = decode(worker, batch, options.context, options.steps)
+        eager, replayed, nothing, parts = decode(worker, batch, options.context, options.steps)
         graph: Any = worker._ready().graph
         calls, mebibytes = graph.num_calls, graph.num_bytes / 2**20
         worker.close()
@@ -126,6 +141,9 @@ def main() -> None:
             f"| {(eager - replayed) / 1e3:.3f} | {nothing:.1f} |",
             flush=True,
         )
+        if options.calls:
+            times = sorted(parts.items(), key=lambda part: -part[1])
+            print(", ".join(f"{name} {spent:.0f} us" for name, spent in times), flush=True)
     print(f"{calls} kernel calls a step, {mebibytes:.1f} MiB of intermediate results")
     for name, microseconds in op_calls(bind_ops(KernelNeed("cpu", "float32"))).items():
         print(f"{name}: {microseconds:.2f} us a call")

@@ -31,6 +31,12 @@ using PackedFunction = int32_t (*)(const Word*);
 // for the result and one for each argument, as in library.py, which compares them.
 struct Entry { const char* name; void* function; PackedFunction packed; const char* signature; };
 
+// --- library.cpp ------------------------------------------------------------------------------
+
+// Whether one stream that a thread reads in order comes as fast as the memory gives it. Asking for several ahead then
+// costs more than it brings: AMD's first cache holds no chunk of side_by_side.h beside what is being read.
+extern const bool machine_reads_ahead;
+
 // --- pool.cpp ---------------------------------------------------------------------------------
 
 using Task = void (*)(void* context, int64_t index);

@@ -13,6 +13,20 @@
 #define HR_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace headrace {
+
+namespace {
+bool made_by_amd() {
+#ifdef HR_X86
+  __builtin_cpu_init();  // as this runs while the library is loaded
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+}  // namespace
+
+const bool machine_reads_ahead = made_by_amd();
+
 namespace portable { extern const Entry entries[]; }
 #ifdef HR_X86
 namespace avx2 { extern const Entry entries[]; }

@@ -4,6 +4,7 @@
 // the step (addresses of its inputs, row counts) are patched first, from the step's values.
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "common.h"
@@ -30,6 +31,7 @@ struct Program {
   Word* words;
   const Patch* patches;
   int64_t num_patches;
+  int64_t* ends = nullptr;      // [count + 1], when the run began and each call ended, in nanoseconds; null = unwanted
 
   // Returns how many calls succeeded: `count`, or the index of the one that failed, its status in
   // *status. Later calls are then not made.
@@ -38,11 +40,18 @@ struct Program {
       const Patch& p = patches[i];
       words[p.word].integer = values[p.value] * p.factor + p.offset;
     }
+    note_time(0);
     for (int64_t i = 0; i < count; ++i) {
       *status = calls[i].run(words + calls[i].first_word);
       if (*status != OK) return i;
+      note_time(i + 1);
     }
     return count;
+  }
+
+  void note_time(int64_t i) const {
+    if (ends == nullptr) return;
+    ends[i] = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 };
 
@@ -95,12 +104,12 @@ struct Parts {
 
 }  // namespace headrace
 
-// Runs a program once. Returns as Program::run.
+// Runs a program once. Returns as Program::run. ends: see Program.
 HR_EXPORT int64_t hr_replay(const headrace::Call* calls, int64_t count, headrace::Word* words,
                             const headrace::Patch* patches, int64_t num_patches,
-                            const int64_t* values, int32_t* status) {
+                            const int64_t* values, int32_t* status, int64_t* ends) {
   const headrace::Burst burst;
-  return headrace::Program{calls, count, words, patches, num_patches}.run(values, status);
+  return headrace::Program{calls, count, words, patches, num_patches, ends}.run(values, status);
 }
 
 // Runs a program for each part of a step, parts side by side, each by one thread from the first call to

@@ -5,7 +5,7 @@
 // than half of what the memory gives to several. So while a chunk is read, the one behind it is fetched in
 // STREAMS parts at once, each as long as a page. Chunks lie at multiples of their size, so nothing need
 // be known of where a stretch began; the last one of a stretch fetches what lies behind, which is read next or
-// was not worth a condition.
+// was not worth a condition. Machines that follow a stream well by themselves are left alone (common.h).
 
 namespace headrace::HR_ISA {
 namespace {
@@ -14,6 +14,7 @@ constexpr int64_t CHUNK_LINES = 512, STREAMS = 8;  // of 64 bytes: 32 KiB, and a
 
 // To be called every LINES lines of what is read: fetches so many lines of the next chunk.
 template <int64_t LINES> HR_INLINE inline void fetch_next_chunk(const void* reads) {
+  if (machine_reads_ahead) return;
   constexpr int64_t PART = CHUNK_LINES / STREAMS;
   const uintptr_t line = reinterpret_cast<uintptr_t>(reads) / 64;
   const char* const next = reinterpret_cast<const char*>((line / CHUNK_LINES + 1) * CHUNK_LINES * 64);

@@ -186,6 +186,18 @@ def captured() -> tuple[SmallModel, NativeStepGraph]:
     return model, graph
 
 
+def test_a_replay_tells_how_long_each_call_took(captured):
+    _, graph = captured
+    batch = make_batch([(1, 5)], seed=1)
+    batch = dataclasses.replace(batch, logits_rows=torch.arange(1))
+    expected = graph.replay(batch).clone()
+    calls = graph.call_times(batch)
+    assert {"embedding", "linear", "paged_attention"} < {name for name, _ in calls}
+    assert len(calls) == graph.num_calls
+    assert all(0 <= nanoseconds < 10**12 for _, nanoseconds in calls)
+    assert bits_equal(graph.replay(batch), expected)
+
+
 class Quantized:
     """A linear op over packed weights of one kind after the other."""
 

@@ -94,6 +94,7 @@ class NativeStepGraph(StepGraph):
         self._all_rows = torch.zeros(0, dtype=torch.int64)
         self._calls_without_logits: int | None = None
         self._values: Any = None
+        self._ends = 0
         self._need = GraphNeed((), 0, 0)
         self._parts: PartsProgram | None = None
 
@@ -266,13 +267,25 @@ class NativeStepGraph(StepGraph):
         status = ctypes.c_int32()
         done = self._library.replay(
             calls, count, words, patches, num_patches,
-            ctypes.addressof(self._values), ctypes.addressof(status),
+            ctypes.addressof(self._values), ctypes.addressof(status), self._ends,
         )  # fmt: skip
         if done < count:
             assert self._program is not None
             name = self._program.calls[done].kernel.name
             raise ReplayFailed(f"call {done}, {name}, reported status {status.value}")
         return bucket.result[:num_logits]
+
+    def call_times(self, batch: ForwardBatch) -> list[tuple[str, int]]:
+        """Replay a step; its kernels in order, and the nanoseconds that each call took."""
+        assert self._program is not None
+        ends = np.zeros(len(self._program.calls) + 1, np.int64)
+        self._ends = ends.ctypes.data
+        try:
+            self.replay(batch)
+        finally:
+            self._ends = 0
+        names = [call.kernel.name for call in self._program.calls]
+        return list(zip(names, np.diff(ends).tolist()))
 
     @property
     def lanes(self) -> int:

@@ -322,7 +322,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.hr_signature.restype = ctypes.c_char_p
     handle.hr_signature.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.hr_replay.restype = _L
-    handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
+    handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P, _P]
     handle.hr_begin_parts.restype = _P
     handle.hr_begin_parts.argtypes = [_P, _L, _P, _L, _P, _L, _P, _L, _L, _P, _P]
     handle.hr_end_parts.restype, handle.hr_end_parts.argtypes = None, [_P]

@@ -132,7 +132,7 @@ class WeightPacker:
         status = ctypes.c_int32()
         self.library.replay(
             ctypes.addressof(code), len(calls) // 2, ctypes.addressof(arguments), 0, 0, 0,
-            ctypes.addressof(status),
+            ctypes.addressof(status), 0,
         )  # fmt: skip
         for job in chunk:
             for part in job.parts:
