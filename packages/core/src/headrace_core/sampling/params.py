@@ -462,15 +462,14 @@ def _fail(name: str, value: object, accepted: str) -> None:
 def _whole(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    accepted = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not (whole and low <= value <= (value if high is None else high)):  # type: ignore[operator]
-        _fail(name, value, accepted)
+        bounds = f"of at least {low}" if high is None else f"in {low}..{high}"
+        _fail(name, value, f"an integer {bounds}")
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     inside = real and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
     if not inside or (open_low and value == low):
-        _fail(name, value, accepted)
+        _fail(name, value, f"a number in {'(' if open_low else '['}{low:g}, {high:g}]")

@@ -17,7 +17,7 @@ Steps are numbered by the group, without those in which it has no part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
@@ -69,10 +69,10 @@ class DecodeGroup:
         self.keep(state)
 
     def keep(self, state: SchedulerRequest) -> None:
-        """A member that was looked at goes on: it is looked at again when it ceases to be quiet, and before
-        its last token is sampled."""
+        """A member that was looked at, and so is settled, goes on: it is looked at again when it ceases to be
+        quiet, and before its last token is sampled."""
         until, last = state.quiet_until_known, state.max_num_tokens - 2
-        steps = (until if until < last else last) - state.num_computed_tokens
+        steps = (until if until < last else last) - state.own_computed
         steps = 1 if steps < 1 else steps
         due = self._num_scheduled + (steps if steps < MAX_UNREAD_STEPS else MAX_UNREAD_STEPS)
         state.group_due = due
@@ -114,6 +114,24 @@ class DecodeGroup:
             state.own_in_flight -= taken
             state.own_token_ids += self._tokens.read(state.group_column, taken)
 
+    def _settle_each(self, states: Sequence[SchedulerRequest]) -> None:
+        """:meth:`settle` several members: the tokens of those that have gained as many, as most have, at once."""
+        by_count: dict[int, list[SchedulerRequest]] = {}
+        for state in states:
+            scheduled = self._num_scheduled - state.group_scheduled
+            taken = max(0, self._num_taken - state.group_taken)
+            state.group_scheduled += scheduled
+            state.group_taken += taken
+            state.own_computed += scheduled
+            state.own_placeholders += scheduled - taken
+            state.own_in_flight += scheduled - taken
+            if taken:
+                by_count.setdefault(taken, []).append(state)
+        for count, some in by_count.items():
+            columns = [state.group_column for state in some]
+            for state, tokens in zip(some, self._tokens.read_each(columns, count)):
+                state.own_token_ids += tokens
+
     # -- steps ---------------------------------------------------------------------------------
 
     def parts(
@@ -136,7 +154,11 @@ class DecodeGroup:
         alone = sorted(running.outside, key=by_order)
         border = len(alone)
         if not prompts_last:
-            begun = (i for i, s in enumerate(alone) if s.num_tokens - s.num_computed_tokens > 1)
+            begun = (
+                index
+                for index, state in enumerate(alone)
+                if len(state.own_token_ids) + state.own_placeholders - state.own_computed > 1
+            )
             border = next(begun, border)
         if self.size and border < len(alone):
             last = next(state for state in reversed(running) if state.group is self)
@@ -160,12 +182,14 @@ class DecodeGroup:
             due += [
                 s for s in after if s.group is self and s.group_due == number + 1 and not s.is_quiet
             ]
+        due = list(dict.fromkeys(due))  # some are there twice
+        self._settle_each(due)
         looks = []
-        for state in dict.fromkeys(due):  # some are there twice
-            self.settle(state)
-            if state.ends_next:
+        for state in due:
+            computed = state.own_computed  # which is settled, as are placeholders
+            if computed >= state.max_num_tokens - 2:  # ends_next
                 self.leave(state)
-            elif state.is_quiet:
+            elif computed < state.quiet_until_known and state.is_quiet:
                 self.keep(state)
                 continue
             state.group_due = -1
