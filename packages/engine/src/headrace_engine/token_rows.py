@@ -10,9 +10,9 @@ for the one that writes a row.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import repeat
+from itertools import islice, repeat
 from operator import itemgetter
 
 NO_TOKEN = (1 << 32) - 1
@@ -59,7 +59,7 @@ class TokenRows:
         self._free.append(self._column_of.pop(name))
         self._forget_names()
 
-    def put(self, tokens: Mapping[str, int], *, finds_others: bool = False) -> list[str]:
+    def put(self, tokens: dict[str, int], *, finds_others: bool = False) -> list[str]:
         """Write a step's tokens.
 
         Args:
@@ -69,18 +69,20 @@ class TokenRows:
         Returns:
             Those of the requests that were not added, in the mapping's order; or none, if nobody asks.
         """
-        names, columns = list(tokens), self._columns
-        if names != self._names:
-            columns = list(map(self._column_of.get, names, repeat(_NOBODY)))
-            if self._is_quiet:  # not in vain: the collector looks at each item of lists that are new
-                self._names, self._columns = names, columns
+        columns = self._columns
+        if not self._names or list(tokens) != self._names:
+            columns = list(map(self._column_of.get, tokens, repeat(_NOBODY)))
+            if (
+                self._is_quiet
+            ):  # not in vain: the collector looks at each item of lists that are new
+                self._names, self._columns = list(tokens), columns
         index = self.num_steps % self._num_kept
         row = self._rows[index] = _blank(len(self._rows[index]))
         for column, token in zip(columns, tokens.values()):
             row[column] = token
         self.num_steps += 1
         self._is_quiet = True
-        return [names[place] for place in _places(columns, _NOBODY)] if finds_others else []
+        return _others(tokens, columns) if finds_others else []
 
     def read(self, column: int, count: int) -> list[int]:
         """A column's tokens of the last ``count`` steps, oldest first; :data:`NO_TOKEN` where it had none."""
@@ -118,10 +120,14 @@ def _blank(num_columns: int) -> array[int]:
     return array("I", (NO_TOKEN,)) * num_columns  # items of "i" take twice as long to write
 
 
-def _places(numbers: Sequence[int], number: int) -> Iterator[int]:
-    """Indices at which a number is."""
-    place = -1
+def _others(tokens: dict[str, int], columns: Sequence[int]) -> list[str]:
+    """Requests whose column is nobody's; most of them are the last ones."""
+    places, place = list[int](), -1
     with suppress(ValueError):
         while True:
-            place = numbers.index(number, place + 1)
-            yield place
+            place = columns.index(_NOBODY, place + 1)
+            places.append(place)
+    if not places:
+        return []
+    names = list(islice(reversed(tokens), len(columns) - places[0]))
+    return [names[len(columns) - 1 - place] for place in places]

@@ -44,7 +44,7 @@ def few() -> Iterator[None]:
 
 
 class Watchful(PagedKVCacheManager):
-    """Says of no request that nothing happens to it, so that all are looked at in each step; knows no short way
+    """Says of no request that nothing happens to it, so that all are looked at in each step; has no short way
     for caches of one group."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:

@@ -7,7 +7,7 @@ many steps at once, when it ends, when it is asked for something, or after :data
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from headrace_engine.token_rows import NO_TOKEN, TokenRows
@@ -63,7 +63,7 @@ class UnreadTokens:
         for core_id in list(self._readers):
             self.remove(core_id)
 
-    def put_aside(self, tokens: Mapping[str, int], timestamp: float) -> Iterable[str]:
+    def put_aside(self, tokens: dict[str, int], timestamp: float) -> Iterable[str]:
         """Keep a step's tokens.
 
         Returns:

@@ -214,8 +214,8 @@ class BatchBuilder:
     def _give_blocks(
         self, group: DecodeGroup, states: Sequence[SchedulerRequest], index: int, plan: BatchPlan
     ) -> int:
-        """Make room for the next token of each of the members that follow one another from ``index`` on; they are
-        part of the step anyway.
+        """Make room for the next token of members that follow one another from ``index`` on; they are part of
+        the step anyway.
 
         Returns:
             Index of the next to be looked at: the first that is no member, the one behind a member that

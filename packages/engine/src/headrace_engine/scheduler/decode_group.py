@@ -17,7 +17,7 @@ Steps are numbered by the group, without those in which it has no part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
@@ -115,7 +115,7 @@ class DecodeGroup:
             state.own_token_ids += self._tokens.read(state.group_column, taken)
 
     def _settle_each(self, states: Sequence[SchedulerRequest]) -> None:
-        """:meth:`settle` several members: the tokens of those that have gained as many, as most have, at once."""
+        """:meth:`settle` several: tokens of those that have gained as many, as most have, at once."""
         by_count: dict[int, list[SchedulerRequest]] = {}
         for state in states:
             scheduled = self._num_scheduled - state.group_scheduled
@@ -203,7 +203,7 @@ class DecodeGroup:
             self._left.append([])
         return self.size
 
-    def take(self, tokens: Mapping[str, int]) -> list[InFlight]:
+    def take(self, tokens: dict[str, int]) -> list[InFlight]:
         """Take the tokens of the oldest step in flight.
 
         Args:

@@ -310,7 +310,7 @@ class SchedulerRequest:
         return self.num_computed_tokens >= self.max_num_tokens - 2
 
     def keep_quiet(self, until: int, until_known: int) -> None:
-        """Look at it again only beyond these numbers of tokens (`KVCacheManager.quiet_until`), or at its end."""
+        """Look at it again beyond these numbers of tokens (``KVCacheManager.quiet_until``), or at its end."""
         last = self.max_num_tokens - 1
         self.quiet_until = until if until < last else last
         self.quiet_until_known = until_known if until_known < last else last
