@@ -117,7 +117,7 @@ class TokenRows:
 
 
 def _blank(num_columns: int) -> array[int]:
-    return array("I", (NO_TOKEN,)) * num_columns  # items of "i" take twice as long to write
+    return array("I", (NO_TOKEN,)) * num_columns  # into "i" it takes a third longer to write
 
 
 def _others(tokens: dict[str, int], columns: Sequence[int]) -> list[str]:

@@ -259,9 +259,7 @@ class SamplingParams:
         """A deep copy, or the object itself if ``skip_clone``."""
         own = self if self.skip_clone else copy.copy(self)
         for name, value in vars(self).items():
-            if (
-                own is not self and type(value) not in _PLAIN
-            ):  # few are not; each request clones
+            if own is not self and type(value) not in _PLAIN:  # few are not
                 setattr(own, name, copy.deepcopy(value))
         return own
 
