@@ -99,6 +99,18 @@ class BlockPool:
         self.num_free -= count
         return taken
 
+    def take_one(self) -> int:
+        """:meth:`take` a single block."""
+        following = self._next
+        block_id = following[0]
+        if self._digests[block_id] is not None:
+            return self.take(1)[0]
+        following[0] = after = following[block_id]
+        self._prev[after] = 0
+        self.ref_counts[block_id] = 1
+        self.num_free -= 1
+        return block_id
+
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each (found by :meth:`lookup`); null blocks are passed over."""
         for block_id in block_ids:

@@ -184,7 +184,7 @@ class PagedKVCacheManager(KVCacheManager):
             yield from super().allocate_each(sequences)
             return
         (pool,), size, entries, nothing = self._pools, self.block_size, self._entries, self._nothing
-        caching = self.enable_prefix_caching
+        caching, take_one = self.enable_prefix_caching, pool.take_one
         for sequence in sequences:
             entry = entries[sequence.request_id]
             total, gained = sequence.num_computed_tokens + 1, nothing
@@ -195,8 +195,8 @@ class PagedKVCacheManager(KVCacheManager):
                 if missing > pool.num_free:
                     yield None, 0, 0
                     continue
-                if missing > 0:
-                    gained = (pool.take(missing),)
+                if missing > 0:  # one, but after an error
+                    gained = ([take_one()] if missing == 1 else pool.take(missing),)
                     table += gained[0]
                 entry.no_allocation_until = until = len(table) * size
                 if caching:

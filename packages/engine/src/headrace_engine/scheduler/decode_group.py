@@ -50,6 +50,8 @@ class DecodeGroup:
         self._num_scheduled = 0
         self._num_taken = 0
         """Scheduled steps whose tokens were taken."""
+        self.num_moves = 0
+        """The sum of both: a member that was settled since the last move is still."""
         self._tokens = TokenRows(KEPT_STEPS)
         """Members' tokens of the last steps that were taken."""
         self._left: deque[list[InFlight]] = deque()
@@ -63,6 +65,7 @@ class DecodeGroup:
         """A quiet request decodes with the group, from the step that is being filled on."""
         state.group = self
         state.group_scheduled = state.group_taken = self._num_scheduled
+        state.group_moves = self.num_moves
         state.group_column = self._tokens.add(state.request_id)
         self.size += 1
         del self._running.outside[state]
@@ -101,6 +104,7 @@ class DecodeGroup:
 
     def settle(self, state: SchedulerRequest) -> None:
         """Add to a member's own counters what it has gained with the group."""
+        state.group_moves = self.num_moves
         scheduled = self._num_scheduled - state.group_scheduled
         if scheduled:
             state.group_scheduled += scheduled
@@ -121,6 +125,7 @@ class DecodeGroup:
             scheduled = self._num_scheduled - state.group_scheduled
             taken = max(0, self._num_taken - state.group_taken)
             state.group_scheduled += scheduled
+            state.group_moves = self.num_moves
             state.group_taken += taken
             state.own_computed += scheduled
             state.own_placeholders += scheduled - taken
@@ -200,6 +205,7 @@ class DecodeGroup:
         """All members take part in a step; their number."""
         if self.size:
             self._num_scheduled += 1
+            self.num_moves += 1
             self._left.append([])
         return self.size
 
@@ -214,6 +220,7 @@ class DecodeGroup:
         """
         self._tokens.put(tokens)
         self._num_taken += 1
+        self.num_moves += 1
         return self._left.popleft()
 
     def remove(self, states: Iterable[SchedulerRequest | None]) -> None:
