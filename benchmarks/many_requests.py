@@ -7,7 +7,8 @@ Two parts, both without a model:
   the median and the longest of ``schedule``, ``update`` and ``outputs`` (taking the step's outputs in), and
   the longest pause of the garbage collector, all in milliseconds of the thread's processor time.
 - ``engine``: ``LLM.generate`` on the simulated device, whose steps take no time: tokens per second, all
-  threads included, the longest step, and the longest pause.
+  threads included, by the clock and by the processor time of all threads (which is what to compare on a
+  machine that is not idle), the longest step, and the longest pause.
 
 The collector is set as in the server's own processes, unless ``--own-collector``: a program that uses
 ``LLM`` has its own.
@@ -205,15 +206,15 @@ def measure_engine(running: int, output: int, settings: dict[str, Any]) -> str:
             ends.clear()
             pauses.all.clear()
             with pauses.watched():
-                begin = time.perf_counter()
+                begin, busy = time.perf_counter(), time.process_time()
                 llm.generate(prompts, params, use_tqdm=False)
-                seconds = time.perf_counter() - begin
+                seconds, busy = time.perf_counter() - begin, time.process_time() - busy
             llm.reset_prefix_cache()
     EngineLoop._finish = finish
     steps = [1e3 * (b - a) for a, b in itertools.pairwise(ends)]
-    rate = running * output / seconds
+    rate, per_busy = running * output / seconds, running * output / busy
     middle = f"{statistics.median(steps):.1f} ({max(steps):.1f})"
-    return f"| {running} | {rate:.0f} | {middle} | {len(steps) + 1} | {pauses} |"
+    return f"| {running} | {rate:.0f} | {per_busy:.0f} | {middle} | {len(steps) + 1} | {pauses} |"
 
 
 def main() -> None:
@@ -242,8 +243,10 @@ def main() -> None:
                 flush=True,
             )
     if arguments.part != "scheduler":
-        print("\n| running | tokens/s | step, ms (longest) | steps | pauses |")
-        print("|---|---|---|---|---|")
+        print(
+            "\n| running | tokens/s | per processor second | step, ms (longest) | steps | pauses |"
+        )
+        print("|---|---|---|---|---|---|")
         for running in arguments.running:
             print(measure_engine(running, arguments.output, arguments.settings), flush=True)
 

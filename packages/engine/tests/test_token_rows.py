@@ -24,11 +24,17 @@ def test_a_request_has_its_tokens_of_the_last_steps() -> None:
         names = [f"r{i}" for i in range(90) if draw.random() < 0.8]
         draw.shuffle(names)
         steps.append({one: draw.randrange(1 << 20) for one in names})
-        assert rows.put(steps[-1]) == [one for one in names if one not in columns]
+        others = rows.put(steps[-1], finds_others=True)
+        assert others == [one for one in names if one not in columns]
+        by_count: dict[int, list[str]] = {}
         for one, column in columns.items():
             count = min(5, number + 1 - since[one])
             expected = [step.get(one, NO_TOKEN) for step in steps[len(steps) - count :]]
             assert rows.read(column, count) == expected
+            by_count.setdefault(count, []).append(one)
+        for count, several in by_count.items():
+            found = rows.read_each([columns[one] for one in several], count)
+            assert list(map(list, found)) == [rows.read(columns[one], count) for one in several]
         assert len(rows) == len(columns)
 
 
@@ -38,7 +44,7 @@ def test_a_column_is_given_again() -> None:
     rows.put({"a": 7})
     rows.remove("a")
     assert rows.add("b") == first
-    assert rows.put({"a": 8}) == ["a"]
+    assert rows.put({"a": 8}, finds_others=True) == ["a"]
     assert rows.read(first, 1) == [NO_TOKEN]
 
 

@@ -52,7 +52,7 @@ class ScheduledStep:
 
     step_id: int
     num_scheduled_tokens: dict[str, int]
-    """By request id, in batch order. Every value is at least 1."""
+    """By request id, in batch order. Every value is at least 1. Steps may share it: never changed."""
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     """For requests that the worker holds: blocks to append to their tables, by cache group."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from headrace_core.lora import LoRARequest
 from headrace_core.request import CoreRequest
 from headrace_core.sampling.params import SamplingParams
 from headrace_engine.clients.balancing import CHUNK, LoadBalancer, PrefixIndex, prefix_keys
+from headrace_engine.clients.placements import Placements
 
 BOTH = (0, 1)
 
@@ -100,3 +102,14 @@ def test_without_a_cache_nothing_is_followed() -> None:
     tokens = prompt(1)
     chosen = [balancer.choose(request(tokens), BOTH) for _ in range(4)]
     assert chosen == [0, 1, 0, 1]
+
+
+def test_tokens_of_many_requests_are_each_ones_engines() -> None:
+    placements = Placements(2, follows_prefixes=False)
+    for index, length in enumerate((5, 3, 2)):
+        placements.place(dataclasses.replace(request([1] * length), request_id=f"r{index}"), BOTH)
+    placements.note_tokens({"r0": 7, "r1": 7, "gone": 7})
+    placements.note_tokens(["r0", "r2"])
+    assert placements.balancer.loads == [5 + 2, 3 + 2 + 1 + 1]
+    placements.forget("r0")
+    assert placements.balancer.loads == [0, 7]

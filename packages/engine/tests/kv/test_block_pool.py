@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from headrace_engine.kv.block_pool import BlockPool
 
 
@@ -65,3 +67,37 @@ def test_the_null_block_is_never_counted() -> None:
     pool.acquire([0])
     pool.release(0)
     assert (pool.num_free, pool.free_blocks()) == (1, [1])
+
+
+def test_several_blocks_at_once_are_one_after_another() -> None:
+    """Random traffic on two pools: one is told of each block by itself."""
+    draw = random.Random(0)
+    single, several = BlockPool(30, 2), BlockPool(30, 2)
+    held: list[list[int]] = []
+    for _ in range(500):
+        if single.num_free >= 5 and draw.random() < 0.6:
+            count = draw.randrange(1, 6)
+            taken = single.take(count)
+            assert several.take(count) == taken
+            digests = [bytes([draw.randrange(12)]) for _ in taken]
+            group = draw.randrange(2)
+            is_new = [single.register(b, group, digest) for b, digest in zip(taken, digests)]
+            found = several.register_each([0, *taken], group, [b"null", *digests])
+            assert [place - 1 for place in found] == [i for i, new in enumerate(is_new) if new]
+            assert several.lookup(group, b"null") is None
+            held.append(taken)
+            if draw.random() < 0.3:
+                single.acquire(taken)
+                several.acquire(taken)
+                held.append(taken)
+        elif held:
+            block_ids = [0, *held.pop(draw.randrange(len(held)))]
+            for block_id in block_ids:
+                single.release(block_id)
+            several.release_each(block_ids)
+        prefix = [bytes([draw.randrange(12)]) for _ in range(3)]
+        looked_up = [single.lookup(1, digest) for digest in prefix]
+        whole = looked_up.index(None) if None in looked_up else 3
+        assert several.found_prefix(1, prefix) == looked_up[:whole]
+        assert single.free_blocks() == several.free_blocks()
+        assert (single.num_free, single.ref_counts) == (several.num_free, several.ref_counts)

@@ -228,3 +228,28 @@ def test_a_scheduler_that_gives_a_request_in_a_row_too_much_is_found_out():
     worker.execute(ScheduledStep(2, {"r": 1}))
     with pytest.raises(RuntimeError, match="'r' has no block for a token that it computes"):
         worker.execute(ScheduledStep(3, {"r": 1}))
+
+
+def test_steps_of_the_same_requests_may_have_one_mapping() -> None:
+    """Also if one of them was forgotten and is back, in another row."""
+    worker, names = _worker(), ("a", "b", "c")
+    prompts = {"a": (5, 6), "b": (7, 8), "c": (9, 10)}
+    new = {name: _new(name, prompts[name], seed=index) for index, name in enumerate(names)}
+    first = ScheduledStep(0, dict.fromkeys(names, 2), new_requests=list(new.values()))
+    tokens = {name: [token] for name, token in worker.execute(first).tokens.items()}
+    ones = dict.fromkeys(names, 1)
+    for step_id in range(1, 9):
+        step = ScheduledStep(step_id, ones)
+        if step_id == 4:
+            step.gone_request_ids = ["a", "b"]
+            step.new_requests = [
+                _new(name, prompts[name], tokens[name], seed=new[name].request.params.seed)
+                for name in ("a", "b")
+            ]
+            for back in step.new_requests:
+                back.num_computed_tokens = len(back.token_ids) - 1
+        for name, token in worker.execute(step).tokens.items():
+            tokens[name].append(token)
+    for index, name in enumerate(names):
+        straight = [simulated_token(0, index, at, VOCAB, lambda t: t not in EOS) for at in range(9)]
+        assert tokens[name] == straight

@@ -257,14 +257,18 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """A deep copy, or the object itself if ``skip_clone``."""
-        return self if self.skip_clone else copy.deepcopy(self)
+        if self.skip_clone:
+            return self
+        own = copy.copy(self)
+        for name in [name for name, value in vars(self).items() if type(value) not in _PLAIN]:
+            setattr(own, name, copy.deepcopy(getattr(self, name)))
+        return own
 
     def update_from_generation_config(self, generation_config: Mapping[str, Any]) -> None:
         """Add the model's further end tokens (``eos_token_id`` lists) to the stop ids."""
         eos = generation_config.get("eos_token_id")
-        if self.ignore_eos or not isinstance(eos, list):
-            return
-        self.stop_token_ids = sorted({*(self.stop_token_ids or ()), *eos})
+        if not self.ignore_eos and isinstance(eos, list):
+            self.stop_token_ids = sorted({*(self.stop_token_ids or ()), *eos})
 
     def validate(self) -> None:
         """Check every field and every pair that must agree; numbers of other libraries become Python's."""
@@ -281,7 +285,7 @@ class SamplingParams:
     def _make_own(self) -> None:
         for name in _NUMBERS:
             value = getattr(self, name)
-            if type(value) not in (int, float, bool, type(None)):
+            if type(value) not in _PLAIN:
                 setattr(self, name, own_value(value))
         for name in _LISTS:
             value = getattr(self, name)
@@ -325,16 +329,12 @@ class SamplingParams:
         _whole("prompt_logprobs", self.prompt_logprobs, -1, None, optional=True)
         _whole("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
         _whole("thinking_token_budget", self.thinking_token_budget, 0, None, optional=True)
-        truncate = self.truncate_prompt_tokens
-        _whole("truncate_prompt_tokens", truncate, -1, None, optional=True)
-        if truncate == 0:
-            _fail("truncate_prompt_tokens", truncate, "-1, at least 1, or None")
-        for token in self.stop_token_ids or ():
-            _whole("stop_token_ids", token, 0, None)
-        for token in self.allowed_token_ids or ():
-            _whole("allowed_token_ids", token, 0, None)
-        for token in self.logprob_token_ids or ():
-            _whole("logprob_token_ids", token, 0, None)
+        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            _fail("truncate_prompt_tokens", 0, "-1, at least 1, or None")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name) or ():
+                _whole(name, token, 0, None)
         if len(self.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
             _fail("logprob_token_ids", self.logprob_token_ids,
                   f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")  # fmt: skip
@@ -360,6 +360,7 @@ class SamplingParams:
                 _fail("bad_words", word, "a non-empty string")
 
 
+_PLAIN = (int, float, bool, type(None))
 _LISTS: Mapping[str, str] = {
     "stop": "text, or a list of texts",
     "stop_token_ids": "a list of token ids",
@@ -462,15 +463,14 @@ def _fail(name: str, value: object, accepted: str) -> None:
 def _whole(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    accepted = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not (whole and low <= value <= (value if high is None else high)):  # type: ignore[operator]
-        _fail(name, value, accepted)
+        bounds = f"of at least {low}" if high is None else f"in {low}..{high}"
+        _fail(name, value, f"an integer {bounds}")
 
 
 def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     inside = real and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
     if not inside or (open_low and value == low):
-        _fail(name, value, accepted)
+        _fail(name, value, f"a number in {'(' if open_low else '['}{low:g}, {high:g}]")

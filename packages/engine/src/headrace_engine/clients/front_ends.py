@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -45,6 +46,8 @@ SEND_SECONDS = 30.0
 LINGER_SECONDS = 1.0
 """Longest time that another front end may take to fetch the last messages; the parent has SEND_SECONDS."""
 EXIT_ORPHANED = 70
+MAX_KEPT_IDS = 1 << 15
+"""Ids of requests of which it is remembered whose they are."""
 _BORDER = "\x1f"
 """Between a front end's name and its request's id; no name holds it."""
 
@@ -74,6 +77,8 @@ class FrontEnds:
         self._lock = threading.Lock()
         self._stuck: set[str] = set()
         self._items: dict[str, ReceivedItems] = {}
+        self._split = lru_cache(MAX_KEPT_IDS)(_split)
+        """An id comes with each token; only the loop's thread splits them."""
         self._poller = zmq.Poller()
         self._open(PARENT)
 
@@ -219,29 +224,12 @@ class FrontEnds:
 
     def _sorted(self, step: CoreOutputs) -> dict[str, CoreOutputs]:
         """A step's outputs by front end, ids as they know them."""
-        found: dict[str, CoreOutputs] = {}
-
-        def of(name: str) -> CoreOutputs:
-            new = CoreOutputs([], step.timestamp, weights_version=step.weights_version)
-            return found.setdefault(name, new)
-
         for output in step.outputs:
-            name, own_id = _split(output.request_id)
+            name, _ = self._split(output.request_id)
             if output.finish_reason is not None and name != PARENT:
                 with self._lock:
                     self._running.get(name, set()).discard(output.request_id)
-            output.request_id = own_id
-            of(name).outputs.append(output)
-        for core_id, token_id in step.tokens.items():
-            name, own_id = _split(core_id)
-            of(name).tokens[own_id] = token_id
-        if step.timed is not None:
-            for name, own_ids in _by_name(step.timed.request_ids).items():
-                of(name).timed = step.timed._replace(request_ids=own_ids)
-        for core_id, versions in (step.earlier_versions or {}).items():
-            name, own_id = _split(core_id)
-            of(name).earlier_versions = {**(of(name).earlier_versions or {}), own_id: versions}
-        return found
+        return _by_front_end(step, self._split)
 
     def _open(self, name: str) -> None:
         inbox = self._context.socket(zmq.PULL)
@@ -279,6 +267,53 @@ class FrontEnds:
         return outboxes[name]
 
 
+class _OutputsByName(dict[str, CoreOutputs]):
+    """Outputs of a step by front end: empty ones for each that is asked for.
+
+    Args:
+        step: all of them.
+    """
+
+    def __init__(self, step: CoreOutputs) -> None:
+        super().__init__()
+        self._step = step
+
+    def __missing__(self, name: str) -> CoreOutputs:
+        step = self._step
+        found = CoreOutputs([], step.timestamp, weights_version=step.weights_version)
+        self[name] = found
+        return found
+
+
+def _by_front_end(
+    step: CoreOutputs, split: Callable[[str], tuple[str, str]]
+) -> dict[str, CoreOutputs]:
+    """A step's outputs by the name of whom they are for; the outputs' ids are changed.
+
+    Args:
+        step: of all front ends.
+        split: the front end's name, and the id as it knows it.
+    """
+    found = _OutputsByName(step)
+    for output in step.outputs:
+        name, output.request_id = split(output.request_id)
+        found[name].outputs.append(output)
+    for core_id, token_id in step.tokens.items():  # thousands
+        name, own_id = split(core_id)
+        found[name].tokens[own_id] = token_id
+    if step.timed is not None:
+        own_ids: dict[str, list[str]] = {}
+        for name, own_id in map(split, step.timed.request_ids):
+            own_ids.setdefault(name, []).append(own_id)
+        for name, ids in own_ids.items():
+            found[name].timed = step.timed._replace(request_ids=ids)
+    for core_id, versions in (step.earlier_versions or {}).items():
+        name, own_id = split(core_id)
+        own = found[name]
+        own.earlier_versions = {**(own.earlier_versions or {}), own_id: versions}
+    return found
+
+
 def _core_id(name: str, request_id: str) -> str:
     return f"{name}{_BORDER}{request_id}"
 
@@ -287,10 +322,3 @@ def _split(core_id: str) -> tuple[str, str]:
     """The front end's name, and the id as it knows it."""
     name, border, request_id = core_id.partition(_BORDER)
     return (name, request_id) if border else (PARENT, core_id)
-
-
-def _by_name(core_ids: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, request_id in map(_split, core_ids):
-        found.setdefault(name, []).append(request_id)
-    return found

@@ -253,8 +253,7 @@ class ReplicatedClient(CoreClient):
         with self._group.lock:
             for output in outputs.outputs:
                 self._group.placements.note(output)
-            for request_id in outputs.tokens:
-                self._group.placements.note_token(request_id)
+            self._group.placements.note_tokens(outputs.tokens)
         self._group.publish(outputs)
 
     def lose(self, replica: Replica, client: ProcessClient, error: BaseException) -> None:

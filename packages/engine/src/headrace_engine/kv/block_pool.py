@@ -54,6 +54,16 @@ class BlockPool:
         """The block that :meth:`lookup` has found before. KeyError if it is gone."""
         return self._cached[group][digest]
 
+    def found_prefix(self, group: int, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of these contents, up to the first that is not here."""
+        find, found = self._cached[group].get, list[int]()
+        for digest in digests:
+            block_id = find(digest)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
     def register(self, block_id: int, group: int, digest: bytes) -> bool:
         """Make a referenced block findable, unless it or one of equal content already is.
 
@@ -89,6 +99,18 @@ class BlockPool:
         self.num_free -= count
         return taken
 
+    def take_one(self) -> int:
+        """:meth:`take` a single block."""
+        following = self._next
+        block_id = following[0]
+        if self._digests[block_id] is not None:
+            return self.take(1)[0]
+        following[0] = after = following[block_id]
+        self._prev[after] = 0
+        self.ref_counts[block_id] = 1
+        self.num_free -= 1
+        return block_id
+
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each (found by :meth:`lookup`); null blocks are passed over."""
         for block_id in block_ids:
@@ -97,6 +119,24 @@ class BlockPool:
             if self.ref_counts[block_id] == 0:
                 self._unlink(block_id)
             self.ref_counts[block_id] += 1
+
+    def register_each(
+        self, block_ids: Iterable[int], group: int, digests: Iterable[bytes]
+    ) -> list[int]:
+        """:meth:`register` blocks one after another; null blocks are passed over.
+
+        Returns:
+            Places in ``block_ids`` of those that have become findable now.
+        """
+        own, group_of, cached = self._digests, self._group_of, self._cached[group]
+        found = list[int]()
+        for place, (block_id, digest) in enumerate(zip(block_ids, digests)):
+            if own[block_id] is None and block_id != NULL_BLOCK and digest not in cached:
+                cached[digest] = block_id
+                own[block_id] = digest
+                group_of[block_id] = group
+                found.append(place)
+        return found
 
     def release(self, block_id: int) -> None:
         """Drop one reference; the null block is passed over."""
@@ -108,6 +148,25 @@ class BlockPool:
                 self._link(block_id, 0, self._next[0])
             else:
                 self._link(block_id, self._prev[0], 0)
+
+    def release_each(self, block_ids: Iterable[int]) -> None:
+        """:meth:`release` blocks one after another: all of a request that ends."""
+        counts, digests, following, before = self.ref_counts, self._digests, self._next, self._prev
+        num_freed = 0
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            counts[block_id] = count = counts[block_id] - 1
+            if count:
+                continue
+            num_freed += 1
+            if digests[block_id] is None:  # between the head, which is 0, and the first
+                before[block_id], following[block_id] = 0, following[0]
+                following[0] = before[following[block_id]] = block_id
+            else:  # between the last and the tail, which is 0
+                before[block_id], following[block_id] = before[0], 0
+                following[before[block_id]] = before[0] = block_id
+        self.num_free += num_freed
 
     def discard(self, block_id: int, digest: bytes) -> None:
         """Forget the content of a free block, which is taken next then. Nothing happens if it holds

@@ -6,7 +6,7 @@ No torch: blocks are counted here, the worker holds the memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BlockIds = tuple[list[int], ...]
 """Block ids by group."""
+NextBlocks = tuple[BlockIds | None, int, int]
+"""Results of :meth:`KVCacheManager.allocate` for one token and of :meth:`KVCacheManager.quiet_until` then."""
 
 
 class CachedSequence(Protocol):
@@ -131,6 +133,13 @@ class KVCacheManager(ABC):
         once: within a step all keys and values are written before any attention reads them. States
         are read as they are written, so that one is visible only after the step which leaves it.
         """
+
+    def allocate_each(self, sequences: Iterable[CachedSequence]) -> Iterator[NextBlocks]:
+        """:meth:`allocate` one token for each of several requests that hold blocks. A request's turn comes
+        when its result is asked for: what happens between two turns is seen by the later one."""
+        for sequence in sequences:
+            gained = self.allocate(sequence, 1)
+            yield gained, *self.quiet_until(sequence.request_id)
 
     def snapshot_at(self, sequence: CachedSequence, num_computed_tokens: int) -> int:
         """Number of tokens, above ``num_computed_tokens``, after which a step should end so that the

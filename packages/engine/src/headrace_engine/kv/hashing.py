@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _DOMAIN = b"headrace-kv-1"
 _U32 = struct.Struct("<I")
 _NO_KEYS = _U32.pack(0)
+_PLAIN_ROOT = sha256(_DOMAIN + _NO_KEYS).digest()
 
 MAX_TOKEN_ID = 2**32 - 1
 """Largest token id that the encoding can hold."""
@@ -39,7 +40,7 @@ def root_digest(extra_keys: Sequence[str] = ()) -> bytes:
         extra_keys: whatever must be equal for the whole sequence before blocks may be shared,
             such as the cache salt.
     """
-    return sha256(_DOMAIN + _encode_keys(extra_keys)).digest()
+    return sha256(_DOMAIN + _encode_keys(extra_keys)).digest() if extra_keys else _PLAIN_ROOT
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[str] = ()) -> bytes:
@@ -96,11 +97,17 @@ class BlockHashes:
         if count == len(digests):
             return digests
         parent = digests[-1] if digests else self._root
-        has_keys = self._embeds is not None or bool(self._media)
-        for start in range(len(digests) * size, count * size, size):
+        starts = range(len(digests) * size, count * size, size)
+        if self._embeds is None and not self._media:
+            pack = _packing(size)
+            for start in starts:  # block_digest without keys: hundreds of blocks are full in a step
+                tokens = pack(size, *token_ids[start : start + size])
+                parent = sha256(parent + tokens + _NO_KEYS).digest()
+                digests.append(parent)
+            return digests
+        for start in starts:
             end = start + size
-            keys = self._keys(start, end) if has_keys else ()
-            parent = block_digest(parent, token_ids[start:end], keys)
+            parent = block_digest(parent, token_ids[start:end], self._keys(start, end))
             digests.append(parent)
         return digests
 

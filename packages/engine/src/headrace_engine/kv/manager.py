@@ -16,7 +16,7 @@ executed in the order in which they were scheduled, so whoever receives the bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from headrace_core.errors import ConfigError
@@ -28,6 +28,7 @@ from headrace_engine.kv.contract import (
     CachedSequence,
     KVCacheManager,
     KVCacheStats,
+    NextBlocks,
     PrefixMatch,
 )
 from headrace_engine.kv.events import BlockEventLog
@@ -131,6 +132,9 @@ class PagedKVCacheManager(KVCacheManager):
             return PrefixMatch(0, tuple([] for _ in self._policies))
         digests = self._digests(sequence)
         length = self._longest_match(sequence)
+        if self._is_plain:
+            block_ids = self._pools[0].found_prefix(0, digests[:length])
+            return PrefixMatch(len(block_ids) * self.block_size, (block_ids,))
         if self._states.groups and self._token_groups:
             length = self._common_hit(self._token_groups, digests, length)
             self._branches[sequence.request_id] = length * self.block_size
@@ -172,6 +176,36 @@ class PagedKVCacheManager(KVCacheManager):
             if match is not None:
                 self._count(sequence, match)
         return gained
+
+    def allocate_each(self, sequences: Iterable[CachedSequence]) -> Iterator[NextBlocks]:
+        """See :meth:`KVCacheManager.allocate_each`. Where there is one group, whose tables only grow, this is
+        :meth:`_grow_plain` with all that is the same for hundreds of requests of a step looked up once."""
+        if not self._is_plain:
+            yield from super().allocate_each(sequences)
+            return
+        (pool,), size, entries, nothing = self._pools, self.block_size, self._entries, self._nothing
+        caching, take_one = self.enable_prefix_caching, pool.take_one
+        for sequence in sequences:
+            entry = entries[sequence.request_id]
+            total, gained = sequence.num_computed_tokens + 1, nothing
+            until = entry.no_allocation_until
+            if total > until:
+                table = entry.tables[0]
+                missing = -(-total // size) - len(table)
+                if missing > pool.num_free:
+                    yield None, 0, 0
+                    continue
+                if missing > 0:  # one, but after an error
+                    gained = ([take_one()] if missing == 1 else pool.take(missing),)
+                    table += gained[0]
+                entry.no_allocation_until = until = len(table) * size
+                if caching:
+                    token_ids = sequence.all_token_ids
+                    known = min(total, len(token_ids)) // size
+                    if known > entry.num_registered:
+                        self._register_plain(entry, known, token_ids)
+                    entry.no_allocation_until = until = min(len(table), known + 1) * size - 1
+            yield gained, until, until + (caching and until > 0)
 
     # -- blocks that are elsewhere -----------------------------------------------------------------
 
@@ -267,15 +301,22 @@ class PagedKVCacheManager(KVCacheManager):
             computed = entry.sequence.num_computed_tokens
             for group in self._token_groups:
                 self._offer(entry, group, range(len(entry.tables[group])), computed)
-            if self._keeps_state(entry, computed):
-                self._keep_state(entry, computed)
-            releases = [pool.release for pool in self._pool_of]
-            tables = (reversed(table) for table in entry.tables)
-            for block_ids in zip_longest(*tables, fillvalue=NULL_BLOCK):
-                for release, block_id in zip(releases, block_ids):
-                    release(block_id)
+            self._release(entry, computed)
         self._hashes.pop(request_id, None)
         self._branches.pop(request_id, None)
+
+    def _release(self, entry: RequestBlocks, computed: int) -> None:
+        """Drop all references of a request, last block first."""
+        if self._is_plain:
+            self._pools[0].release_each(reversed(entry.tables[0]))
+            return
+        if self._keeps_state(entry, computed):
+            self._keep_state(entry, computed)
+        releases = [pool.release for pool in self._pool_of]
+        tables = (reversed(table) for table in entry.tables)
+        for block_ids in zip_longest(*tables, fillvalue=NULL_BLOCK):
+            for release, block_id in zip(releases, block_ids):
+                release(block_id)
 
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         if num_tokens > self.max_model_len:
@@ -374,11 +415,17 @@ class PagedKVCacheManager(KVCacheManager):
         first, entry.num_registered = entry.num_registered, num_known
         if entry.is_private:
             return
-        hashes = self._hashes.get(entry.sequence.request_id)
-        digests = self._digests(entry.sequence) if hashes is None else hashes.extend(token_ids)
-        (table,), (pool,) = entry.tables, self._pools
+        hashes = entry.hashes
+        if hashes is None:
+            hashes = entry.hashes = self._hashes_of(entry.sequence)
+        digests, table, register = (
+            hashes.extend(token_ids),
+            entry.tables[0],
+            self._pools[0].register,
+        )
         for index in range(first, num_known):
-            if pool.register(table[index], 0, digests[index]):
+            is_new = register(table[index], 0, digests[index])
+            if is_new and (self.notes_blocks or self._events is not None):
                 self._tell_registered(entry, 0, index, self.filling)
 
     def _wanted(
@@ -512,11 +559,10 @@ class PagedKVCacheManager(KVCacheManager):
         sequence, table, pool = entry.sequence, entry.tables[group], self._pool_of[group]
         known = min(num_written, len(sequence.all_token_ids)) // self.block_size
         digests = self._digests(sequence)
-        for index in range(indices.start, min(indices.stop, known)):
-            block_id = table[index]
-            if block_id == NULL_BLOCK or not pool.register(block_id, group, digests[index]):
-                continue
-            self._tell_registered(entry, group, index, self.filled if noted is None else noted)
+        start, end = indices.start, min(indices.stop, known)
+        for place in pool.register_each(table[start:end], group, digests[start:end]):
+            noted_now = self.filled if noted is None else noted
+            self._tell_registered(entry, group, start + place, noted_now)
 
     def _tell_registered(
         self, entry: RequestBlocks, group: int, index: int, noted: list[CachedBlock]
@@ -602,6 +648,9 @@ class PagedKVCacheManager(KVCacheManager):
         return length
 
     def _digests(self, sequence: CachedSequence) -> list[bytes]:
+        return self._hashes_of(sequence).extend(sequence.all_token_ids)
+
+    def _hashes_of(self, sequence: CachedSequence) -> BlockHashes:
         hashes = self._hashes.get(sequence.request_id)
         if hashes is None:
             hashes = BlockHashes(
@@ -612,7 +661,7 @@ class PagedKVCacheManager(KVCacheManager):
                 sequence.adapter_digest,
             )
             self._hashes[sequence.request_id] = hashes
-        return hashes.extend(sequence.all_token_ids)
+        return hashes
 
     def _count(self, sequence: CachedSequence, match: PrefixMatch) -> None:
         # Counted here and not in match_prefix: a waiting request is matched once a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace_engine.kv.contract import CachedSequence
+from headrace_engine.kv.hashing import BlockHashes
 
 
 class RequestBlocks:
@@ -16,6 +17,7 @@ class RequestBlocks:
     __slots__ = (
         "decoded_states",
         "first_held",
+        "hashes",
         "is_private",
         "no_allocation_until",
         "num_given",
@@ -29,6 +31,8 @@ class RequestBlocks:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_given = len(sequence.all_token_ids)
         """Tokens that were known when it came, or came back."""
+        self.hashes: BlockHashes | None = None
+        """Of the request, once a block has been registered; here too, so that it is found at once."""
         self.num_registered = 0
         """Blocks, from the first, that were offered to the digest map."""
         self.no_allocation_until = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from headrace_core.sampling.params import SamplingParams
 from headrace_core.text import Tokenizer
@@ -218,7 +218,7 @@ def make_detokenizer(
     tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
 ) -> Detokenizer:
     """The right kind for a tokenizer, with a request's settings."""
-    if isinstance(tokenizer, BytePieces):
+    if _has_byte_pieces(tokenizer):
         # Byte strings are joined as they are: there are no spaces between tokens to leave out.
         return ByteDetokenizer(
             tokenizer,
@@ -231,6 +231,11 @@ def make_detokenizer(
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         prompt_token_ids=prompt_token_ids,
     )
+
+
+def _has_byte_pieces(tokenizer: Tokenizer) -> TypeGuard[BytePieces]:
+    """True of a :class:`BytePieces`; ``isinstance`` takes its time with protocols, and each request asks."""
+    return hasattr(tokenizer, "token_bytes") and hasattr(tokenizer, "first_token_bytes")
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:

@@ -459,7 +459,7 @@ class StreamState:
         else:
             unread.read(core_id)
 
-    def take_unread(self, token_ids: list[int], last_timestamp: float) -> None:
+    def take_unread(self, token_ids: Sequence[int], last_timestamp: float) -> None:
         """See :class:`headrace_engine.output_processing.unread_tokens.TokenReader`."""
         self._list[0].token_ids += token_ids
         self._metrics.last_token_ts = last_timestamp

@@ -7,10 +7,10 @@ many steps at once, when it ends, when it is asked for something, or after :data
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from headrace_engine.token_rows import TokenRows
+from headrace_engine.token_rows import NO_TOKEN, TokenRows
 
 FEWEST_REQUESTS = 256
 """Requests from which on tokens are kept: those of fewer are handed on one by one in less time."""
@@ -26,7 +26,7 @@ class TokenReader(Protocol):
     unread_column: int
     """Where its tokens are kept."""
 
-    def take_unread(self, token_ids: list[int], last_timestamp: float) -> None:
+    def take_unread(self, token_ids: Sequence[int], last_timestamp: float) -> None:
         """Take tokens; the last one came at that time."""
         ...
 
@@ -47,7 +47,7 @@ class UnreadTokens:
         self._readers[core_id] = reader
         reader.unread_since = self._rows.num_steps
         reader.unread_column = self._rows.add(core_id)
-        self._plan(core_id, reader)
+        self._plan([(core_id, reader)])
 
     def remove(self, core_id: str) -> None:
         """Have a core request's reader read, and keep its tokens no longer. Unknown ids are ignored."""
@@ -63,7 +63,7 @@ class UnreadTokens:
         for core_id in list(self._readers):
             self.remove(core_id)
 
-    def put_aside(self, tokens: Mapping[str, int], timestamp: float) -> Iterable[str]:
+    def put_aside(self, tokens: dict[str, int], timestamp: float) -> Iterable[str]:
         """Keep a step's tokens.
 
         Returns:
@@ -71,29 +71,49 @@ class UnreadTokens:
         """
         if not self._readers:
             return tokens
-        read_now = self._rows.put(tokens)
+        read_now = self._rows.put(tokens, finds_others=True)
         self._timestamps.append(timestamp)
-        for core_id, reader in self._due.pop(self._rows.num_steps, ()):
-            if self._readers.get(core_id) is reader:
-                self.read(core_id)
-                self._plan(core_id, reader)
+        due = [
+            (core_id, reader)
+            for core_id, reader in self._due.pop(self._rows.num_steps, ())
+            if self._readers.get(core_id) is reader
+        ]
+        self._read_each([reader for _, reader in due])
+        self._plan(due)
         return read_now
 
     def read(self, core_id: str) -> None:
         """Have a core request's reader read. Unknown ids are ignored."""
-        reader, num_steps = self._readers.get(core_id), self._rows.num_steps
-        if reader is None or reader.unread_since == num_steps:
-            return
-        found = self._rows.read(reader.unread_column, num_steps - reader.unread_since)
-        reader.unread_since = num_steps
-        num_after = 0
-        while found and found[-1] < 0:  # no part in the last steps
-            found.pop()
-            num_after += 1
-        if found:
-            came = found if min(found) >= 0 else [token for token in found if token >= 0]
-            reader.take_unread(came, self._timestamps[-1 - num_after])
+        reader = self._readers.get(core_id)
+        if reader is not None and reader.unread_since != self._rows.num_steps:
+            self._read_each([reader])
 
-    def _plan(self, core_id: str, reader: TokenReader) -> None:
-        due = self._rows.num_steps + MAX_UNREAD_STEPS
-        self._due.setdefault(due, []).append((core_id, reader))
+    def _read_each(self, readers: Iterable[TokenReader]) -> None:
+        """Have several read: at once those that lack as many steps, as nearly all do."""
+        num_steps = self._rows.num_steps
+        by_count: dict[int, list[TokenReader]] = {}
+        for reader in readers:
+            count = num_steps - reader.unread_since
+            if count:  # else it is there twice
+                reader.unread_since = num_steps
+                by_count.setdefault(count, []).append(reader)
+        for count, some in by_count.items():
+            columns = [reader.unread_column for reader in some]
+            for reader, found in zip(some, self._rows.read_each(columns, count)):
+                self._hand_over(reader, found)
+
+    def _hand_over(self, reader: TokenReader, found: Sequence[int]) -> None:
+        """Give a reader the tokens of the last steps, without those in which it had no part."""
+        num_after = 0
+        if NO_TOKEN in found:
+            while num_after < len(found) and found[-1 - num_after] == NO_TOKEN:
+                num_after += 1
+            found = [token for token in found if token != NO_TOKEN]
+        if found:
+            reader.take_unread(found, self._timestamps[-1 - num_after])
+
+    def _plan(self, readers: Sequence[tuple[str, TokenReader]]) -> None:
+        """Have these read again before their tokens are no longer kept."""
+        if readers:
+            due = self._rows.num_steps + MAX_UNREAD_STEPS
+            self._due.setdefault(due, []).extend(readers)

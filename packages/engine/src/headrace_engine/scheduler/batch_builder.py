@@ -135,7 +135,9 @@ class BatchBuilder:
             plan.add_group(group.schedule())
             self._walk(behind, plan, begun)
             if plan.num_grouped:
-                plan.num_scheduled_tokens = running.counts(plan.num_scheduled_tokens)
+                plan.num_scheduled_tokens, plan.shares_counts = running.counts(
+                    plan.num_scheduled_tokens, may_share=not len(self._tracker.waiting)
+                )
         plan.num_in_order = len(plan.entries)
         return begun
 
@@ -163,8 +165,7 @@ class BatchBuilder:
             if state.status is not RequestStatus.RUNNING:
                 continue  # one before it needed its blocks
             if state.group is not None:
-                if not self._give_block(state.group, state, plan):
-                    break
+                index = self._give_blocks(state.group, states, index - 1, plan)
                 continue
             if are_alike and state.is_quiet:
                 index = plan.add_quiet(states, index - 1)
@@ -210,30 +211,43 @@ class BatchBuilder:
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
 
-    def _give_block(self, group: DecodeGroup, state: SchedulerRequest, plan: BatchPlan) -> bool:
-        """Make room for a member's next token; it is part of the step anyway. False: it was preempted, as
-        there is none."""
+    def _give_blocks(
+        self, group: DecodeGroup, states: Sequence[SchedulerRequest], index: int, plan: BatchPlan
+    ) -> int:
+        """Make room for the next token of members that follow one another from ``index`` on; they are part of
+        the step anyway.
+
+        Returns:
+            Index of the next to be looked at: the first that is no member, the one behind a member that
+            others were preempted for, or that was ended; or the end, if there is no room for one.
+        """
+        count = len(states)
+        end = next((i for i in range(index, count) if states[i].group is not group), count)
+        new_block_ids = plan.new_block_ids
         try:
-            gained = self._kv.allocate(state, 1)
-            if gained is None:
-                gained = self._preempt_for(state, 1, plan)
+            for gained, until, until_known in self._kv.allocate_each(states[index:end]):
+                state = states[index]
+                if gained is None:
+                    gained = self._preempt_for(state, 1, plan)
+                    if gained is None:
+                        return count
+                    until, until_known = self._kv.quiet_until(state.request_id)
+                    end = index + 1
+                state.keep_quiet(until, until_known)
+                group.keep(state)
+                if any(gained):
+                    new_block_ids[state.request_id] = gained
+                index += 1
+                if index == end:
+                    break
         except Exception as error:
-            self._refuse(state, error)
-            return True
-        if gained is None:
-            return False
-        self._keep_quiet(state)
-        group.keep(state)
-        if any(gained):
-            plan.new_block_ids[state.request_id] = gained
-        return True
+            self._refuse(states[index], error)
+            index += 1
+        return index
 
     def _keep_quiet(self, state: SchedulerRequest) -> None:
         """Look at a decoding request again only when something will happen to it."""
-        until, until_known = self._kv.quiet_until(state.request_id)
-        last = state.max_num_tokens - 1
-        state.quiet_until = until if until < last else last
-        state.quiet_until_known = until_known if until_known < last else last
+        state.keep_quiet(*self._kv.quiet_until(state.request_id))
 
     def _add(
         self, state: SchedulerRequest, num_tokens: int, plan: BatchPlan, *, held_back: bool = False

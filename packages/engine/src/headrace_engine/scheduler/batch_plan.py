@@ -52,6 +52,8 @@ class BatchPlan:
         self.num_grouped = 0
         """Requests that have one token as members of the group."""
         self.num_scheduled_tokens: dict[str, int] = {}
+        self.shares_counts = False
+        """True if other steps have that mapping, too."""
         self.num_drafts: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
@@ -86,7 +88,7 @@ class BatchPlan:
         """
         self.budget -= num_tokens
         self.num_prompt_tokens += num_tokens
-        self.num_scheduled_tokens[state.request_id] = num_tokens
+        self._own_counts()[state.request_id] = num_tokens
         state.own_computed += num_tokens
         state.own_in_flight += 1
         remaining = len(state.own_token_ids) + state.own_placeholders - state.own_computed
@@ -104,7 +106,7 @@ class BatchPlan:
             num_drafts: guesses that may be checked besides.
         """
         self.budget -= 1
-        self.num_scheduled_tokens[state.request_id] = 1
+        self._own_counts()[state.request_id] = 1
         state.own_computed += 1
         state.own_in_flight += 1
         state.own_placeholders += 1
@@ -137,7 +139,7 @@ class BatchPlan:
         """
         room = min(self.budget, self.max_requests - self.num_requests)
         end = min(start + room, len(states))
-        scheduled, add_entry = self.num_scheduled_tokens, self.entries.append
+        scheduled, add_entry = self._own_counts(), self.entries.append
         for index in range(start, end):
             state = states[index]
             computed = state.own_computed
@@ -160,7 +162,7 @@ class BatchPlan:
         state, epoch, *_ = self.entries[index]
         self.budget -= num_tokens
         self.num_prompt_tokens += num_tokens
-        self.num_scheduled_tokens[state.request_id] += num_tokens
+        self._own_counts()[state.request_id] += num_tokens
         state.own_computed += num_tokens
         if state.own_computed == state.num_tokens:
             state.own_placeholders += 1
@@ -174,6 +176,13 @@ class BatchPlan:
         else:
             for block_ids, more in zip(known, gained):
                 block_ids.extend(more)
+
+    def _own_counts(self) -> dict[str, int]:
+        """The tokens by request, to be changed."""
+        if self.shares_counts:
+            self.num_scheduled_tokens = self.num_scheduled_tokens.copy()
+            self.shares_counts = False
+        return self.num_scheduled_tokens
 
     def build(
         self, step_id: int, gone_request_ids: list[str], *, allows_late: bool = False

@@ -17,7 +17,7 @@ Steps are numbered by the group, without those in which it has no part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_engine.scheduler.request import InFlight, SchedulerRequest, by_order
@@ -50,6 +50,8 @@ class DecodeGroup:
         self._num_scheduled = 0
         self._num_taken = 0
         """Scheduled steps whose tokens were taken."""
+        self.num_moves = 0
+        """The sum of both: a member that was settled since the last move is still."""
         self._tokens = TokenRows(KEPT_STEPS)
         """Members' tokens of the last steps that were taken."""
         self._left: deque[list[InFlight]] = deque()
@@ -63,16 +65,17 @@ class DecodeGroup:
         """A quiet request decodes with the group, from the step that is being filled on."""
         state.group = self
         state.group_scheduled = state.group_taken = self._num_scheduled
+        state.group_moves = self.num_moves
         state.group_column = self._tokens.add(state.request_id)
         self.size += 1
         del self._running.outside[state]
         self.keep(state)
 
     def keep(self, state: SchedulerRequest) -> None:
-        """A member that was looked at goes on: it is looked at again when it ceases to be quiet, and before
-        its last token is sampled."""
+        """A member that was looked at, and so is settled, goes on: it is looked at again when it ceases to be
+        quiet, and before its last token is sampled."""
         until, last = state.quiet_until_known, state.max_num_tokens - 2
-        steps = (until if until < last else last) - state.num_computed_tokens
+        steps = (until if until < last else last) - state.own_computed
         steps = 1 if steps < 1 else steps
         due = self._num_scheduled + (steps if steps < MAX_UNREAD_STEPS else MAX_UNREAD_STEPS)
         state.group_due = due
@@ -101,6 +104,7 @@ class DecodeGroup:
 
     def settle(self, state: SchedulerRequest) -> None:
         """Add to a member's own counters what it has gained with the group."""
+        state.group_moves = self.num_moves
         scheduled = self._num_scheduled - state.group_scheduled
         if scheduled:
             state.group_scheduled += scheduled
@@ -113,6 +117,25 @@ class DecodeGroup:
             state.own_placeholders -= taken
             state.own_in_flight -= taken
             state.own_token_ids += self._tokens.read(state.group_column, taken)
+
+    def _settle_each(self, states: Sequence[SchedulerRequest]) -> None:
+        """:meth:`settle` several: tokens of those that have gained as many, as most have, at once."""
+        by_count: dict[int, list[SchedulerRequest]] = {}
+        for state in states:
+            scheduled = self._num_scheduled - state.group_scheduled
+            taken = max(0, self._num_taken - state.group_taken)
+            state.group_scheduled += scheduled
+            state.group_moves = self.num_moves
+            state.group_taken += taken
+            state.own_computed += scheduled
+            state.own_placeholders += scheduled - taken
+            state.own_in_flight += scheduled - taken
+            if taken:
+                by_count.setdefault(taken, []).append(state)
+        for count, some in by_count.items():
+            columns = [state.group_column for state in some]
+            for state, tokens in zip(some, self._tokens.read_each(columns, count)):
+                state.own_token_ids += tokens
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -136,7 +159,11 @@ class DecodeGroup:
         alone = sorted(running.outside, key=by_order)
         border = len(alone)
         if not prompts_last:
-            begun = (i for i, s in enumerate(alone) if s.num_tokens - s.num_computed_tokens > 1)
+            begun = (
+                index
+                for index, state in enumerate(alone)
+                if len(state.own_token_ids) + state.own_placeholders - state.own_computed > 1
+            )
             border = next(begun, border)
         if self.size and border < len(alone):
             last = next(state for state in reversed(running) if state.group is self)
@@ -160,12 +187,14 @@ class DecodeGroup:
             due += [
                 s for s in after if s.group is self and s.group_due == number + 1 and not s.is_quiet
             ]
+        due = list(dict.fromkeys(due))  # some are there twice
+        self._settle_each(due)
         looks = []
-        for state in dict.fromkeys(due):  # some are there twice
-            self.settle(state)
-            if state.ends_next:
+        for state in due:
+            computed = state.own_computed  # which is settled, as are placeholders
+            if computed >= state.max_num_tokens - 2:  # ends_next
                 self.leave(state)
-            elif state.is_quiet:
+            elif computed < state.quiet_until_known and state.is_quiet:
                 self.keep(state)
                 continue
             state.group_due = -1
@@ -176,10 +205,11 @@ class DecodeGroup:
         """All members take part in a step; their number."""
         if self.size:
             self._num_scheduled += 1
+            self.num_moves += 1
             self._left.append([])
         return self.size
 
-    def take(self, tokens: Mapping[str, int]) -> list[InFlight]:
+    def take(self, tokens: dict[str, int]) -> list[InFlight]:
         """Take the tokens of the oldest step in flight.
 
         Args:
@@ -190,6 +220,7 @@ class DecodeGroup:
         """
         self._tokens.put(tokens)
         self._num_taken += 1
+        self.num_moves += 1
         return self._left.popleft()
 
     def remove(self, states: Iterable[SchedulerRequest | None]) -> None:

@@ -108,13 +108,15 @@ class SchedulerRequest:
     num_drafts: int = 0
     """Guesses that steps in flight may check."""
     group: DecodeGroup | None = None
-    """The group that it is a member of, which keeps the next four."""
+    """The group that it is a member of, which keeps the next five."""
     group_column: int = 0
     """Where its tokens are kept."""
     group_scheduled: int = 0
     """Steps of the group up to which its own counters count what is scheduled."""
     group_taken: int = 0
     """Steps of the group up to which they count what came of it; before that of which it was no member."""
+    group_moves: int = 0
+    """Moves of the group up to which it is settled."""
     group_due: int = -1
     """The step of the group that looks at it."""
     goes_by_number: bool = False
@@ -183,46 +185,46 @@ class SchedulerRequest:
     @property
     def all_token_ids(self) -> list[int]:
         """Prompt and known output tokens."""
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         return self.own_token_ids
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens that are cached when the steps in flight end."""
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         return self.own_computed
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, number: int) -> None:
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         self.own_computed = number
 
     @property
     def num_placeholders(self) -> int:
         """Tokens that steps in flight sample."""
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         return self.own_placeholders
 
     @num_placeholders.setter
     def num_placeholders(self, number: int) -> None:
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         self.own_placeholders = number
 
     @property
     def num_steps_in_flight(self) -> int:
         """Steps in flight that it has a part in."""
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         return self.own_in_flight
 
     @num_steps_in_flight.setter
     def num_steps_in_flight(self, number: int) -> None:
-        if self.group is not None:
+        if self.group is not None and self.group_moves != self.group.num_moves:
             self.group.settle(self)
         self.own_in_flight = number
 
@@ -308,6 +310,12 @@ class SchedulerRequest:
     def ends_next(self) -> bool:
         """True if the token that the next step samples is its last."""
         return self.num_computed_tokens >= self.max_num_tokens - 2
+
+    def keep_quiet(self, until: int, until_known: int) -> None:
+        """Look at it again beyond these numbers of tokens (``KVCacheManager.quiet_until``), or at its end."""
+        last = self.max_num_tokens - 1
+        self.quiet_until = until if until < last else last
+        self.quiet_until_known = until_known if until_known < last else last
 
     def disturb(self) -> None:
         """It does not go on as before: it is looked at, and told of, once more."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headrace_core.request import CoreRequest
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_STEPS = 4096
 """Steps whose sizes are kept for a snapshot that nobody takes."""
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
-FEW = 256
-"""Requests that are taken out one by one; of more, all are looked through once."""
 
 
 @dataclass(slots=True)
@@ -107,34 +104,35 @@ class RunningRequests:
     """
 
     def __init__(self) -> None:
-        self._states: list[SchedulerRequest] = []
+        self._states: dict[SchedulerRequest, None] = {}
+        """In the policy's order unless they are stale; a mapping, as many end in a step, anywhere in it."""
         self.outside: dict[SchedulerRequest, None] = {}
         """Requests in no :class:`~headrace_engine.scheduler.decode_group.DecodeGroup`, in any order."""
         self._one_each: dict[str, int] = {}
-        """One token for each id, in the policy's order unless it is stale."""
+        """One token for each id, in the order of the requests."""
         self._is_stale = False
+        self._is_shared = False
+        """True if the last steps have that mapping: it must not be changed any more."""
 
     def __len__(self) -> int:
         return len(self._states)
 
     def __iter__(self) -> Iterator[SchedulerRequest]:
-        return iter(self._states)
+        return iter(self._in_order())
 
     def __reversed__(self) -> Iterator[SchedulerRequest]:
-        return reversed(self._states)
+        return reversed(self._in_order())
 
     def __contains__(self, state: SchedulerRequest) -> bool:
         return state in self._states
 
     def add(self, state: SchedulerRequest) -> None:
         """Put a request into its place."""
-        states = self._states
-        if states and states[-1].sort_key > state.sort_key:
-            bisect.insort(states, state, key=by_order)
+        last = next(reversed(self._states), None)
+        if last is not None and last.sort_key > state.sort_key:
             self._is_stale = True
-        else:
-            states.append(state)
-        self._one_each[state.request_id] = 1
+        self._states[state] = None
+        self._own_one_each()[state.request_id] = 1
         self.outside[state] = None
 
     def remove(self, state: SchedulerRequest) -> None:
@@ -143,57 +141,75 @@ class RunningRequests:
         Raises:
             ValueError: it does not run.
         """
-        index = bisect.bisect_left(self._states, state.sort_key, key=by_order)
-        if self._states[index : index + 1] != [state]:
+        if state not in self._states:
             raise ValueError(f"{state.request_id!r} does not run")
-        del self._states[index]
+        del self._states[state]
         self._forget(state)
 
     def pop(self) -> SchedulerRequest:
-        """Take the last one out. IndexError if nobody runs."""
-        state = self._states.pop()
+        """Take the last one out. KeyError if nobody runs."""
+        state, _ = self._in_order().popitem()
         self._forget(state)
         return state
 
-    def drop(self, ended: Sequence[SchedulerRequest]) -> None:
+    def drop(self, ended: Iterable[SchedulerRequest]) -> None:
         """Take out requests that have ended; those that are not here are passed over."""
-        if len(ended) > FEW:
-            self._states = [s for s in self._states if s.status is not RequestStatus.FINISHED]
-            for state in ended:
-                self._forget(state)
-            return
         for state in ended:
-            with suppress(ValueError):
+            if state in self._states:
                 self.remove(state)
 
     def behind(self, state: SchedulerRequest) -> list[SchedulerRequest]:
         """The requests after one, in order."""
-        return self._states[bisect.bisect_right(self._states, state.sort_key, key=by_order) :]
+        states = list(self._in_order())
+        return states[bisect.bisect_right(states, state.sort_key, key=by_order) :]
 
-    def counts(self, outside: Mapping[str, int]) -> dict[str, int]:
+    def counts(self, outside: Mapping[str, int], *, may_share: bool) -> tuple[dict[str, int], bool]:
         """Tokens of a step, by id in the policy's order, in which all that are not :attr:`outside` have one.
 
         Args:
             outside: tokens of others, by id; those that are not among them have no part in the step.
+            may_share: steps in which each of the same requests has one token may have one mapping.
+
+        Returns:
+            The mapping, and whether it is shared, and so must not be changed.
         """
-        if self._is_stale:
-            self._one_each = dict.fromkeys([state.request_id for state in self._states], 1)
-            self._is_stale = False
+        self._in_order()
+        others = [
+            (state.request_id, count)
+            for state in self.outside
+            if (count := outside.get(state.request_id, 0)) != 1
+        ]
+        if may_share and not others:
+            self._is_shared = True
+            return self._one_each, True
         found = self._one_each.copy()
-        for state in self.outside:
-            count = outside.get(state.request_id, 0)
+        for request_id, count in others:
             if count:
-                found[state.request_id] = count
+                found[request_id] = count
             else:
-                del found[state.request_id]
-        return found
+                del found[request_id]
+        return found, False
 
     def _forget(self, state: SchedulerRequest) -> None:
         if state.group is not None:
             state.group.leave(state)
-        if state in self.outside:
-            del self.outside[state]
-            del self._one_each[state.request_id]
+        del self.outside[state]
+        del self._own_one_each()[state.request_id]
+
+    def _in_order(self) -> dict[SchedulerRequest, None]:
+        if self._is_stale:
+            states = sorted(self._states, key=by_order)
+            self._states = dict.fromkeys(states)
+            self._one_each = dict.fromkeys([state.request_id for state in states], 1)
+            self._is_stale = self._is_shared = False
+        return self._states
+
+    def _own_one_each(self) -> dict[str, int]:
+        """The mapping of ones, to be changed."""
+        if self._is_shared:
+            self._one_each = self._one_each.copy()
+            self._is_shared = False
+        return self._one_each
 
 
 class RequestTracker:

@@ -24,6 +24,15 @@ class RowsStep(NamedTuple):
     """Requests whose prompts are not complete yet."""
 
 
+class _Selection(NamedTuple):
+    """The rows of a step."""
+
+    counts: Mapping[str, int]
+    ids: list[str]
+    rows: NDArray[np.intp]
+    new: NDArray[np.int64]
+
+
 class RequestRows:
     """Requests by row.
 
@@ -48,6 +57,8 @@ class RequestRows:
         """``[columns, rows]``."""
         self._states = np.zeros(0, np.uint64)
         """``[rows]``, of mixing both seeds."""
+        self._last: _Selection | None = None
+        """Of the last step, while rows are the same."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._row_of
@@ -68,6 +79,7 @@ class RequestRows:
             if token != self._token(seed, position):
                 raise RuntimeError(f"{new.request_id!r} came back with another output")
         self.remove(new.request_id)
+        self._last = None
         if not self._free:
             self._grow()
         row = self._row_of[new.request_id] = self._free.pop()
@@ -85,6 +97,7 @@ class RequestRows:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free.append(row)
+            self._last = None
 
     def add_blocks(self, request_id: str, count: int) -> None:
         """A request has so many more blocks."""
@@ -96,9 +109,7 @@ class RequestRows:
         Raises:
             RuntimeError: the scheduler broke a promise.
         """
-        ids = list(counts)
-        rows = np.fromiter(map(self._row_of.__getitem__, ids), np.intp, len(ids))
-        new = np.fromiter(counts.values(), np.int64, len(ids))
+        _, ids, rows, new = self._select(counts)
         prompts, lengths, computed, blocks = self._columns[:, rows]
         computed += new
         self._check(ids, computed > lengths, "computes a token that does not exist yet")
@@ -114,6 +125,17 @@ class RequestRows:
             rows, lengths, prompts = rows[samples], lengths[samples], prompts[samples]
         self._columns[COLUMNS.index("num_tokens"), rows] = lengths + 1
         return RowsStep(dict(zip(sampling, self._tokens(rows, lengths - prompts))), partial)
+
+    def _select(self, counts: Mapping[str, int]) -> _Selection:
+        """Ids, rows and further tokens of the requests of a step. Steps of the same requests may have one
+        mapping, which nobody changes: it is looked up once."""
+        last = self._last
+        if last is None or last.counts is not counts:
+            ids = list(counts)
+            rows = np.fromiter(map(self._row_of.__getitem__, ids), np.intp, len(ids))
+            new = np.fromiter(counts.values(), np.int64, len(ids))
+            last = self._last = _Selection(counts, ids, rows, new)
+        return last
 
     def _tokens(self, rows: NDArray[np.intp], positions: NDArray[np.int64]) -> list[int]:
         mixed_all = mixed_further(self._states[rows], positions.astype(np.uint64))
