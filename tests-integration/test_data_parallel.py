@@ -14,8 +14,10 @@ import urllib.request
 from typing import Any
 
 import pytest
-from servers import PATIENCE, SLACK, RunningServer, alive, serving
+from ports import free_ports
+from servers import PATIENCE, SLACK, RunningServer, alive, children_of, serving
 
+from headrace_engine.kv.event_subscriber import KVEventSubscriber
 from headrace_testing.waiting import wait_until
 
 SIM = ("--device", "sim", "--sim-step-ms", "10", "--data-parallel-size", "2")
@@ -229,9 +231,11 @@ def test_a_script_that_closes_nothing_ends(tmp_path):
          "enable_kv_cache_events: must be left out"),
         (("--device", "sim", "-dp", "65"), "must be in 1..64"),
         (("--device", "sim", "-dp", "2", "--mm-processor-cache-type", "shm"), "mm_processor_cache_type"),
-        (("--data-parallel-external-lb",), "data_parallel_external_lb: not built yet"),
+        (("--data-parallel-external-lb",), "data_parallel_external_lb = True: must be used with"),
         (("--data-parallel-rank", "1"),
-         "data_parallel_rank: not built yet: engines of one server on several hosts (start a server on each"),
+         "data_parallel_rank = 1: must be in 0..0 with data_parallel_size = 1"),
+        (("--data-parallel-address", "10.0.0.1"),
+         "data_parallel_address: not built yet: engines of one server on several hosts (start a server on"),
     ],
 )  # fmt: skip
 def test_refusals(argv, text):
@@ -241,3 +245,32 @@ def test_refusals(argv, text):
     )  # fmt: skip
     assert done.returncode != 0
     assert text in done.stderr + done.stdout
+
+
+def test_servers_that_share_engines_of_a_load_know_which_are_theirs():
+    """External and hybrid load balancing: a server has the third of four engines, another the last two."""
+    port = free_ports(3)
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"}
+    third = ("-dp", "4", "-dpn", "2", "-dpe", "--kv-events-config", json.dumps(events))
+    with (
+        serving(*SIM[:4], *third) as external,
+        KVEventSubscriber(f"tcp://127.0.0.1:{port + 2}") as subscriber,
+    ):
+        assert children_of(external.process.pid) == [], "the one engine is in the server's process"
+        heard: list[Any] = []
+
+        def hears() -> bool:  # whoever has just joined may miss the first events
+            complete(external, prompt=[*range(100 + len(heard), 140)], max_tokens=1)
+            heard.extend(subscriber.poll(0.1))
+            return any(batch.data_parallel_rank == 2 for batch in heard)
+
+        wait_until(hears)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            complete(external, "1", max_tokens=1)
+    last = ("-dp", "4", "-dpl", "2", "-dpr", "2", "-dph")
+    with serving(*SIM[:4], *last) as hybrid:
+        assert len(engines(hybrid)) == 2
+        for rank in ("0", "1"):
+            complete(hybrid, rank, max_tokens=1)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            complete(hybrid, "2", max_tokens=1)

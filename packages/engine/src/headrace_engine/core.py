@@ -662,7 +662,7 @@ def _publisher(config: EngineConfig) -> EventPublisher | None:
         return None
     from headrace_engine.kv.event_publisher import make_publisher
 
-    return make_publisher(config.kv_events)
+    return make_publisher(config.kv_events, config.parallel.first_engine)
 
 
 def _check_arguments(method: str, args: Sequence[Any]) -> None:

@@ -460,7 +460,9 @@ class Engine:
         """See :attr:`headrace_core.engine.EngineClient.settings`."""
         settings = plain_settings(self._config)
         if self._client.num_engines is not None:
-            settings["parallel"]["data_parallel_size"] = self._client.num_engines
+            of_all = self._config.parallel.data_parallel_start_rank is None
+            name = "data_parallel_size" if of_all else "data_parallel_size_local"
+            settings["parallel"][name] = self._client.num_engines
         return settings
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

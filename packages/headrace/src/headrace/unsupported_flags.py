@@ -12,9 +12,7 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "speculative_model", "num_speculative_tokens",
     ),
     "engines of one server on several hosts (start a server on each, and headrace route in front)": (
-        "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
         "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
-        "data_parallel_hybrid_lb", "data_parallel_external_lb",
     ),
     "choosing how ranks add up by a flag of its own (write --communicator)": (
         "disable_custom_all_reduce",
@@ -33,11 +31,8 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
 """Feature -> options of vLLM's that only it would read, as they are spelled in Python."""
 
 SHORT: Mapping[str, str] = {
-    "-dpn": "data_parallel_rank",
-    "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
     "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
-    "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
-    "-dpe": "data_parallel_external_lb",
+    "-dpb": "data_parallel_backend",
     "-cc": "compilation_config",
 }  # fmt: skip
 """Short forms of some of them, as they are typed."""

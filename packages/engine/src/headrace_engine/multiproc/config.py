@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace_core.config import option, require
+from headrace_engine.multiproc.engines_here import check_engines_here
 from headrace_engine.multiproc.expert_settings import DEFAULT_ALL2ALL, check_expert_parallel
 
 MOST_RANKS = 64
@@ -55,6 +56,28 @@ class ParallelConfig:
         "enable_expert_parallel they share the experts of mixtures.", other_flag="-dp",
         cost="the weights' memory, once for each engine; with shared experts engines wait for each other in "
         "every step, and end together",
+    )  # fmt: skip
+    data_parallel_size_local: int | None = option(
+        None, "Engines of this server, of data_parallel_size engines in all, where several servers share a "
+        "load that something in front of them divides (hybrid load balancing; each server balances among its "
+        "own). Default: all, or the one of data_parallel_rank.", other_flag="-dpl",
+    )  # fmt: skip
+    data_parallel_start_rank: int | None = option(
+        None, "Number of the first of data_parallel_size_local engines of this server.",
+        other_flag="-dpr",
+    )  # fmt: skip
+    data_parallel_rank: int | None = option(
+        None, "Number of this server's one engine, of data_parallel_size engines in as many servers, where "
+        "something in front of them divides the load (external load balancing). KV events bear it, and go to "
+        "the port with this number added.", other_flag="-dpn",
+    )  # fmt: skip
+    data_parallel_external_lb: bool = option(
+        False, "Say that data_parallel_rank is given on purpose: start only with it.",
+        other_flag="-dpe",
+    )  # fmt: skip
+    data_parallel_hybrid_lb: bool = option(
+        False, "Say that data_parallel_start_rank is given on purpose: start only with it.",
+        other_flag="-dph",
     )  # fmt: skip
     enable_elastic_ep: bool | None = option(
         None, "Let engines be added and taken away while the server runs (POST /scale_elastic_ep). Default: "
@@ -127,14 +150,25 @@ class ParallelConfig:
     @property
     def is_replicated(self) -> bool:
         """True if the front has several engines, or one beside which others may come."""
-        return self.data_parallel_size > 1 or bool(self.enable_elastic_ep)
+        return self.num_engines_here > 1 or bool(self.enable_elastic_ep)
+
+    @property
+    def num_engines_here(self) -> int:
+        """Engines of this server, at its start."""
+        if self.data_parallel_rank is not None:
+            return 1
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    @property
+    def first_engine(self) -> int:
+        """Number of this server's first engine, among those of all servers."""
+        return self.data_parallel_rank or self.data_parallel_start_rank or 0
 
     @property
     def is_elastic(self) -> bool:
         """True if the number of engines may change."""
-        return (
-            self.is_replicated and self.enable_elastic_ep is not False and not self.shares_experts
-        )
+        may_change = self.enable_elastic_ep is not False and self.data_parallel_start_rank is None
+        return self.is_replicated and may_change and not self.shares_experts
 
     @property
     def num_ranks(self) -> int:
@@ -184,6 +218,7 @@ class ParallelConfig:
         executor = self.distributed_executor_backend
         require(self.num_ranks == 1 or executor != "uni", "parallel.distributed_executor_backend", executor,
                f"'mp', or left out, with {self.describe_ranks()}: 'uni' runs one rank")  # fmt: skip
+        check_engines_here(self)
         check_expert_parallel(self)
         self._check_nodes()
 

@@ -44,13 +44,13 @@ def replicated_client(
 
         return GroupedClient(
             lambda index, place: ProcessClient(CORE_FACTORY, shares.of(index), place=place),
-            config.parallel.data_parallel_size,
+            config.parallel.num_engines_here,
             timeline,
             follows_prefixes=follows_prefixes,
         )
     return ReplicatedClient(
         lambda index: ProcessClient(CORE_FACTORY, shares.of(index)),
-        config.parallel.data_parallel_size,
+        config.parallel.num_engines_here,
         timeline,
         follows_prefixes=follows_prefixes,
         check_room=shares.check_room if config.parallel.is_elastic else None,
@@ -95,7 +95,7 @@ def check_one_engine(config: EngineConfig, other: str) -> None:
         ConfigError: there are several.
     """
     if config.parallel.is_replicated:
-        wanted = "must be 1" if config.parallel.data_parallel_size > 1 else "must be left out"
+        wanted = "must be 1" if config.parallel.num_engines_here > 1 else "must be left out"
         raise ConfigError(
             f"{several_engines(config)}: {wanted} with {other}: the engines are one process's, which "
             "chooses among them",
@@ -119,8 +119,12 @@ def check_fixed_size(config: EngineConfig) -> None:
 
 def several_engines(config: EngineConfig) -> str:
     """The setting by which there are several engines, or may be, with its value."""
-    count = config.parallel.data_parallel_size
-    return f"{FIELD} = {count}" if count > 1 else "parallel.enable_elastic_ep = True"
+    parallel = config.parallel
+    if parallel.num_engines_here == 1:
+        return "parallel.enable_elastic_ep = True"
+    if parallel.data_parallel_start_rank is not None:
+        return f"parallel.data_parallel_size_local = {parallel.data_parallel_size_local}"
+    return f"{FIELD} = {parallel.data_parallel_size}"
 
 
 class EngineShares:
@@ -135,11 +139,18 @@ class EngineShares:
     """
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        self._count = config.parallel.data_parallel_size
+        self._count = config.parallel.num_engines_here
         self._platform = platform
         # Engines that share experts know how many they are.
         own = self._count if config.parallel.shares_experts else 1
-        alone = dataclasses.replace(config.parallel, data_parallel_size=own, enable_elastic_ep=None)
+        alone = dataclasses.replace(
+            config.parallel,
+            data_parallel_size=own,
+            data_parallel_size_local=None,
+            data_parallel_start_rank=None,
+            data_parallel_hybrid_lb=False,
+            enable_elastic_ep=None,
+        )
         self._alone = dataclasses.replace(config, parallel=alone)
         if isinstance(platform, BringsWorker):  # neither threads nor memory of this machine
             return

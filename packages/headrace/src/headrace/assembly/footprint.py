@@ -226,7 +226,7 @@ def one_rank(resolved: ResolvedConfig) -> tuple[ResolvedConfig, Shares]:
     from headrace_engine.execution.memory import of_one_rank
 
     config = resolved.config
-    shares = Shares(config.parallel.tensor_parallel_size, config.parallel.data_parallel_size)
+    shares = Shares(config.parallel.tensor_parallel_size, config.parallel.num_engines_here)
     parts, stages = (
         config.parallel.prefill_context_parallel_size, config.parallel.pipeline_parallel_size
     )  # fmt: skip

@@ -24,6 +24,7 @@ from headrace_core.request import (
 from headrace_core.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace_core.served_model import ServedModel
 from headrace_server.chat.tool_choice import check_tools
+from headrace_server.engines_here import num_engines_here
 from headrace_server.errors.places import place_in
 from headrace_server.http.middleware import is_request_id
 from headrace_server.protocols.base import MAX_SEQUENCES, check_size
@@ -99,7 +100,7 @@ def choose_engine(request: Request, engine: EngineClient) -> None:
     rank = request.headers.get("x-data-parallel-rank")
     if rank is None:
         return
-    count = int(engine.settings.get("parallel", {}).get("data_parallel_size", 1))
+    count = num_engines_here(engine.settings)
     if rank not in map(str, range(count)):
         raise RequestError(
             f"header X-data-parallel-rank = {rank[:16]!r}: must be the number of an engine, "

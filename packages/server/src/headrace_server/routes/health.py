@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from headrace_core.engine import EngineClient
 from headrace_core.errors import UnsupportedFeature
 from headrace_server.api_processes.all_processes import total_load
+from headrace_server.engines_here import num_engines_here
 from headrace_server.errors.mapping import ErrorResponse
 from headrace_server.observability.fingerprint import installed_version
 from headrace_server.observability.metrics import fresh_stats, is_healthy
@@ -75,7 +76,7 @@ class EndedEngines(NamedTuple):
 async def _ended_engines(engine: EngineClient) -> EndedEngines:
     """Engines that do not run, where the server has several."""
     parallel = engine.settings.get("parallel", {})
-    if parallel.get("data_parallel_size", 1) == 1 and not parallel.get("enable_elastic_ep"):
+    if num_engines_here(engine.settings) == 1 and not parallel.get("enable_elastic_ep"):
         return EndedEngines([], False)
     stats = await fresh_stats(engine)
     if stats is None:
