@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,16 @@ def test_other_words_are_refused_with_what_is_taken(text: str) -> None:
     with pytest.raises(ConfigError, match="devices = ") as refused:
         parse_devices(text, 0)
     assert refused.value.field == "devices"
+
+
+def test_a_typo_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom headrace.cli.plan import main\nfrom headrace_core.errors import ConfigError\n"
+        "try:\n    main(['nowhere', '--devices', '2x64'])\n"
+        "except ConfigError as error:\n    print(error.field, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["devices", "False"]
 
 
 def test_this_machine_is_divided_evenly() -> None:

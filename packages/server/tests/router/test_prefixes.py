@@ -147,6 +147,10 @@ def test_bodies_that_cannot_be_read_are_for_the_server_to_refuse(body: bytes) ->
             )
         ),
         ({"kv_events": ("tcp://a:1",)}, "one address for each server \\(3\\)"),
+        (
+            {"server": ("http://a:1", "http://b:1/v1/")},
+            "server = 'http://b:1/v1/': must be the server's URL without /v1",
+        ),
         ({"max_imbalance": 0.5}, "max_imbalance = 0.5: must be at least 1"),
         ({"health_interval": 0.0}, "health_interval = 0.0: must be above 0"),
     ],

@@ -43,6 +43,7 @@ _OF_LAYOUT = (
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
+    devices = _devices(args)  # before torch is imported, which takes longer than reading a typo
     from headrace.planning.advice import advise
     from headrace.planning.plan import Planner
     from headrace.planning.report import report
@@ -54,7 +55,6 @@ def main(argv: Sequence[str]) -> int:
         settings["max_model_len"] = args.context
     config = EngineArgs(**settings).create_engine_config()
     planner = Planner(config, args.concurrency)
-    devices = _devices(args, planner)
     plans = planner.layouts(devices)
     advice = advise(planner, plans, devices, config)
     command = "" if advice.chosen is None else _command(engine_args, planner, advice)
@@ -134,10 +134,11 @@ def _count(text: str) -> int:
     return human_int(text)
 
 
-def _devices(args: Namespace, planner: Planner) -> Devices:
+def _devices(args: Namespace) -> Devices:
     from headrace.planning.devices import parse_devices, parse_speed, parse_time
+    from headrace_core.platform import CpuPlatform
 
-    devices = parse_devices(args.devices, planner.resolved.platform.available_memory())
+    devices = parse_devices(args.devices, CpuPlatform().available_memory())
     if args.link is not None:
         devices = devices._replace(link=parse_speed(args.link, "link"))
     if args.link_latency is not None:

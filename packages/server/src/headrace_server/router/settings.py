@@ -125,6 +125,8 @@ def _check_urls(settings: RouterSettings) -> None:
         for url in getattr(settings, name):
             require(_is_server_url(url), name, url,
                     "a URL as http://host:port, without user, query or fragment")  # fmt: skip
+            require(not url.rstrip("/").endswith("/v1"), name, url,
+                    "the server's URL without /v1: requests bring their own paths")  # fmt: skip
     require(not (settings.server and settings.decode), "decode", settings.decode,
             "left out with --server")  # fmt: skip
     require(bool(settings.prefill) == bool(settings.decode), "prefill", settings.prefill,
