@@ -259,6 +259,11 @@ def test_wrong_settings_of_dummy_blocks() -> None:
         (OffloadConnector, {"cpu_bytes_to_use": True}, r"= True: must be bytes"),
         (
             OffloadConnector,
+            {"cpu_bytes_to_use": 1e18},
+            r"= 1e\+18: must be at most \d+, this machine",
+        ),
+        (
+            OffloadConnector,
             {"cpu_bytes_to_use": 9, "disk_bytes_to_use": 9},
             r"disk_path = None: must be given with disk_bytes_to_use",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ class OffloadConnector(KVConnector):
         max_bytes = number_of_bytes(extra, MEMORY)
         if max_bytes is None:
             raise wrong(MEMORY, None, "bytes of memory for blocks")
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if max_bytes > installed:
+            raise wrong(MEMORY, extra[MEMORY], f"at most {installed}, this machine's memory")
         self._max_bytes = max_bytes // num_ranks
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._num_bytes = 0
