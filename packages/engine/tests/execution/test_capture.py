@@ -194,8 +194,8 @@ EACH_KIND = [1, 16, 4]
 @pytest.mark.parametrize(
     ("capture", "tokens"),
     [
-        (Capture(lambda: FakeGraph, (8,)), [17]),
-        (Capture(lambda: lambda: FakeGraph("no"), (8,)), [17, *EACH_KIND]),
+        (Capture(lambda: FakeGraph, (8,)), [3]),
+        (Capture(lambda: lambda: FakeGraph("no"), (8,)), [3, *EACH_KIND]),
         (Capture(lambda: FakeGraph, (8,), enforce_eager=True), EACH_KIND),
         (None, EACH_KIND),
     ],

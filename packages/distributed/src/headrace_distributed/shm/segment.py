@@ -81,8 +81,11 @@ def open_segment(handle: SegmentHandle, size: int) -> int:
         GroupError: it is not there any more, or not of ``size`` bytes.
     """
     path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+    gone = f"process {handle.pid} does not hold this shared memory any more ({path})"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise GroupError(gone) from error
     except OSError as error:
         raise GroupError(
             f"shared memory of process {handle.pid} cannot be opened ({path}): {error.strerror}"
@@ -90,5 +93,5 @@ def open_segment(handle: SegmentHandle, size: int) -> int:
     status = os.fstat(descriptor)
     if (status.st_ino, status.st_size) != (handle.inode, size):
         os.close(descriptor)
-        raise GroupError(f"process {handle.pid} does not hold this shared memory any more ({path})")
+        raise GroupError(gone)
     return descriptor
