@@ -31,6 +31,9 @@ def main() -> None:
     parser = EngineArgs.add_cli_args(Parser(description=__doc__))
     parser.add_argument("--adapter", metavar="NAME=PATH", action="append", default=[])
     args = parser.parse_args()
+    for given in args.adapter:
+        if not all(given.partition("=")):
+            parser.error(f"--adapter {given!r}: must be NAME=PATH")
     args.enable_lora = True
     # An id of its own for each: it says what an adapter is.
     adapters = [

@@ -278,6 +278,8 @@ class TestRefusals:
         folder = llama[0]
         with pytest.raises(ConfigError, match=r"method = 'eagle'.*is made for 'eagle3'"):
             self.start(folder, **config("eagle", heads["eagle3"][0]))
+        with pytest.raises(ConfigError, match=r"method = 'draft_model'.*is made for 'medusa'"):
+            self.start(folder, **config("draft_model", heads["medusa"][0]))
         with pytest.raises(
             ConfigError, match=r"method = 'mtp': must be left out for LlamaForCausalLM"
         ):

@@ -37,6 +37,9 @@ def test_other_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_BATCH_INVARIANT", "1")
     with pytest.raises(ConfigError, match=r"in use \(reference\) do not keep to it"):
         LLM(kernels={"*": "reference"}, max_model_len=64)
+    monkeypatch.setenv("HEADRACE_BATCH_INVARIANT", "true")
+    with pytest.raises(ConfigError, match="HEADRACE_BATCH_INVARIANT = 'true': must be 1, or 0"):
+        LLM(max_model_len=64)
     monkeypatch.setenv("HEADRACE_BATCH_INVARIANT", "0")
     with LLM(kernels={"*": "reference"}, max_model_len=64, kv_cache_memory_bytes=1 << 20):
         pass

@@ -62,3 +62,9 @@ def test_a_child_that_never_goes_on_is_ended(child: SandboxProcess) -> None:
     with pytest.raises(TookTooLong):
         child.ask(b"10000", LIMIT)
     assert not child.running
+
+
+def test_a_terminals_interrupt_does_not_reach_a_child(child: SandboxProcess) -> None:
+    child.start()
+    assert child.pid is not None
+    assert os.getpgid(child.pid) == child.pid, "the terminal signals the parent's group"

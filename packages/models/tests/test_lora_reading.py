@@ -153,6 +153,15 @@ def with_nan(tensors: dict[str, Tensor]) -> None:
     next(iter(tensors.values()))[0, 0] = float("nan")
 
 
+def without_a(tensors: dict[str, Tensor]) -> None:
+    del tensors[next(name for name in tensors if name.endswith("lora_A.weight"))]
+
+
+def as_in_training(tensors: dict[str, Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.replace(".weight", ".default.weight")] = tensors.pop(name)
+
+
 def as_integers(tensors: dict[str, Tensor]) -> None:
     for name in tensors:
         tensors[name] = tensors[name].int()
@@ -172,6 +181,9 @@ def cut(tensors: dict[str, Tensor]) -> None:
             "one of the factors .* is missing",
         ),
         (lambda tensors: tensors.popitem(), "one of the factors|not supported"),
+        (renamed("lora_A.weight", "base_model.model.x.lora_A.weight"), "one of the factors"),
+        (without_a, "lora_B.weight, without its lora_A: not supported"),
+        (as_in_training, "named as in state_dict.*save_pretrained"),
         (added("lm_head.weight", 131, 48), "modules_to_save"),
         (added(f"{Q}.lora_magnitude_vector", 48), "DoRA: not supported; accepted are factors"),
         (added(f"{Q}.lora_B.bias", 48), "lora_bias"),

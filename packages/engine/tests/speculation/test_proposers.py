@@ -119,7 +119,8 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("settings", "named"),
         [
-            ({"method": "ngram"}, "num_speculative_tokens = None: must be a number"),
+            ({"method": "ngram"}, "num_speculative_tokens = None: must be a number with method = 'ngram'$"),
+            ({"method": "ngrams"}, "method = 'ngrams', a plug-in's; built in are ngram, suffix, "),
             ({"method": "ngram", "num_speculative_tokens": 3}, "prompt_lookup_max = None"),
             ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
               "prompt_lookup_min": 3}, "prompt_lookup_min = 3: must be in 1..prompt_lookup_max = 2"),

@@ -80,3 +80,26 @@ def test_nesting_is_that_of_a_decoder() -> None:
             text = json.dumps(value, ensure_ascii=ascii_only).encode()
             assert nesting(text) == deep(value), text[:100]
     assert nesting(b"[" * 300_000) == 300_000
+
+
+@pytest.mark.parametrize(
+    "path", ["/update_weights", "/swap_weights", "/scale_elastic_ep", "/init_weight_update_group"]
+)
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"a"', "it ends too early (line 1, column 5)"),
+        (b'{"a": 1} x', "more text behind the value (line 1, column 10)"),
+        (b'{"a": "\xff"}', "not UTF-8 (line 1, column 8)"),
+        (b'{"a": "\xed\xa0\x80"', "not UTF-8 (line 1, column 8)"),
+        (b"[" * 60_000, "it is nested too deeply"),
+    ],
+)
+async def test_bodies_of_control_routes_are_refused_in_the_same_words(
+    connect: Any, path: str, body: bytes, why: str
+) -> None:
+    client = connect(dev_mode=True)
+    answer = await client.post(f"http://localhost{path}", content=body, headers=HEADERS)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["headrace_code"]) == (400, "HR-REQ-006")
+    assert error["message"] == f"the body is not valid JSON: {why}"

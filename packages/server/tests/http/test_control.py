@@ -313,6 +313,10 @@ async def test_a_misspelt_query_parameter_is_refused_by_every_control_route(conn
     assert (answer.status_code, told["param"]) == (400, "levle")
     assert told["message"] == "query parameter 'levle': must be one of level, model for /sleep"
     assert (await client.post(base + "/wake_up?tag=weights")).status_code == 400
+    answer = await client.post(base + "/sleep?level=1&level=2")
+    assert answer.json()["error"]["message"] == (
+        "query parameter 'level': must be given once for /sleep, is given 2 times"
+    )
     assert engine.told == [], "nothing was done"
     asked = set()
     for path in CONTROL_PATHS - ADAPTERS:

@@ -90,6 +90,12 @@ async def test_what_is_refused(
     assert error_of(await unload(http))[:2] == (400, "lora_name")
     assert error_of(await unload(http, lora_name="x"))[:2] == (404, "lora_name")
     assert error_of(await unload(http, lora_int_id=7))[:2] == (404, "lora_int_id")
+    await load(http, "y", path)
+    status, _, said = error_of(await unload(http, lora_name="y", lora_int_id=7))
+    assert (status, said) == (
+        404, "lora_name = 'y', lora_int_id = 7: no adapter of this name and this id is loaded",
+    )  # fmt: skip
+    await unload(http, lora_name="y")
     assert error_of(await load(http, "x", str(tmp_path / "none")))[:2] == (404, "lora_path")
     assert error_of(await load(http, "x", "a\0b"))[:2] == (404, "lora_path")
     status, param, said = error_of(await load(http, "x", large))

@@ -125,8 +125,8 @@ class SandboxProcess:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
-        )
+            bufsize=0, process_group=0,  # a terminal's Ctrl-C is its parent's
+        )  # fmt: skip
         deadline = time.monotonic() + self._start_seconds
         try:
             _talk(self._process, None, lambda: deadline - time.monotonic())

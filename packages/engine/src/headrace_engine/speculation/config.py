@@ -22,6 +22,7 @@ WITHIN = (
 """Methods of layers in the model's own checkpoint."""
 BY_MODEL = (DRAFT_MODEL, *HEADS, *WITHIN)
 """Methods that are no proposers of ``headrace.draft_proposers``."""
+_BUILT_IN = ("ngram", "suffix", *BY_MODEL)
 _SUFFIX_DRAFTS = 32
 _MOST_FACTOR = 1e6
 _OF_METHODS = (
@@ -30,6 +31,11 @@ _OF_METHODS = (
     ("options", ("a plug-in's name",)),
 )  # fmt: skip
 """Beginnings of settings that some methods read."""
+
+
+def _of_plugin(method: str | None) -> str:
+    """Who a method that is not ours must be, behind its name: it may be misspelt."""
+    return "" if method in _BUILT_IN else f", a plug-in's; built in are {', '.join(_BUILT_IN)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,7 @@ class SpeculativeConfig:
             count is not None or says,
             "speculative_config.num_speculative_tokens",
             count,
-            f"a number with method = {self.method!r}",
+            f"a number with method = {self.method!r}{_of_plugin(self.method)}",
         )
         require(count is None or 1 <= count <= 256, "speculative_config.num_speculative_tokens", count,
                "in 1..256")  # fmt: skip

@@ -36,7 +36,11 @@ _WHY = {
     ".lora_magnitude_vector": "DoRA",
     ".lora_B.bias": "a bias of the adapter (lora_bias)",
     ".trainable_tokens_delta": "trained rows of a table (trainable_token_indices)",
+    ".lora_B.weight": "without its lora_A",
+    ".lora_embedding_B": "without its lora_embedding_A",
 }
+_OF_A_RUN = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\.(?!weight$|bias$)[^.]+(\.weight)?$")
+"""A factor's name with an adapter's in it, as state_dict() of a model in training has it."""
 _ACCEPTED = "accepted are factors lora_A and lora_B, or lora_embedding_A and lora_embedding_B"
 
 
@@ -176,6 +180,8 @@ def _check_rank(path: Path, settings: AdapterSettings, name: str, down: Tensor, 
 
 def _refused(path: Path, names: list[str]) -> UnsupportedModel:
     why = next((w for end, w in _WHY.items() if any(name.endswith(end) for name in names)), "")
+    if any(_OF_A_RUN.search(name) for name in names):
+        why = "named as in state_dict(), with the adapter's name in it; save_pretrained leaves that out"
     reason = (
         f", {why}"
         if why

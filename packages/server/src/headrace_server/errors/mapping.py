@@ -8,6 +8,7 @@ the server by control routes is told, too, why weights or memory could not be ha
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import math
 import re
@@ -35,7 +36,7 @@ from headrace_core.errors import (
     UnknownModel,
     entry_of,
 )
-from headrace_server.errors import places
+from headrace_server.errors import json_faults, places
 from headrace_server.http.paths import route_path
 
 logger = logging.getLogger(__name__)
@@ -269,6 +270,8 @@ def install(app: FastAPI, *, stacks: bool = False) -> None:
     app.add_middleware(AnswerErrors)
 
     async def handle(request: Request, error: Exception) -> Response:
+        if (undecoded := _undecoded(request, error)) is not None:
+            return await _http_exception(request, undecoded)
         request_id = request.scope.get("headrace_request_id", "")
         reply = report(error, request_id)
         if stacks and not isinstance(error, (RequestValidationError, EngineDead)):
@@ -289,9 +292,36 @@ def install(app: FastAPI, *, stacks: bool = False) -> None:
     app.add_exception_handler(HTTPException, _http_exception)
 
 
+def _undecoded(request: Request, error: Exception) -> BodyRefused | None:
+    """The refusal of a body that the framework could not decode, in the words of those that
+    :mod:`headrace_server.http.routing` decodes; None: that was not why."""
+    framework = isinstance(error, (HTTPException, RequestValidationError))
+    if not framework or isinstance(error, BodyRefused):
+        return None
+    if "json" not in request.headers.get("content-type", "").lower():  # a form, say
+        return None
+    cause = error.__cause__
+    match cause:
+        case UnicodeDecodeError():
+            body = bytes(cause.object)
+        case json.JSONDecodeError():
+            body = cause.doc.encode(errors="surrogatepass")
+        case RecursionError():
+            body = b""
+        case _:
+            return None
+    why: Exception = cause
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as told:
+        why = why if isinstance(why, RecursionError) else told
+    return BodyRefused("HR-REQ-006", f"the body is not valid JSON: {json_faults.reason(body, why)}")
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     """The framework's own refusals: unknown routes, wrong methods, bodies that are not read."""
     assert isinstance(error, HTTPException)
+    error = _undecoded(request, error) or error
     headers = dict(error.headers or {})
     if error.status_code == 404:
         reply = ErrorAnswer(404, unknown_path(request), headers=headers, headrace_code=NO_ROUTE)

@@ -343,6 +343,9 @@ def _defaults(engine: EngineClient) -> Sequence[LoRARequest]:
 
 
 def _not_loaded(name: str | None, number: int | None) -> UnknownModel:
+    if name is not None and number is not None:
+        return UnknownModel(f"lora_name = {name[:256]!r}, lora_int_id = {number}: no adapter of this name "
+                            "and this id is loaded", param="lora_name")  # fmt: skip
     if name is not None:
         return UnknownModel(f"lora_name = {name[:256]!r}: no such adapter is loaded",
                             param="lora_name")  # fmt: skip

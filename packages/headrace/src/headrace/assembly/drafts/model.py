@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headrace_core.config import ModelConfig
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_engine.lora.config import LoRAConfig
 from headrace_engine.speculation.config import DRAFT_MODEL
 
@@ -35,7 +35,11 @@ def draft_model(resolved: ResolvedConfig) -> ResolvedConfig | None:
         trust_remote_code=config.model.trust_remote_code,
     )
     with naming_the_setting():
-        info = resolve(model, config.load, resolved.platform)
+        try:
+            info = resolve(model, config.load, resolved.platform)
+        except UnsupportedModel:
+            _refuse_head(model, resolved)
+            raise
     if info.vocab_size != resolved.info.vocab_size:
         raise ConfigError(
             f"speculative_config.model = {speculative.model!r}: has a vocabulary of {info.vocab_size} "
@@ -44,6 +48,19 @@ def draft_model(resolved: ResolvedConfig) -> ResolvedConfig | None:
         )
     drafts = dataclasses.replace(config, model=model, lora=LoRAConfig())
     return resolved._replace(config=drafts, info=info)
+
+
+def _refuse_head(model: ModelConfig, resolved: ResolvedConfig) -> None:
+    """Refuse a checkpoint that is no model, but a head, by the method that it is for."""
+    from headrace_models.speculators.found import find_head
+
+    head = find_head(None, model, resolved.config.load, resolved.info)
+    if head is not None:
+        name = "speculative_config.method"
+        raise ConfigError(
+            f"{name} = {DRAFT_MODEL!r}: {model.model} is made for {head.method!r}: give that name",
+            field=name,
+        )
 
 
 @contextmanager

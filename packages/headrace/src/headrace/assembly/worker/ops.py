@@ -59,9 +59,16 @@ def check_batch_invariant(device: str, ops: OpTable, environ: Mapping[str, str])
     """Hold the kernels to ``HEADRACE_BATCH_INVARIANT=1``.
 
     Raises:
-        ConfigError: on a CPU, kernels are used whose results depend on the batch.
+        ConfigError: on a CPU, kernels are used whose results depend on the batch; or the variable is neither
+            0 nor 1: ``true`` must not look like the promise.
     """
-    if environ.get("HEADRACE_BATCH_INVARIANT") != "1" or ops.row_invariant:
+    value = environ.get("HEADRACE_BATCH_INVARIANT", "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(
+            f"HEADRACE_BATCH_INVARIANT = {value!r}: must be 1, or 0 or unset",
+            field="HEADRACE_BATCH_INVARIANT",
+        )
+    if value != "1" or ops.row_invariant:
         return
     used = ", ".join(sorted(set(ops.providers.values())))
     told = f"HEADRACE_BATCH_INVARIANT = '1': the kernels in use ({used})"
