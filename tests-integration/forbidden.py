@@ -58,6 +58,8 @@ ALLOWED = {
     ("engine/kv_transfer/whole_blocks.py", "WholeBlocks._result: wait result"): "the call is done",
     ("engine/kv_transfer/worker.py", "BlockMover._finish: wait result"):
         "a stage that is gone ends the group, and so the call",
+    ("headrace/assembly/ahead/torch_library.py", "linking_torch: wait join"):
+        "the thread opens two libraries, and ends by itself",
     ("headrace/assembly/parallel/prefill_context.py", "divide_passes: wait join"):
         "no thread: ranks join a group, within the meeting place's limit",
     ("headrace/assembly/worker/settings.py", "RankParts._packed_ahead: wait wait"):
