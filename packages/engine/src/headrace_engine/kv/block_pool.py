@@ -102,7 +102,7 @@ class BlockPool:
     def take_one(self) -> int:
         """:meth:`take` a single block."""
         following = self._next
-        block_id = following[0]
+        block_id: int = following[0]
         if self._digests[block_id] is not None:
             return self.take(1)[0]
         following[0] = after = following[block_id]
