@@ -69,7 +69,8 @@ class Side:
         """All that others can see."""
         pools = [(pool.free_blocks(), pool.num_free, pool.ref_counts) for pool in self.kv.pools]
         tables = [self.kv.block_ids(sequence.request_id) for sequence in self.live]
-        return [pools, tables, self.events.take(), self.kv.filled, self.kv.filling]
+        quiet = [self.kv.quiet_until(sequence.request_id) for sequence in self.live]
+        return [pools, tables, quiet, self.events.take(), self.kv.filled, self.kv.filling]
 
     def _begin(self, sequence: FakeSequence) -> object:
         count = len(sequence.all_token_ids) - self.kv.match_prefix(sequence).num_tokens
