@@ -61,7 +61,7 @@ class Noted:
         setattr(owner, name, noted)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """What has been noted since the last time."""
+        """Begins and ends since the last time."""
         taken, self.begun, self.ended = (self.begun, self.ended), [], []
         return taken
 

@@ -130,7 +130,7 @@ def test_a_run_of_passes_is_what_was_led(num_groups: int, run: list[Any]) -> Non
 
 
 class Shapes(NamedTuple):
-    """Of a batch that no scheduler need make."""
+    """A tensor of a batch that no scheduler need make."""
 
     num_tokens: int
     num_seqs: int

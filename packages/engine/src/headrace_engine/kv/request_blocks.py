@@ -32,7 +32,7 @@ class RequestBlocks:
         self.num_given = len(sequence.all_token_ids)
         """Tokens that were known when it came, or came back."""
         self.hashes: BlockHashes | None = None
-        """Of the request, once a block has been registered; here too, so that it is found at once."""
+        """The request's digests, once a block has been registered; kept here, too, to be found at once."""
         self.num_registered = 0
         """Blocks, from the first, that were offered to the digest map."""
         self.no_allocation_until = 0

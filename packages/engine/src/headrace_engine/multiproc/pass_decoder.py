@@ -43,7 +43,7 @@ class PassDecoder:
     def __init__(self) -> None:
         self._layout: _ReceivedLayout | None = None
         self._memory: _Memory | None = None
-        """Of the next pass, if it is of this layout."""
+        """Memory for the next pass, if it is of this layout."""
         self._last: bytes | bytearray = b""
         """The last pass, as one of the layout before it; empty: it was long."""
 
@@ -157,7 +157,7 @@ class _ReceivedLayout:
             elif code == SPARSE:
                 at = _put(slot, state[start:], view, at)
             elif code != SAME:
-                raise BadFrame(f"{code!r} is no way to bring a tensor")
+                raise BadFrame(f"a tensor comes by code {code!r}: must be same, whole or sparse")
         return at
 
     def made(self, tensors: Sequence[Any], ints: Sequence[int]) -> ModelPass:

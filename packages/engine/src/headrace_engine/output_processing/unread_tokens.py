@@ -113,7 +113,7 @@ class UnreadTokens:
             reader.take_unread(found, self._timestamps[-1 - num_after])
 
     def _plan(self, readers: Sequence[tuple[str, TokenReader]]) -> None:
-        """Have these read again before their tokens are no longer kept."""
+        """Have these read again while their tokens are still kept."""
         if readers:
             due = self._rows.num_steps + MAX_UNREAD_STEPS
             self._due.setdefault(due, []).extend(readers)

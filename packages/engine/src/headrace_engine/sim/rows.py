@@ -58,7 +58,7 @@ class RequestRows:
         self._states = np.zeros(0, np.uint64)
         """``[rows]``, of mixing both seeds."""
         self._last: _Selection | None = None
-        """Of the last step, while rows are the same."""
+        """The last step's selection, while rows are the same."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._row_of

@@ -34,7 +34,7 @@ _OF_METHODS = (
 
 
 def _of_plugin(method: str | None) -> str:
-    """Who a method that is not ours must be, behind its name: it may be misspelt."""
+    """Words behind the name of a method that is not built in, which may be misspelt."""
     return "" if method in _BUILT_IN else f", a plug-in's; built in are {', '.join(_BUILT_IN)}"
 
 

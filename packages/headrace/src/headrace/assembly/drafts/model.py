@@ -51,7 +51,7 @@ def draft_model(resolved: ResolvedConfig) -> ResolvedConfig | None:
 
 
 def _refuse_head(model: ModelConfig, resolved: ResolvedConfig) -> None:
-    """Refuse a checkpoint that is no model, but a head, by the method that it is for."""
+    """Refuse a head's checkpoint, naming the method that it is made for."""
     from headrace_models.speculators.found import find_head
 
     head = find_head(None, model, resolved.config.load, resolved.info)
