@@ -142,7 +142,9 @@ async def test_what_a_front_end_leaves_behind_is_aborted(shared: Shared) -> None
     _, two = await shared.add_front_end("two")
     left = [asyncio.create_task(collect(one, "left", LONG, f"r{i}")) for i in range(5)]
     kept = asyncio.create_task(collect(two, "kept", LONG, "r0"))
-    await shared.steps.go_on_until_running(two, 6)
+    # All are sent before a step is made: none ends while another is on its way.
+    await until(lambda: len(one._streams) == 5 and len(two._streams) == 1)
+    await shared.steps.go_on_until_running(one, 6)
     gone.shutdown()  # as if killed: it says nothing
     shared.core.remove_front_end("one")
     await shared.steps.go_on_until_running(two, 1)
